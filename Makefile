@@ -25,7 +25,7 @@ PYTEST  := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 QUICK   := not gpu and not multi_gpu and not slow
 
 .DEFAULT_GOAL := help
-.PHONY: te-python help setup data train lint format type test test-slow test-te test-faults test-releases test-gpu bench-gpu bench playground check-upstream docs dist wheels clean
+.PHONY: te-python resiliency help setup data train lint format type test test-slow test-te test-faults test-releases test-gpu bench-gpu bench playground check-upstream docs dist wheels clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -57,7 +57,7 @@ format: setup  ## fix and format the sources with ruff
 type: setup  ## only mypy --strict
 	$(BIN)/mypy
 
-test: setup te-python  ## all tests that need no GPU; with MCORE=0.19.2 those that use megatron-core, on that release
+test: setup te-python resiliency  ## all tests that need no GPU; with MCORE=0.19.2 those that use megatron-core, on that release
 ifeq ($(MCORE),)
 	$(PYTEST) -m "$(QUICK)"
 else
@@ -72,6 +72,11 @@ test-slow: setup  ## the tests that take minutes, and those that use megatron-co
 te-python: setup
 	-@$(BIN)/python -m tools.releases te $(TE_NEWEST) >/dev/null
 
+# Apart from the environment: it brings pynvml, of which torch then warns at every import
+resiliency: setup
+	-@test -d .nvidia-resiliency-ext || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --target .nvidia-resiliency-ext nvidia-resiliency-ext==0.4.1 defusedxml==0.7.1
+
 test-te: setup  ## all tests of Transformer Engine's layers, with its Python of 2.8 and of 2.20.2
 	for version in $(TE_OLDEST) $(TE_NEWEST); do \
 	  $(BIN)/python -m tools.releases te $$version || exit 1; \
@@ -83,7 +88,7 @@ test-faults: setup  ## the fault laboratory: FAULTS=30 faults at random moments 
 	ZB_TEST_FAULTS=$(abspath fault-trials.jsonl) ZB_TEST_FAULTS_NUM=$(FAULTS) $(BIN)/python -m pytest -n 0 -v tests/faults -m "not gpu"
 	$(BIN)/python -m tests.faults.report fault-trials.jsonl
 
-test-releases: setup te-python  ## a smoke test on each supported release of megatron-core, and a sample of all tests on the other end
+test-releases: setup te-python resiliency  ## a smoke test on each supported release of megatron-core, and a sample of all tests on the other end
 	$(BIN)/python -m tools.releases smoke --workers $(TEST_WORKERS)
 	folder="$$($(BIN)/python -m tools.releases path other)" && PYTHONPATH="$$folder" $(PYTEST) $(USE_MCORE) -m "$(QUICK)" --sample-files $(SAMPLE)
 

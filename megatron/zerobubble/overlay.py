@@ -27,7 +27,6 @@ from megatron.zerobubble.flags.targets import Target, check_targets
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.job.launch import is_turned_off, read_launch
 from megatron.zerobubble.messages import quoted
-from megatron.zerobubble.plan.planner import AUTO
 
 __all__ = ["add_zero_bubble_args", "install"]
 
@@ -38,10 +37,20 @@ _SUPPORTED = (
     *("zero_bubble_v_schedule_mem_setup", "zero_bubble_memory_limit", "zero_bubble_load_plan"),
     *("zero_bubble_pipeline_timers_start_iter", "zero_bubble_pipeline_timers_end_iter", "zero_bubble_replan_interval"),
     *("zero_bubble_planning_seconds", "zero_bubble_p2p_max_ctas", "zero_bubble_torch_attention"),
-    *("zero_bubble_trace", "zero_bubble_trace_iterations", "zero_bubble_watchdog_seconds"),
+    *("zero_bubble_trace", "zero_bubble_trace_iterations", "zero_bubble_save_plan", "zero_bubble_balance_stages"),
+    "zero_bubble_watchdog_seconds",
     *("enable_optimizer_post_validation", "post_validation_patience", "post_validation_rollback", "post_validation_snapshot"),
 )
 """Fields of `ZeroBubbleConfig` that a stock training loop supports."""
+
+_NEEDS_SCHEDULE = {
+    "enable_optimizer_post_validation": None,
+    "zero_bubble_trace": None,
+    "zero_bubble_balance_stages": None,
+    "zero_bubble_watchdog_seconds": None,
+    "zero_bubble_torch_attention": "call megatron.zerobubble.use_torch_attention with the model",
+}
+"""Fields that mean nothing without one, and what to do instead."""
 
 READY_LENGTHS = ("thd", "nested")
 """Names of ready functions for `microbatch_tokens` (`mcore.microbatches.ready`)."""
@@ -74,7 +83,10 @@ def install(
     schedule: str | None = None,
     max_pending_backward: str | int | None = None,
     memory_limit: float | str | None = None,
+    v_schedule: bool = False,
     plan: str | None = None,
+    save_plan: str | os.PathLike[str] | None = None,
+    balance_stages: bool = False,
     optimizer_post_validation: bool = False,
     weights_seed: int | None = None,
     dropout_seed: int | None = None,
@@ -84,14 +96,16 @@ def install(
     watchdog_seconds: float | None = None,
     microbatch_tokens: Callable[[Any], int | tuple[int, float]] | str | None = None,
     reorder_microbatches: bool = True,
+    **flags: Any,
 ) -> None:
     """Make a training loop that is written for megatron-core run a zero-bubble schedule. Every rank must call it.
 
     Every rank must give the same options, which are compared before a model's first pass.
 
     Call it before the loop makes its TransformerConfig, and for schedules with V placement before `initialize_model_parallel`.
-    The loop must build the schedule's number of model chunks per rank (two with V placement), as for megatron-core's interleaved
-    schedule. Models that DistributedDataParallel wraps after this call are trained by the schedule; others run forward-only.
+    The loop must build the schedule's number of model chunks per rank (two with V placement, four for zb-w), as for
+    megatron-core's interleaved schedule. Models that DistributedDataParallel wraps after this call are trained by the schedule;
+    others run forward-only.
     Where the pipeline has one rank, megatron-core's own schedule runs, after one warning. With ZERO_BUBBLE=0 in the environment
     of every rank nothing is installed, after one log line.
 
@@ -100,13 +114,16 @@ def install(
     Args:
         args: flags from a parser with `add_zero_bubble_args`; excludes the other arguments. If they choose no schedule, nothing
             is installed.
-        schedule: zb-h1, zb-h2, zb, zbv, v-half, v-min, zb-interleaved, ...; see --zero-bubble-schedule.
+        schedule: zb-h1, zb-h2, zb, zbv, v-half, v-min, zb-interleaved, ..., or auto; see --zero-bubble-schedule.
         max_pending_backward: instead of `schedule`: maximum number of microbatches per rank between F and W; "1p" and "2p" are
             multiples of the pipeline size.
         memory_limit: per rank; a number is activation memory, in units of 1F1B's on the first rank; bytes, such as "60GiB", are
             the total with weights, gradients and optimizer state, and "auto" is the device's memory. Bytes take effect after the
             first iterations, in which memory is measured; until then the order of least memory runs.
+        v_schedule: two chunks per rank in a V: with `schedule="auto"` the orders of those, and without a schedule ZBV.
         plan: path of a plan file to run.
+        save_plan: file to write the last plan to, see --zero-bubble-save-plan.
+        balance_stages: show which layers per stage would be faster, see --zero-bubble-balance-stages.
         optimizer_post_validation: step before the global gradient norm is known, and redo a wrong step. `step()` returns the norm
             on the last pipeline rank, and None on others. A loop that reduces it over the pipeline in every iteration gains
             nothing. After the last iteration call `uninstall`, evaluate or save, which validate the last step.
@@ -132,6 +149,7 @@ def install(
             microbatches have the sequence length that the loop gives to the schedule. Goes with `args`, too.
         reorder_microbatches: with `microbatch_tokens`, run the microbatches of a global batch in the order that suits their
             lengths. Results come back in the order of the data. Gradients are a sum in another order. Goes with `args`, too.
+        **flags: other flags of `add_zero_bubble_args`, by their names in parsed flags: `zero_bubble_replan_interval=5000`.
 
     Raises:
         CompatibilityError: the installed megatron-core is not supported; the message lists the differences.
@@ -153,31 +171,43 @@ def install(
         "zero_bubble_schedule": schedule,
         "zero_bubble_max_pending_backward": None if max_pending_backward is None else str(max_pending_backward),
         "zero_bubble_memory_limit": None if memory_limit is None else str(memory_limit),
+        "zero_bubble_v_schedule": v_schedule,
         "zero_bubble_load_plan": plan,
+        "zero_bubble_save_plan": None if save_plan is None else os.fspath(save_plan),
+        "zero_bubble_balance_stages": balance_stages,
         "enable_optimizer_post_validation": optimizer_post_validation,
         "zero_bubble_torch_attention": torch_attention,
         "zero_bubble_trace": None if trace is None else os.fspath(trace),
         "zero_bubble_trace_iterations": ",".join(map(str, trace_iterations)) or None,
         "zero_bubble_watchdog_seconds": watchdog_seconds,
     }
+    for name in flags:
+        if name not in _SUPPORTED or name in given:
+            others = ", ".join(each for each in _SUPPORTED if each not in given)
+            raise ConfigError(f"install has no argument {quoted(name)}; besides those of its own it takes {others}")
+    given |= flags
     if args is None:
         config = ZeroBubbleConfig(**given)
-        if config.schedule == "stock" and schedule is None and not (optimizer_post_validation or torch_attention or trace):
+        if config.schedule == "stock" and schedule is None and not any(getattr(config, name) for name in _NEEDS_SCHEDULE):
             raise ConfigError("install has no schedule to install: give schedule, max_pending_backward, plan, or parsed flags")
     else:
         if any(value is not None and value is not False for value in given.values()):
             raise ConfigError("install got parsed flags and other arguments; give one of them")
         config = _from_flags(args)
     _check_supported(config)
-    check_targets([Target("--zero-bubble-trace", config.zero_bubble_trace)], tries=launch.rank == 0)
+    targets = [
+        Target("--zero-bubble-trace", config.zero_bubble_trace),
+        Target("--zero-bubble-save-plan", config.zero_bubble_save_plan, is_file=True),
+    ]
+    check_targets(targets, tries=launch.rank == 0)
     if config.schedule == "stock":
         return
     from megatron.zerobubble.mcore.microbatches.ready import READY
-    from megatron.zerobubble.mcore.stock_loop.options import StockLoopOptions
+    from megatron.zerobubble.mcore.run_options import RunOptions
     from megatron.zerobubble.mcore.stock_loop.patches import install_options
 
     install_options(
-        StockLoopOptions(
+        RunOptions(
             flags=config,
             microbatch_tokens=READY[microbatch_tokens] if isinstance(microbatch_tokens, str) else microbatch_tokens,
             reorder_microbatches=reorder_microbatches,
@@ -233,22 +263,9 @@ def _check_supported(config: ZeroBubbleConfig) -> None:
                 f"{flag_of(field)} is not supported in a stock training loop: it is part of this package's own loop. Use "
                 "pretrain_gpt.py for it"
             )
-    if config.schedule == "stock" and config.enable_optimizer_post_validation:
-        raise ConfigError("--enable-optimizer-post-validation needs a schedule of this package: choose one, or leave it out")
-    for flag, value in (
-        ("--zero-bubble-trace", config.zero_bubble_trace),
-        ("--zero-bubble-watchdog-seconds", config.zero_bubble_watchdog_seconds),
-    ):
-        if config.schedule == "stock" and value is not None:
-            raise ConfigError(f"{flag} needs a schedule of this package here: choose one, or leave it out")
-    if config.schedule == "stock" and config.zero_bubble_torch_attention:
-        raise ConfigError(
-            "--zero-bubble-torch-attention needs a schedule of this package: choose one, or call "
-            "megatron.zerobubble.use_torch_attention with the model"
-        )
-    if config.schedule == AUTO:
-        raise ConfigError(
-            f"schedule {AUTO} builds the model once to profile it, which a stock training loop cannot do, and the loop's chunks "
-            "and embedding ranks depend on what it would choose: choose a schedule by name, whose order is then searched with "
-            "profiled times (zb, zbv, zb-interleaved), or use pretrain_gpt.py"
-        )
+    if config.schedule != "stock":
+        return
+    for name, other in _NEEDS_SCHEDULE.items():
+        if getattr(config, name):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} needs a schedule of this package: choose one, or {other or 'leave it out'}")

@@ -59,7 +59,10 @@ def script(tmp_path: Path) -> Path:
         ("--zero-bubble-foo SCRIPT", "unrecognized arguments: --zero-bubble-foo (see --help)"),
         ("--enable-zero-bubble SCRIPT --zero-bubble-foo=1", "--zero-bubble-foo is not a zero-bubble flag of zerobubble run"),
         ("SCRIPT --zero-bubble-schedule nope", "--zero-bubble-schedule 'nope' is unknown; choose from stock, auto"),
-        ("--cpu SCRIPT --zero-bubble-schedule auto", "schedule auto builds the model once to profile it"),
+        (
+            "--cpu SCRIPT --zero-bubble-schedule auto --zero-bubble-planning-seconds 0",
+            "--zero-bubble-schedule auto needs profiled iterations",
+        ),
         ("--microbatch-tokens bshd --enable-zero-bubble SCRIPT", "argument --microbatch-tokens: invalid choice: 'bshd'"),
         ("--nproc-per-node two SCRIPT", "--nproc-per-node is 'two'; give the number of ranks on this machine"),
         ("--nproc-per-node 2 SCRIPT", "no schedule is chosen"),

@@ -59,7 +59,7 @@ def test_stages_follow_from_the_pattern(flags: str, per_stage: tuple[int, ...] |
 @pytest.mark.claims(
     "Layers",
     "in a `--hybrid-layer-pattern`: MTP layers, other kinds of layers (`G`, `D`, `+`), another number of stages than the "
-    "schedule's; with it: layout flags, `auto`, `--zero-bubble-balance-stages`; without `HybridModel` in megatron-core",
+    "schedule's; with it: layout flags, `--zero-bubble-balance-stages`; without `HybridModel` in megatron-core",
     "rejected",
     also=("plan/partition/test_hybrid_pattern.py",),
 )
@@ -82,7 +82,6 @@ def test_stages_follow_from_the_pattern(flags: str, per_stage: tuple[int, ...] |
         ("*-*E", "E .a layer with experts. and --num-experts need each other"),
         ("*-*- --num-experts 4", "E .a layer with experts. and --num-experts need each other"),
         ("*-*E --num-experts 4 --moe-layer-freq [0,0,0,1]", "leave out --moe-layer-freq"),
-        ("*-*- --zero-bubble-schedule auto", "--zero-bubble-schedule auto needs layers of one kind"),
         ("*-*- --enable-zero-bubble --zero-bubble-balance-stages", "--zero-bubble-balance-stages needs layers of one kind"),
         ("*-M- --enable-zero-bubble", "M in --hybrid-layer-pattern needs the package mamba_ssm"),
         ("*-*- --transformer-impl transformer_engine --qk-layernorm", "ignores --qk-layernorm"),

@@ -77,7 +77,6 @@ def test_a_malformed_layer_pattern(text: str) -> None:
             EXPERTS + "--tensor-model-parallel-size 2",
             "--num-experts with --tensor-model-parallel-size 2 needs --sequence-parallel",
         ),
-        (EXPERTS + "--moe-layer-freq 2 --zero-bubble-schedule auto", "needs layers of one kind"),
         (P2 + "--mtp-num-layers 1", "--mtp-num-layers does not support learned position embeddings"),
         (
             P2 + "--mtp-num-layers 1 --enable-zero-bubble --zero-bubble-shard-gradients 2 --use-distributed-optimizer "

@@ -27,18 +27,15 @@ from megatron.zerobubble.mcore.replanner import Measured, Replanner, measured_co
 from megatron.zerobubble.mcore.state_memory import state_bytes
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Plan
-from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.timeline import Timeline
 from megatron.zerobubble.profiling.activation_memory import MemoryMeter
 from megatron.zerobubble.profiling.profile import unit_bytes
 from megatron.zerobubble.profiling.profiler import Profiler
-from megatron.zerobubble.training.auto import choose_schedule
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer, check_data_matches
 from megatron.zerobubble.training.data.samples import build_datasets, chunk_iterators, chunk_reads
 from megatron.zerobubble.training.initialize import Job, choose_device, join_job
 from megatron.zerobubble.training.models.gpt import forward_step_provider, model_provider
-from megatron.zerobubble.training.planning.replan import PlanFileWriter, replanner_of
 from megatron.zerobubble.training.setup import build_training_state
 from megatron.zerobubble.training.step import StepResult, Trainer, TrainingState, mean_losses
 
@@ -98,7 +95,7 @@ class BlockResult:
     device: str
     """The name of rank 0's device."""
     settings: Settings
-    """As they ran: with the schedule that `auto` chose."""
+    """As they ran."""
     plan: str | None
     """JSON of the plan that the timed iterations ran; None under megatron-core's own schedules."""
     measured: Measurements | None
@@ -124,8 +121,6 @@ def run_block(
     job = join_job(settings, launch, host, name=f"block-{request.number}")
     with JobGuard(job.store, launch.rank), _reporting(job, failed):
         providers: dict[str, Any] = {"model_provider": model_provider, "forward_step_provider": forward_step_provider}
-        if settings.zero_bubble.schedule == AUTO:
-            settings = choose_schedule(settings, job, tokenizer=tokenizer, **providers)
         state = build_training_state(settings, job, vocab_size=tokenizer.vocab_size, **providers)
         return _Block(state, request, launch, tick).run(tokenizer, on_gpu=not host.enabled)
 
@@ -169,11 +164,12 @@ class _Block:
         self._last: StepResult | None = None
         self._costs: CostModel | None = None
         self._unit_bytes = 0.0
-        self._consumed = 0
         self._own_seconds = 0.0
         """Time of the timed iterations that is not training: reporting progress."""
-        if request.is_first and not state.schedule.spec.is_stock:
-            self._replanner = replanner_of(state, PlanFileWriter(None), ranks_on_host=launch.ranks_on_host)
+        if not request.is_first:
+            state.engine.replanner = None
+        elif not state.schedule.spec.is_stock:
+            self._replanner = state.engine.replanner
             self._profiler = Profiler(state.device) if self._replanner is None else None
         if request.plan is not None:
             plan = Plan.from_json(request.plan)
@@ -204,9 +200,7 @@ class _Block:
     def _warm_up(self, iteration: int, data_iterator: Any) -> None:
         """One untimed iteration. In a first block it measures what is due in it."""
         is_first, schedule = self._request.is_first, self._state.schedule
-        if self._replanner is not None:
-            self._replanner.before(iteration, self._num_microbatches)
-        elif self._profiler is not None:
+        if self._profiler is not None:
             schedule.hooks.profiler = self._profiler if PROFILED[0] <= iteration <= PROFILED[1] else None
         trainer = self._trainer
         if is_first and iteration == WARM_UP - 1:
@@ -251,9 +245,10 @@ class _Block:
         return time.perf_counter() - begin
 
     def _iterate(self, trainer: Trainer, data_iterator: Any) -> None:
-        trainer.begin_dropout(self._consumed)
+        self._state.engine.begin(
+            num_microbatches=self._num_microbatches, micro_batch_size=self._state.settings.batch.micro_batch_size
+        )
         self._keep(trainer.iterate(data_iterator))
-        self._consumed += self._state.settings.global_batch_size
 
     def _synchronize(self) -> None:
         if self._state.device.type == "cuda":

@@ -27,6 +27,8 @@ from megatron.zerobubble.bench.speed_ups import Outcome, Table
 from megatron.zerobubble.bench.workers import Failure, Interrupted, Workers
 from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.mcore.compat import imported_version
+from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.training.estimate.flops import iteration_flops
 from megatron.zerobubble.version import __version__
 
@@ -116,8 +118,8 @@ class _Comparison:
             outcome.activation_bytes = result.measured.activation_bytes
             outcome.state_bytes = result.measured.state_bytes
             outcome.allocated_bytes = result.measured.allocated_bytes
-            if contender.schedule != result.settings.zero_bubble.schedule:
-                outcome.ran = result.settings.zero_bubble.schedule
+            if contender.schedule == AUTO and result.plan is not None:
+                outcome.ran = Plan.from_json(result.plan).schedule
         self._progress.say(f"{contender.text}, round {number + 1}: {1000.0 * seconds:.1f} ms per iteration")
 
     def _table(self) -> Table:

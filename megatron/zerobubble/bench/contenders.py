@@ -90,8 +90,7 @@ class Contender:
             logging=LoggingConfig(),
         )
         check_settings(changed, is_first=False)  # the job's own settings are checked already, with all they read and write
-        if self.schedule != AUTO:
-            changed.stage_layers(changed.schedule_spec.placement)
+        changed.stage_layers(changed.schedule_spec.placement)
         return changed
 
     def _zero_bubble(self, job: Settings) -> ZeroBubbleConfig:

@@ -17,13 +17,13 @@ from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.objective import Objective
+from megatron.zerobubble.plan.partition.part_costs import PartCosts
 from megatron.zerobubble.plan.planner import CostsOf
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.render.svg import Panel
 from megatron.zerobubble.plan.simulate import Simulation, simulate
 from megatron.zerobubble.plan.timeline import Activity, RankTimeline, Timeline
 from megatron.zerobubble.profiling.report import report
-from megatron.zerobubble.training.auto import costs_from
 from megatron.zerobubble.training.config.settings import Settings
 
 __all__ = ["FirstBlock", "has_unequal_lengths", "interleaved_ms", "panels", "predict"]
@@ -147,7 +147,9 @@ class _Source:
 
     def costs_of(self, wanted: Settings) -> CostsOf:
         """Placement -> costs, with the layers of `wanted`. Raises PlanError where they cannot be derived."""
-        return costs_from(self.costs, self.settings, wanted)
+        own = self.settings.placement
+        others = PartCosts.from_stages(self.costs, self.settings.stage_layers(own)).costs_of(wanted.stage_layers)
+        return lambda placement: self.costs if placement == own else others(placement)
 
 
 def _source(blocks: Sequence[FirstBlock]) -> _Source | None:

@@ -17,7 +17,7 @@ from megatron.zerobubble.flags.require import at_most, not_negative, one_of, pos
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Plan
-from megatron.zerobubble.plan.planner import AUTO
+from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT
 from megatron.zerobubble.plan.registry import known_schedules, parse_max_pending_backward, schedule_info, schedule_spec
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 
@@ -25,7 +25,7 @@ __all__ = ["ZeroBubbleConfig"]
 
 _V_SCHEDULES = {"zb": "zbv", "half": "v-half", "min": "v-min"}
 _TIMED, _URGENT = (100, 10), (2, 2)
-"""(First profiled iteration, how many follow it): by default, and if a memory limit in bytes needs the profile soon."""
+"""(First profiled iteration, how many follow it): by default, and if `auto` or a memory limit in bytes needs the profile soon."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +48,9 @@ class ZeroBubbleConfig:
     zero_bubble_schedule: str | None = field(default=None, metadata={"metavar": "NAME"})
     """Schedule by name: stock (megatron-core's own 1F1B); 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb, zbv, v-half, v-min, 1f1b-v,
     zb-w or zb-interleaved (interleaved ones take --num-virtual-stages-per-pipeline-rank, by default 2); or auto, which profiles
-    the model and runs the fastest schedule within --zero-bubble-memory-limit (by default 1F1B's). Excludes the other flags that
-    choose a schedule."""
+    iterations 2 to 4 and then runs the fastest order within --zero-bubble-memory-limit (by default 1F1B's) that the run's model
+    chunks allow: one per rank, two in a V with --zero-bubble-v-schedule, or --num-virtual-stages-per-pipeline-rank. It says if
+    other chunks would be faster. Excludes the other flags that choose a schedule."""
     zero_bubble_v_schedule_mem_setup: str = field(default="zb", metadata={"metavar": "zb|half|min"})
     """Activation memory of --zero-bubble-v-schedule: that of 1F1B (zb, ZBV), half of it (half, V-Half) or a third (min,
     V-Min)."""
@@ -144,7 +145,8 @@ class ZeroBubbleConfig:
             )
         if self.zero_bubble_schedule is not None:
             one_of(self.zero_bubble_schedule, _schedule_names(), "--zero-bubble-schedule")
-            if self.enable_zero_bubble or given is not None or self.zero_bubble_v_schedule:
+            is_v = self.zero_bubble_v_schedule and self.zero_bubble_schedule != AUTO
+            if self.enable_zero_bubble or given is not None or is_v:
                 raise ConfigError(
                     f"--zero-bubble-schedule {self.zero_bubble_schedule} already names the schedule; leave out "
                     "--enable-zero-bubble, --zero-bubble-max-pending-backward and --zero-bubble-v-schedule"
@@ -182,10 +184,6 @@ class ZeroBubbleConfig:
                 f"--zero-bubble-memory-limit {limit} replaces --zero-bubble-max-pending-backward and "
                 "--zero-bubble-v-schedule-mem-setup; leave those out"
             )
-        if self.schedule == AUTO and not self.memory_limit.is_relative:
-            raise ConfigError(
-                f"--zero-bubble-memory-limit {limit}: with --zero-bubble-schedule auto give a number; 1 is 1F1B's memory"
-            )
         if self.schedule == "stock" or not _is_searched(self.schedule):
             raise ConfigError(
                 f"--zero-bubble-memory-limit {limit}: schedule {self.schedule} has a fixed order; give --enable-zero-bubble, "
@@ -215,6 +213,11 @@ class ZeroBubbleConfig:
                 f"--zero-bubble-replan-interval {interval} is shorter than the {last - first + 1} iterations that are profiled; "
                 "give at least that many, or a shorter window"
             )
+        if self.schedule == AUTO and self.timed_iterations is None:
+            raise ConfigError(
+                "--zero-bubble-schedule auto needs profiled iterations: give --zero-bubble-planning-seconds above 0, or choose a "
+                "schedule by name"
+            )
         if self.memory_limit is not None and not self.memory_limit.is_relative and self.timed_iterations is None:
             raise ConfigError(
                 f"--zero-bubble-memory-limit {self.zero_bubble_memory_limit} needs profiled iterations: give "
@@ -237,7 +240,7 @@ class ZeroBubbleConfig:
     @property
     def _window(self) -> tuple[int, int]:
         start, end = self.zero_bubble_pipeline_timers_start_iter, self.zero_bubble_pipeline_timers_end_iter
-        usual = _URGENT if self.limits_bytes else _TIMED
+        usual = _URGENT if self.limits_bytes or self.schedule == AUTO else _TIMED
         first = usual[0] if start is None else start
         return first, first + usual[1] if end is None else end
 
@@ -306,6 +309,18 @@ class ZeroBubbleConfig:
             return "zb-h1" if self.zero_bubble_memory_limit is None else "zb"
         return "stock" if self.plan is None else self.plan.schedule
 
+    def family(self, num_chunks: int) -> str:
+        """The schedule's name in the plan registry; for `auto` that of the searched orders with the run's chunks.
+
+        Args:
+            num_chunks: model chunks per rank, as the run was started.
+        """
+        if self.schedule != AUTO:
+            return self.schedule
+        if self.zero_bubble_v_schedule:
+            return "zbv"
+        return "zb" if num_chunks == 1 else "zb-interleaved"
+
     @property
     def trace_iterations(self) -> frozenset[int]:
         """--zero-bubble-trace-iterations, parsed; empty if not given. Raises ConfigError if it is malformed."""
@@ -318,7 +333,7 @@ class ZeroBubbleConfig:
         return frozenset(map(int, words))
 
     def schedule_spec(self, *, num_ranks: int, num_chunks: int, memory_limit: float | None) -> ScheduleSpec:
-        """The schedule that these flags choose, on a pipeline of this size. Not defined for `auto`.
+        """The schedule that these flags choose, on a pipeline of this size; for `auto` the one that is profiled.
 
         Args:
             num_ranks: pipeline ranks, p.
@@ -330,8 +345,10 @@ class ZeroBubbleConfig:
             ConfigError: --zero-bubble-max-pending-backward is malformed, or the schedule does not support these sizes.
             PlanError: the --zero-bubble-load-plan file is not a plan.
         """
+        if self.schedule == AUTO and memory_limit is None:
+            memory_limit = AUTO_MEMORY_LIMIT
         return schedule_spec(
-            self.schedule,
+            self.family(num_chunks),
             num_ranks=num_ranks,
             num_chunks=num_chunks,
             max_pending_backward=self.max_pending_microbatches(num_ranks=num_ranks) if self.schedule == "zb" else None,

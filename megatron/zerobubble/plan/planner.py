@@ -35,6 +35,18 @@ AUTO_MEMORY_LIMIT = 1.0
 CostsOf = Callable[[Placement], CostModel]
 """Placement -> its costs. Raises PlanError for a placement whose costs are unknown."""
 
+
+def costs_on(placement: Placement, costs: CostModel) -> CostsOf:
+    """Known costs of one placement; those of all others are unknown."""
+
+    def costs_of(wanted: Placement) -> CostModel:
+        if wanted != placement:
+            raise PlanError(f"no costs are known for {wanted.num_stages} stages with {wanted.name} placement")
+        return costs
+
+    return costs_of
+
+
 _FAMILIES = (
     ("1f1b", 1),
     ("interleaved-1f1b", 2),
@@ -131,14 +143,6 @@ def make_plan(
         return _auto(num_ranks, num_microbatches, costs_of, options)
     spec = schedule_spec(name, num_ranks=num_ranks, num_chunks=num_chunks, max_pending_backward=max_pending_backward)
     return _one(spec, num_microbatches, costs_of, options)
-
-
-def bound_of(name: str, *, num_ranks: int, num_microbatches: int, costs_of: CostsOf, options: SearchOptions) -> Bound:
-    """The lower bound of a schedule under the memory limit of the options, or with `auto` of all; arguments as of `make_plan`."""
-    if name == AUTO:
-        return Bound.of_any([family.bound for family in _feasible(num_ranks, num_microbatches, costs_of, options)[0]])
-    placement = schedule_spec(name, num_ranks=num_ranks).placement
-    return lower_bound(placement, num_microbatches, costs_of(placement), options.memory_limit)
 
 
 def hand_written(spec: ScheduleSpec, num_microbatches: int, costs_of: CostsOf, options: SearchOptions) -> Result:

@@ -7,7 +7,7 @@ belong to iteration N. docs/reading-the-trace.md explains them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,9 @@ def report_pipeline(
     memory: Sequence[RankMemory] | None = None,
     activations: Activations | None = None,
     by_length: LengthModel | None = None,
+    show: Callable[[str], None] = _log.info,
 ) -> PipelineReport | None:
-    """Log the pipeline's bubble, and write the trace.
+    """Show the pipeline's bubble, and write the trace.
 
     Every rank must call it, between two iterations; rank 0 writes. Both training loops report by it.
 
@@ -47,6 +48,7 @@ def report_pipeline(
         memory: memory per rank, if it was measured.
         activations: activation memory per stage, if it was measured; the reports and plans then have it.
         by_length: costs fitted to the lengths of unequal microbatches, for ``report.json``.
+        show: called with each line.
 
     Returns:
         The report of the last recorded iteration, on rank 0; None if none was recorded, and on other ranks.
@@ -60,9 +62,9 @@ def report_pipeline(
         return None
     reports = [report(timeline) for timeline in timelines]
     for line in reports[-1].lines():
-        _log.info("%s", line)
+        show(line)
     if memory is not None:
-        _log.info("%s", memory_line(memory))
+        show(memory_line(memory))
     if directory is not None:
         missing = sorted(set(chosen) - {timeline.iteration for timeline in timelines})
         if missing:
@@ -72,7 +74,7 @@ def report_pipeline(
         except OSError as error:  # must not make a run that is done a failed one
             _log.warning("--zero-bubble-trace %s cannot be written: %s", directory, error.strerror or error)
         else:
-            _log.info("trace: %s", directory)
+            show(f"trace: {directory}")
     return reports[-1]
 
 

@@ -24,15 +24,12 @@ from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.job.rendezvous import connect
 from megatron.zerobubble.job.watchdog import watchdog
 from megatron.zerobubble.mcore.compat import destroy_model_parallel
-from megatron.zerobubble.plan.objective import Objective
-from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.profiling.marks import Marks
-from megatron.zerobubble.profiling.trace_report import report_pipeline
 from megatron.zerobubble.runtime.watch import Watch
-from megatron.zerobubble.training.auto import choose_schedule
 from megatron.zerobubble.training.checkpoint.save import save_checkpoint
 from megatron.zerobubble.training.checkpoint.shared import check_save_directory
 from megatron.zerobubble.training.config.settings import Settings
+from megatron.zerobubble.training.data.announced_lengths import announce_lengths
 from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer, check_data_matches
 from megatron.zerobubble.training.data.microbatch_lengths import num_tokens
 from megatron.zerobubble.training.data.samples import Datasets, build_datasets, chunk_iterators, chunk_reads
@@ -49,11 +46,6 @@ from megatron.zerobubble.training.initialize import (
 from megatron.zerobubble.training.metrics.logger import MetricsLogger
 from megatron.zerobubble.training.metrics.progress_line import IterationRecord
 from megatron.zerobubble.training.metrics.run_summary import description, summary_lines
-from megatron.zerobubble.training.planning.announced_lengths import announce_lengths
-from megatron.zerobubble.training.planning.layers_file import write_layers_file
-from megatron.zerobubble.training.planning.layout_proposal import log_balance, log_layout
-from megatron.zerobubble.training.planning.measured_layers import layer_kinds
-from megatron.zerobubble.training.planning.replan import PlanFileWriter, replanner_of
 from megatron.zerobubble.training.restarts.attempt import Attempt, join_attempt, leave_attempt
 from megatron.zerobubble.training.restarts.resume import start_from
 from megatron.zerobubble.training.same_settings import check_same_settings
@@ -137,15 +129,6 @@ def pretrain(
             job = join_job(settings, launch, host, connection=connection, watch=watch)
             attempt = join_attempt(job)
             check_save_directory(settings.checkpoint.save)
-        if settings.zero_bubble.schedule == AUTO:
-            with watch.phase("runs trials to choose a schedule"):
-                settings = choose_schedule(
-                    settings,
-                    job,
-                    tokenizer=tokenizer,
-                    model_provider=model_provider,
-                    forward_step_provider=forward_step_provider,
-                )
         with watch.phase("builds the model"):
             training_state = build_training_state(
                 settings,
@@ -168,10 +151,7 @@ class _Run:
     def __init__(self, training_state: TrainingState, job: Job, tokenizer: Any, attempt: Attempt) -> None:
         self.training_state = training_state
         self.trainer = Trainer(training_state)
-        self.plan_writer = PlanFileWriter(training_state.settings.zero_bubble.zero_bubble_save_plan)
-        self.replanner = replanner_of(training_state, self.plan_writer, ranks_on_host=job.launch.ranks_on_host)
-        self.iterations_here = 0
-        self.vocab_size = tokenizer.vocab_size
+        self.engine = training_state.engine
         self.unvalidated: deque[Callable[..., IterationRecord]] = deque()
         """Iterations that are not logged yet because their steps may not be validated: they make a record of the result."""
         self.marks = Marks(training_state.device)
@@ -187,6 +167,7 @@ class _Run:
             restored = start_from(training_state, attempt)
         if restored is not None:
             self.progress = TrainingProgress(restored.iteration, restored.consumed_samples)
+            self.engine.resume(iteration=restored.iteration, consumed_samples=restored.consumed_samples)
         self.metrics = MetricsLogger(
             self.settings,
             rank=job.launch.rank,
@@ -195,7 +176,6 @@ class _Run:
             if self.settings.data.reads_documents
             else flops_per_sample(self.settings, vocab_size=tokenizer.vocab_size).total,
         )
-        self.has_logged_layout = False
         evaluates = run.eval_iters > 0
         self.actions = (
             _Action(self._evaluate, interval=run.eval_interval if evaluates else None, at_end=evaluates),
@@ -218,8 +198,7 @@ class _Run:
         if self.settings.run.eval_iters > 0 and self.progress.evaluated_iteration < 0:
             self._evaluate()  # nothing was trained
         self._save()
-        if self.settings.zero_bubble.schedule != "stock":
-            self.plan_writer.finish(self.training_state.schedule, self.settings.num_microbatches)
+        self.engine.write_plan()
         self._summarize()
         self.metrics.close()
         self.early_exit.close()
@@ -227,7 +206,6 @@ class _Run:
 
     def _train(self) -> None:
         progress, num_iterations = self.progress, self.settings.run.train_iters
-        self.training_state.schedule.recordings.choose(self.settings.zero_bubble.trace_iterations, done=progress.iteration)
         data_iterator = self._iterators(self.datasets.train, consumed=progress.consumed_samples)
         is_last = progress.iteration >= num_iterations
         while not is_last:
@@ -237,15 +215,12 @@ class _Run:
             due = [action for action in self.actions if action.is_due(progress.iteration, is_last=is_last)]
             if due:
                 self._flush()
-            if self.replanner is None and self.iterations_here == 2 and not is_last:  # the first one that is recorded
-                self._log_balance()
             for action in due:
                 action.act()
 
     def _iterate(self, data_iterator: Any) -> None:
-        self.iterations_here += 1
-        if self.replanner is not None:
-            self.replanner.before(self.iterations_here, self.settings.num_microbatches)
+        settings = self.settings
+        self.engine.begin(num_microbatches=settings.num_microbatches, micro_batch_size=settings.batch.micro_batch_size)
         announce_lengths(
             self.training_state.schedule.unequal,
             self.datasets.train,
@@ -254,7 +229,6 @@ class _Run:
             consumed=self.progress.consumed_samples,
         )
         begin = self.marks.now()
-        self.trainer.begin_dropout(self.progress.consumed_samples)
         results = self.trainer.iterate(data_iterator)
         end = self.marks.now()
         samples, consumed = self.settings.global_batch_size, self.progress.consumed_samples
@@ -275,10 +249,9 @@ class _Run:
 
     def _replan(self) -> None:
         """At the end of a window of timed iterations, re-plan with the profiled timings, with no step left to validate."""
-        if self.replanner is not None and self.replanner.is_due(self.iterations_here):
+        if self.engine.is_due:
             self._flush()
-            self.replanner.after(self.iterations_here, self.settings.num_microbatches)
-            self._log_balance()
+        self.engine.end(num_microbatches=self.settings.num_microbatches)
 
     def _flush(self) -> None:
         """Validate the last step, before weights or results are used. All ranks must call this."""
@@ -338,18 +311,9 @@ class _Run:
 
     def _summarize(self) -> None:
         """Log the pipeline's report and, as the last thing, a table of the run. All ranks must call this."""
-        replanner, schedule = self.replanner, self.training_state.schedule
+        replanner, seen = self.engine.replanner, self.engine.report()
         memory = None if replanner is None else replanner.memory
-        seen = report_pipeline(
-            schedule,
-            self.settings.zero_bubble.zero_bubble_trace,
-            chosen=self.settings.zero_bubble.trace_iterations,
-            memory=memory,
-            activations=None if replanner is None else replanner.activations,
-            by_length=None if replanner is None else replanner.by_length,
-        )
-        write_layers_file(self.settings, self.replanner, vocab_size=self.vocab_size)
-        self._log_balance()
+        self.engine.show_balance()
         lines = summary_lines(
             self.settings,
             self.metrics.totals,
@@ -360,23 +324,6 @@ class _Run:
         )
         for line in lines:
             _log.info("%s", line)
-
-    def _log_balance(self) -> None:
-        """With --zero-bubble-balance-stages, log which layers per stage would be faster. All ranks must call this."""
-        if not self.settings.zero_bubble.zero_bubble_balance_stages:
-            return
-        schedule, settings = self.training_state.schedule, self.settings
-        layers = settings.stage_layers(schedule.spec.placement)
-        costs = None if self.replanner is None else self.replanner.costs
-        kinds = layer_kinds(settings)
-        if len(set(kinds)) == 1:
-            log_balance(schedule, layers, costs)
-        elif costs is None:
-            _log.warning("layouts: layers of several kinds need profiled times: --zero-bubble-pipeline-timers-start-iter")
-        if costs is not None and not self.has_logged_layout:
-            self.has_logged_layout = True
-            objective = Objective.with_optimizer(post_validation=settings.zero_bubble.enable_optimizer_post_validation)
-            log_layout(schedule.plan(settings.num_microbatches), kinds, layers, costs, objective)
 
 
 def _tear_down(job: Job) -> None:

@@ -15,17 +15,18 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer import get_megatron_optimizer
 
-from megatron.zerobubble.mcore.build import build_chunks
+from megatron.zerobubble.mcore.build import ModelChunks, build_chunks
 from megatron.zerobubble.mcore.ddp.zero2 import step_on_shards
-from megatron.zerobubble.mcore.model.layout_dropout import LayoutDropout, check_layout_dropout
+from megatron.zerobubble.mcore.engine import Engine
 from megatron.zerobubble.mcore.model.stage_layout import pipeline_layout
 from megatron.zerobubble.mcore.post_validation.optimizer import post_validation
-from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
+from megatron.zerobubble.mcore.run_options import RunOptions
+from megatron.zerobubble.mcore.state_memory import state_bytes
 from megatron.zerobubble.optimizer.post_validation import PostValidation
 from megatron.zerobubble.training.config.settings import Settings
+from megatron.zerobubble.training.data.announced_lengths import lengths_of_batch
 from megatron.zerobubble.training.initialize import Job, set_up_model_parallel
 from megatron.zerobubble.training.models import mcore_config
-from megatron.zerobubble.training.planning.announced_lengths import unequal_options
 from megatron.zerobubble.training.step import ForwardStepProvider, ModelProvider, ModelSetup, TrainingState
 
 __all__ = ["build_training_state"]
@@ -67,15 +68,16 @@ def build_training_state(
     if settings.precision.fp16:
         setup.config.grad_scale_func = optimizer.scale_loss
     _count_parameters(built.chunks)
+    engine = _engine(settings, job, built, setup.config, optimizer)
     return TrainingState(
         settings=settings,
         chunks=built.chunks,
-        schedule=_schedule(settings, job, built, setup.config),
+        engine=engine,
+        schedule=engine.schedule,
         optimizer=optimizer,
         post_validation=None if spec.is_stock else _post_validation(settings, job, optimizer),
         scheduler=scheduler,
         forward_step=forward_step_provider(setup),
-        layout_dropout=_layout_dropout(settings, job, built.chunks, setup.config),
         device=job.host.device,
         on_host=job.host.on_host,
     )
@@ -112,29 +114,31 @@ def _post_validation(settings: Settings, job: Job, optimizer: Any) -> PostValida
     )
 
 
-def _schedule(settings: Settings, job: Job, built: Any, config: Any) -> PipelineSchedule:
-    spec = settings.schedule_spec
-    schedule = PipelineSchedule(
-        spec,
+def _engine(settings: Settings, job: Job, built: ModelChunks, config: Any, optimizer: Any) -> Engine:
+    run, data, tokens = settings.run, settings.data, settings.model.seq_length
+    engine = Engine(
+        RunOptions(
+            flags=settings.zero_bubble,
+            microbatch_tokens=lengths_of_batch if data.variable_seq_lengths or data.pack_sequences else None,
+            dropout_seed=run.seed if run.layout_independent_dropout else None,
+            search_seed=run.seed,
+            timeout=_timeout(settings),
+            ranks_on_host=job.launch.ranks_on_host,
+            rank=job.launch.rank,
+        ),
+        settings.schedule_spec,
         built.chunks,
         store=built.store,
         config=config,
-        timeout=_timeout(settings),
-        p2p_max_ctas=settings.zero_bubble.zero_bubble_p2p_max_ctas,
-        unequal=None if spec.is_stock else unequal_options(settings, config),
+        num_microbatches=settings.num_microbatches,
+        usual_tokens=tokens,
+        state_bytes=partial(state_bytes, built.chunks, optimizer),
     )
     pipeline = torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
     job.watch.begin_pipeline(pipeline)
     if settings.watchdog_s is not None:
-        schedule.hooks.watch = job.watch
-    return schedule
-
-
-def _layout_dropout(settings: Settings, job: Job, chunks: list[Any], config: Any) -> LayoutDropout | None:
-    if not settings.run.layout_independent_dropout:
-        return None
-    check_layout_dropout(config)
-    return LayoutDropout(chunks, seed=settings.run.seed, device=job.host.device)
+        engine.schedule.hooks.watch = job.watch
+    return engine
 
 
 def _count_parameters(chunks: list[Any]) -> None:

@@ -17,9 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core import parallel_state
 
-from megatron.zerobubble.mcore.model.layout_dropout import LayoutDropout
 from megatron.zerobubble.optimizer.post_validation import PostValidation, Verdict
 from megatron.zerobubble.plan.timeline import Activity
 from megatron.zerobubble.training.config.settings import Settings
@@ -74,8 +72,10 @@ class TrainingState:
     """The checked flags."""
     chunks: list[Any]
     """The model chunks of this rank, each wrapped in DistributedDataParallel."""
+    engine: Any
+    """The `Engine`, which runs the model."""
     schedule: Any
-    """The `PipelineSchedule`: its `forward_backward_func` runs all passes of an iteration."""
+    """The engine's `PipelineSchedule`: its `forward_backward_func` runs all passes of an iteration."""
     optimizer: Any
     """megatron-core's optimizer."""
     post_validation: PostValidation | None
@@ -84,8 +84,6 @@ class TrainingState:
     """megatron-core's OptimizerParamScheduler."""
     forward_step: ForwardStep
     """Runs one microbatch through one model chunk."""
-    layout_dropout: LayoutDropout | None = None
-    """Draws dropout masks by layer and sample; None: megatron-core's way."""
     device: torch.device
     """Device of this rank's parameters and activations."""
     on_host: Callable[[], AbstractContextManager[object]]
@@ -93,7 +91,7 @@ class TrainingState:
 
     def close(self) -> None:
         """End the threads and close the links of schedule and post-validation."""
-        self.schedule.close()
+        self.engine.close()
         if self.post_validation is not None:
             self.post_validation.close()
 
@@ -176,13 +174,6 @@ class Trainer:
             training_state.post_validation.step()
             if not training_state.post_validation.is_unvalidated:
                 self._record_verdict(training_state.post_validation.validate())
-
-    def begin_dropout(self, consumed_samples: int) -> None:
-        """With --layout-independent-dropout, call before each iteration with the samples consumed so far by all ranks."""
-        dropout, settings = self._training_state.layout_dropout, self._training_state.settings
-        if dropout is not None:
-            size, rank = settings.batch.micro_batch_size, parallel_state.get_data_parallel_rank()
-            dropout.begin(first_sample=consumed_samples + rank * size, samples_apart=settings.data_parallel_size * size)
 
     def flush(self) -> list[StepResult]:
         """Validate the last step, so that the weights are those of the synchronous optimizer. All ranks must call this.

@@ -28,7 +28,7 @@ CHUNKS = f"{TWO} --virtual-pipeline-model-parallel-size 2"
 @pytest.mark.claims(
     "Your own script",
     "in a loop of your own: models that DDP did not wrap, forward-only, between training steps of another one: ZB-H1, ZB-H2, "
-    "interleaved ZB, ZBV, V-Half; other sizes, bf16, groups in the call, `collect_non_loss_data`",
+    "interleaved ZB, ZBV, V-Half, ZB-W; other sizes, bf16, groups in the call, `collect_non_loss_data`",
     "works, bit for bit",
 )
 @pytest.mark.parametrize(
@@ -39,6 +39,7 @@ CHUNKS = f"{TWO} --virtual-pipeline-model-parallel-size 2"
         (CHUNKS, "zb-interleaved"),
         (CHUNKS, "zbv"),
         (f"{CHUNKS} --bf16 --tie-embeddings-and-output-weights", "v-half"),
+        (f"{TWO} --num-layers 8 --virtual-pipeline-model-parallel-size 4 --tie-embeddings-and-output-weights", "zb-w"),
     ],
 )
 @pytest.mark.sampled(0.4)

@@ -178,8 +178,8 @@ def test_other_schedules_have_megatron_cores_own_division(
         (8, {"pipeline_model_parallel_layout": [["encoder"], [], [], []]}, "pipeline_model_parallel_layout has .*'encoder'"),
         (8, {"pipeline_model_parallel_layout": [["embedding"], 3]}, "pipeline_model_parallel_layout is .*give a text"),
         (8, {"pipeline_model_parallel_layout": 4}, "pipeline_model_parallel_layout is 4; give a text"),
-        (8, {FIRST: 3}, f"{FIRST}=3: two stages share .* even number above 0"),
-        (8, {LAST: 0}, f"{LAST}=0: two stages share .* even number above 0"),
+        (8, {FIRST: 3}, f"{FIRST}=3: 2 stages share .* multiple of 2 above 0"),
+        (8, {LAST: 0}, f"{LAST}=0: 2 stages share .* multiple of 2 above 0"),
         (8, {LAST: 14}, f"{LAST}=14: 8 layers leave 1 for the other 3 stages"),
         (1, {EMBEDDING: True, LOSS: True}, f"{EMBEDDING}=True, {LOSS}=True: 1 layers leave stage 2 of 4"),
         (1, {}, "num_layers=1: 1 layers do not divide over 4 stages"),
@@ -260,7 +260,7 @@ def _merged(results: list[dict[str, Any]]) -> tuple[list[Any], dict[str, torch.T
 
 @pytest.mark.claims(
     "Planning and measuring",
-    "`install` of ZBV and V-Half with layouts as lists, objects and text, `m` in the last stage, "
+    "`install` of ZBV, V-Half and ZB-W with layouts as lists, objects and text, `m` in the last stage, "
     "`account_for_*_in_pipeline_split`, `num_layers_in_first/last_pipeline_stage`, 6 layers on 4 stages; ZB-H1, ZB-H2 and "
     "interleaved ZB, too: losses and gradients of an even 1F1B",
     "works, bit for bit (MTP within 1e-6)",
@@ -271,6 +271,7 @@ def _merged(results: list[dict[str, Any]]) -> tuple[list[Any], dict[str, torch.T
         (CHUNKS, "zbv", {}),
         (f"{CHUNKS} --tie-embeddings-and-output-weights", "zbv", {EMBEDDING: True, LOSS: True}),
         (CHUNKS, "v-half", {"pipeline_model_parallel_layout": _listed([0, 3, 2, 1])}),
+        (f"{TWO} --virtual-pipeline-model-parallel-size 4", "zb-w", {}),
         (f"{CHUNKS} --overlap-grad-reduce", "zbv", {FIRST: 2, LAST: 2}),
         (TWO, "zb-h1", {FIRST: 2}),
         (TWO, "zb-h2", {EMBEDDING: True, LOSS: True}),
@@ -281,6 +282,7 @@ def _merged(results: list[dict[str, Any]]) -> tuple[list[Any], dict[str, torch.T
         "default",
         "accounted-tied",
         "list",
+        "zb-w",
         "ends-overlapped",
         "zb-h1-first",
         "zb-h2-accounted",

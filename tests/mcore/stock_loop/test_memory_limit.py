@@ -41,9 +41,9 @@ def _train(rank: int, flags: str) -> dict[str, Any]:
             installed = patches._installed()
             assert installed is not None
             (running,) = installed._models
-            spec, plan = running.schedule.spec, running.schedule.plan(args.num_microbatches)
-            assert running.replanner is not None
-            (memory, *_) = running.replanner.memory[rank:]
+            spec, plan = running.engine.schedule.spec, running.engine.schedule.plan(args.num_microbatches)
+            assert running.engine.replanner is not None
+            (memory, *_) = running.engine.replanner.memory[rank:]
             parameters = sum(parameter.numel() for chunk in running.chunks for parameter in chunk.parameters())
             return {
                 "losses": [entry["losses"] for entry in history],

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron.zerobubble.plan.ir import Plan
 from tests.support.megatron_lm import MISSING, logged, pretrain
 from tests.support.ranks import RankPool
 
@@ -15,7 +16,7 @@ if importlib.util.find_spec("megatron.training") is None:
     pytest.skip(MISSING, allow_module_level=True)
 
 TWO, FOUR = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
-CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
+CHUNKS, FOUR_CHUNKS = "--num-virtual-stages-per-pipeline-rank 2", "--num-virtual-stages-per-pipeline-rank 4"
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 UNTIED = "--untie-embeddings-and-output-weights"
 
@@ -44,7 +45,8 @@ def _agree(actual: dict[str, tuple[str, ...]], expected: dict[str, tuple[str, ..
     "Your own script",
     "Megatron-LM's own `pretrain()`, by a script that knows nothing of this package: ZB-H1 and ZBV with the distributed "
     "optimizer and overlapped reduction, ZB-H2, ZBV untied with `--rerun-mode validate_results`, ZBV with tensor parallelism "
-    "2, V-Half in bf16 with per-token loss: the log of stock 1F1B, evaluation and TensorBoard too (`make test MCORE=0.19.2`)",
+    "2, ZB-W, V-Half in bf16 with per-token loss: the log of stock 1F1B, evaluation and TensorBoard too "
+    "(`make test MCORE=0.19.2`)",
     "works, in every printed digit (tied under V: 2e-6)",
 )
 @pytest.mark.parametrize(
@@ -55,19 +57,40 @@ def _agree(actual: dict[str, tuple[str, ...]], expected: dict[str, tuple[str, ..
         (TWO, SHARDED, "--zero-bubble-v-schedule"),
         (TWO, f"{UNTIED} --rerun-mode validate_results", "--zero-bubble-v-schedule"),
         (f"{TWO} --tensor-model-parallel-size 2", "--rerun-mode disabled", "--zero-bubble-v-schedule"),
+        (TWO, "--num-layers 8", "--zero-bubble-schedule zb-w"),
         (TWO, f"{UNTIED} --bf16 --calculate-per-token-loss", "--zero-bubble-schedule v-half"),
     ],
-    ids=["zb-h1-sharded", "zb-h2", "zbv-tied-sharded", "zbv-untied-validated", "zbv-tied-tp-2", "v-half-bf16"],
+    ids=["zb-h1-sharded", "zb-h2", "zbv-tied-sharded", "zbv-untied-validated", "zbv-tied-tp-2", "zb-w-tied", "v-half-bf16"],
 )
-@pytest.mark.sampled(0.34)
+@pytest.mark.sampled(0.28)
 def test_the_same_log_as_without(four_ranks: RankPool, parallel: str, more: str, zero_bubble: str) -> None:
     """Losses and gradient norms of training, and losses of evaluation on two data sets."""
-    is_v = zero_bubble.endswith(("v-schedule", "v-half"))
+    is_v, chunks = zero_bubble.endswith(("v-schedule", "v-half", "zb-w")), FOUR_CHUNKS if "zb-w" in zero_bubble else CHUNKS
     flags = f"{parallel} {more} --train-iters 3 --eval-interval 2"
     expected = _run(four_ranks, flags)
     assert len(expected) == 3 + 1 + 2
-    actual = _run(four_ranks, f"{flags} {CHUNKS}" if is_v else flags, zero_bubble)
+    actual = _run(four_ranks, f"{flags} {chunks}" if is_v else flags, zero_bubble)
     assert _agree(actual, expected, is_tied=is_v and UNTIED not in more)
+
+
+@pytest.mark.claims(
+    "Your own script",
+    "Megatron-LM's own `pretrain()` with `--zero-bubble-schedule auto`, one chunk per rank and two in a V, and what is measured: "
+    "trace, report, `layers.json`, saved plan, balanced stages (`make test MCORE=0.19.2`)",
+    "works, in every printed digit",
+)
+@pytest.mark.parametrize(("chunks", "is_v"), [("", ""), (f"{CHUNKS} {UNTIED}", "--zero-bubble-v-schedule")])
+def test_auto_and_what_it_measures(four_ranks: RankPool, tmp_path: Path, chunks: str, is_v: str) -> None:
+    folder, iterations = tmp_path / "trace", "--train-iters 7 --eval-interval 10"
+    plain = f"{TWO} {chunks.replace(CHUNKS, '')} {iterations}"
+    auto = f"--zero-bubble-schedule auto {is_v} --zero-bubble-planning-seconds 0.1 --zero-bubble-balance-stages"
+    files = f"--zero-bubble-trace {folder} --zero-bubble-trace-iterations 6 --zero-bubble-save-plan {tmp_path}/plan.json"
+    actual = _run(four_ranks, f"{TWO} {chunks} {iterations}", f"{auto} {files}")
+    assert actual == _run(four_ranks, plain)
+    names = ["layers.json", "plan-6.json", "report.json", "timeline-6.svg", "trace.json"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    plan = Plan.from_json((tmp_path / "plan.json").read_bytes())
+    assert plan.placement.num_chunks == (2 if is_v else 1)
 
 
 @pytest.mark.claims(

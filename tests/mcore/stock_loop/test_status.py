@@ -8,6 +8,7 @@ import logging
 import subprocess
 import sys
 from argparse import ArgumentParser
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.stock_loop import patches
 from megatron.zerobubble.mcore.stock_loop.status import Status
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import build_plan
 from tests.support.ranks import RankPool
@@ -91,6 +93,39 @@ def test_a_line_after_replanning(four_ranks: RankPool) -> None:
         assert all(time > 0 for time in times)
     assert "F " in second.partition(" for measured ")[2]
     assert [after for _, _, _, after in others] == [status] * 3
+
+
+AUTO = (
+    f"{SIZES} --pipeline-model-parallel-size 4 --num-microbatches 6 --train-iters 6 --zero-bubble-schedule auto "
+    "--zero-bubble-planning-seconds 0.1 --zero-bubble-balance-stages"
+)
+IN_A_V = f"{AUTO} --num-layers 8 --virtual-pipeline-model-parallel-size 2 --zero-bubble-v-schedule"
+
+
+@pytest.mark.claims(
+    "Your own script",
+    "in a loop of your own: `--zero-bubble-schedule auto` among the orders of its chunks, `--zero-bubble-balance-stages`, "
+    "`--zero-bubble-save-plan`: the plan that runs has the loop's placement; losses are those of the named schedule",
+    "works",
+)
+@pytest.mark.parametrize(("flags", "placement", "named"), [(AUTO, "linear", "zb"), (IN_A_V, "V", "zbv")])
+def test_auto_takes_the_best_order_of_the_loops_chunks(
+    four_ranks: RankPool, tmp_path: Path, flags: str, placement: str, named: str
+) -> None:
+    (text, name, _, status), *others = four_ranks.run(_seen, f"{flags} --zero-bubble-save-plan {tmp_path}/plan.json")
+    lines = text.splitlines()
+    assert lines[0].startswith("zero bubble: auto, p = 4, m = 6: predicted bubble ")
+    assert lines[-1].startswith("zero bubble: auto re-planned, p = 4, m = 6: predicted bubble ")
+    assert sum(line.startswith("zero bubble: stages: F, B and W of a microbatch take ") for line in lines) == 1
+    assert sum(line.startswith("zero bubble: layouts: the plan takes ") for line in lines) == 1
+    assert name.endswith("zero_bubble_auto")
+    assert status is not None
+    assert status.forward_ms is not None
+    assert [after for _, _, _, after in others] == [status] * 3
+    assert all(text == "" for text, *_ in others)
+    assert Plan.from_json((tmp_path / "plan.json").read_bytes()).placement.name == placement
+    plain = flags.replace("--zero-bubble-v-schedule", "").replace("auto", named)
+    assert four_ranks.run(train, plain) == four_ranks.run(train, flags)
 
 
 def test_a_status_says_what_the_optimizer_makes_of_the_plan() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 import megatron.zerobubble
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.plan.partition.layer_costs import Model
 from tests.support.ranks import RankPool
 from tests.support.stock import example, train
 from tests.support.traces import check_trace_files
@@ -49,8 +50,8 @@ def _train_without_end(rank: int, flags: str, folder: Path) -> list[str]:
 
 @pytest.mark.claims(
     "Your own script",
-    "in a loop of your own: `--zero-bubble-trace`: trace, report, plans and timelines as in `pretrain_gpt.py`, without "
-    "`layers.json`; ZB-H1, ZBV, planned ZB with profiled memory, post-validation",
+    "in a loop of your own: `--zero-bubble-trace`: trace, report, plans and timelines as in `pretrain_gpt.py`, and "
+    "`layers.json` where iterations are profiled; ZB-H1, ZBV, planned ZB with profiled memory, post-validation",
     "works",
 )
 @pytest.mark.parametrize(
@@ -67,11 +68,15 @@ def test_chosen_iterations_are_written_when_they_have_run(
     folder = tmp_path / "made" / "trace"
     traced = f"{flags} --train-iters 5 --zero-bubble-trace {folder} --zero-bubble-trace-iterations 2,4"
     seen = four_ranks.run(_train_without_end, traced, folder)
-    entries = check_trace_files(folder, schedule, iterations=[2, 4], **SIZES)
+    others = ["layers.json"] * (schedule == "zb")
+    entries = check_trace_files(folder, schedule, iterations=[2, 4], others=others, **SIZES)
     assert seen[0] == sorted(path.name for path in folder.iterdir()), "before the loop ends"
     assert all(0.0 <= entry["measured"]["bubble_rate"] < 1.0 for entry in entries)
     if schedule == "zb":
         assert all(sum(entry["costs"]["activation"]) > 0.0 for entry in entries), "profiled"
+        model = Model.from_json((folder / "layers.json").read_text())
+        assert model.layers == ("layer",) * 8
+        assert model.kinds["layer"].forward_ms > 0
 
 
 def test_by_default_the_last_recorded_iteration_replaces_others(four_ranks: RankPool, tmp_path: Path) -> None:

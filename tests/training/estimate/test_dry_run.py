@@ -57,7 +57,7 @@ def test_documents_have_at_most_the_flops_of_whole_samples(tmp_path: Path, capsy
         ("", "1f1b: 4 pipeline ranks (PP), 8 microbatches per iteration, 1 stage(s) per rank (linear)"),
         ("--num-virtual-stages-per-pipeline-rank 2 ", "interleaved-1f1b: 4 pipeline ranks (PP), 8 microbatches"),
         ("--zero-bubble-v-schedule ", "zbv: 4 pipeline ranks (PP), 8 microbatches per iteration, 2 stage(s) per rank (V)"),
-        ("--zero-bubble-schedule auto ", "schedule auto: chosen for equal passes; a run profiles the model first"),
+        ("--zero-bubble-schedule auto ", "schedule auto: the order that is profiled; the run then chooses for its own times"),
     ],
 )
 def test_a_process_of_its_own_prints_the_report(flags: str, plan: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.claims(
     "Long runs",
     "metrics, plan file or trace that cannot be written any more: logged once, training goes on",
     "works",
-    also=("training/planning/test_plan_files.py",),
+    also=("training/test_plan_files.py",),
 )
 
 

@@ -22,7 +22,7 @@ from megatron.zerobubble.mcore.model.embeddings import copy_to_mtp_stage, releas
 from megatron.zerobubble.mcore.model.hybrid_layers import check_hybrid
 from megatron.zerobubble.mcore.model.named_weights import draw_by_name
 from megatron.zerobubble.mcore.model.wgrad_split import remove_split, split_weight_gradients
-from megatron.zerobubble.mcore.stock_loop.options import StockLoopOptions
+from megatron.zerobubble.mcore.run_options import RunOptions
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.wgrad.store import WeightGradStore
 
@@ -51,11 +51,12 @@ class AdoptedChunks:
         ends: `vp_stage` -> whether that chunk of this rank holds the first and the last stage, under V.
     """
 
-    def __init__(self, options: StockLoopOptions, ends: Callable[[int | None], tuple[bool, bool]]) -> None:
+    def __init__(self, options: RunOptions, ends: Callable[[int | None], tuple[bool, bool]]) -> None:
         self.options = options
         self.ends = ends
         self._adopted: list[Adopted] = []
-        self._stores: dict[tuple[torch.dtype, torch.dtype], WeightGradStore] = {}
+        self._stores: weakref.WeakValueDictionary[Any, WeightGradStore] = weakref.WeakValueDictionary()
+        """By dtype of weights and of gradients, for as long as a chunk uses one."""
         self.has_warned = False
         """Whether the pipeline has one rank, which is logged once."""
 
@@ -83,14 +84,14 @@ class AdoptedChunks:
         self._prepare(module)
         accumulator = torch.float32 if ddp_config.grad_reduce_in_fp32 else config.params_dtype
         key = config.params_dtype, accumulator
-        if key not in self._stores:
-            self._stores[key] = make_store(config, ddp_config, torch.device(torch.cuda.current_device()))
+        store = self._stores.get(key) or make_store(config, ddp_config, torch.device(torch.cuda.current_device()))
+        self._stores[key] = store
         if self.options.is_v:
             self.check_ends(module)
-            self._tie(config, module)
-        split_weight_gradients(module, self._stores[key])
-        adopted = Adopted(weakref.ref(module), weakref.ref(config), spec, self._stores[key])
-        self._adopted = [*self._living(), adopted]
+            self._tie(config, module, spec.num_chunks)
+        split_weight_gradients(module, store)
+        adopted = Adopted(weakref.ref(module, lambda _: self._forget()), weakref.ref(config), spec, store)
+        self._adopted.append(adopted)
         return adopted
 
     def wrapped(self, adopted: Adopted, ddp: nn.Module) -> None:
@@ -116,7 +117,7 @@ class AdoptedChunks:
 
     def close(self) -> None:
         """Undo the split of the chunks that still exist."""
-        for each in self._living():
+        for each in self._adopted:
             module = each.module()
             if module is not None:
                 remove_split(module)
@@ -129,8 +130,9 @@ class AdoptedChunks:
         if self.options.weights_seed is not None and hasattr(module, "sharded_state_dict"):
             draw_by_name([module], seed=self.options.weights_seed)
 
-    def _living(self) -> list[Adopted]:
-        return [each for each in self._adopted if each.module() is not None]
+    def _forget(self) -> None:
+        """A chunk is gone: let go of its store, and of what an iteration that failed has left there."""
+        self._adopted = [each for each in self._adopted if each.module() is not None]
 
     def _warn(self) -> None:
         if not self.has_warned:
@@ -160,9 +162,9 @@ class AdoptedChunks:
                 model = get_attr_wrapped_model(chunk, name, return_model_obj=True)
             except RuntimeError:
                 raise ConfigError(
-                    f"schedule {self.options.schedule} was given a {type(chunk).__name__} without {name}, so its stage in "
-                    "the V is unknown: set vp_stage, pre_process and post_process, as GPTModel does, or choose a "
-                    "schedule without a V"
+                    f"schedule {self.options.schedule} was given a {type(chunk).__name__} without {name}, so its stage "
+                    "in the V is unknown: set vp_stage, pre_process and post_process, as GPTModel does, or choose a schedule "
+                    "without a V"
                 ) from None
         return model
 
@@ -177,16 +179,18 @@ class AdoptedChunks:
                 )
             self.check_ends(chunk)
 
-    def _tie(self, config: Any, chunk: nn.Module) -> None:
-        """Under V: start all copies of the embedding from it, in a tied head of the second chunk and in MTP layers."""
+    def _tie(self, config: Any, chunk: nn.Module, num_chunks: int) -> None:
+        """Under V: start all copies of the embedding from it, in a tied head of the last chunk and in MTP layers."""
         number = get_attr_wrapped_model(chunk, "vp_stage")
         earlier = [module for each in self._adopted if each.config() is config and (module := each.module()) is not None]
         if number == 0:
             return
         if not earlier or get_attr_wrapped_model(earlier[-1], "vp_stage") != number - 1:
             raise ConfigError(f"chunk {number} was wrapped by DDP before chunk {number - 1}: wrap a model's chunks in order")
-        tie_chunks([earlier[-1], chunk])
-        copy_to_mtp_stage([earlier[-1], chunk], config)
+        if number == num_chunks - 1:
+            chunks = [*earlier[-number:], chunk]
+            tie_chunks(chunks)
+            copy_to_mtp_stage(chunks, config)
 
 
 def is_stage(module: nn.Module) -> bool:

@@ -1,14 +1,15 @@
 """The layers of each stage under V, from any option by which megatron-core divides them.
 
-Every option means what it means in megatron-core's interleaved schedule with two chunks per rank: its stages, in the order data
-flows, are the stages of the V. Only the ranks that have them differ, so that the first and the last stage are on rank 0.
+Every option means what it means in megatron-core's interleaved schedule with the same chunks per rank: its stages, in the order
+data flows, are the stages of one V, or of two (ZB-W). Only the ranks that have them differ, so that the first and the last stage
+are on rank 0.
 
 ==========================================  ===================================================================================
 `pipeline_model_parallel_layout`            the stages as given: a text, a list of lists, or megatron-core's own object
 `account_for_embedding_in_pipeline_split`   the first stage has one layer fewer
 `account_for_loss_in_pipeline_split`        the last stage has one layer fewer
-`num_layers_in_first_pipeline_stage`        half of them, because two chunks share them, are the first stage; others stay even
-`num_layers_in_last_pipeline_stage`         half of them are the last stage
+`num_layers_in_first_pipeline_stage`        the first stage's share of them, half for two chunks; others stay even
+`num_layers_in_last_pipeline_stage`         the last stage's share of them
 none                                        an equal number, or where that is impossible, stages that differ by one (`balanced`)
 ==========================================  ===================================================================================
 
@@ -80,13 +81,13 @@ class DividedLayers:
         else:
             text = _text_of(layout)
             layers, mtp_stage = _parsed(text, config)
-            if num_chunks is None and layers.num_stages == 2 * num_ranks:
-                num_chunks = 2  # as megatron-core takes it from the layout
+            if num_chunks is None and layers.num_stages > num_ranks and layers.num_stages % num_ranks == 0:
+                num_chunks = layers.num_stages // num_ranks  # as megatron-core takes it from the layout
             spec = self._spec_of(num_ranks, num_chunks)
             if layers.num_stages != spec.placement.num_stages:
                 raise ConfigError(
                     f"{_LAYOUT} {quoted(text)} has {layers.num_stages} stages, and schedule {spec.name} on {num_ranks} pipeline "
-                    f"ranks needs {spec.placement.num_stages}, two per rank in the order data flows"
+                    f"ranks needs {spec.placement.num_stages}, {spec.num_chunks} per rank in the order data flows"
                 )
         try:
             divided = StageLayout(
@@ -138,22 +139,22 @@ class DividedLayers:
 
 def _with_ends(num_layers: int, on: dict[str, Any], placement: Placement) -> StageLayers:
     """The first and the last stage as given, if they are, and the others as even as whole layers allow."""
-    halves = {}
+    given, num_chunks = {}, placement.num_chunks
     for name, count in on.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1 or count % 2:
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1 or count % num_chunks:
             raise ConfigError(
-                f"{name}={count!r}: two stages share the layers of a pipeline rank, as two chunks do in megatron-core; give an "
-                f"even number above 0, or the layers of each stage by {_LAYOUT}"
+                f"{name}={count!r}: {num_chunks} stages share the layers of a pipeline rank, as chunks do in megatron-core; give "
+                f"a multiple of {num_chunks} above 0, or the layers of each stage by {_LAYOUT}"
             )
-        halves[name] = count // 2
-    rest, ends = num_layers - sum(halves.values()), len(halves)
+        given[name] = count // num_chunks
+    rest, ends = num_layers - sum(given.values()), len(given)
     if rest < placement.num_stages - ends:
         raise ConfigError(
             f"{_text(on)}: {num_layers} layers leave {max(rest, 0)} for the other {placement.num_stages - ends} stages, which "
             "need one each; give less"
         )
     each, over = divmod(rest, placement.num_stages - ends)
-    first, last = halves.get(_FIRST), halves.get(_LAST)
+    first, last = given.get(_FIRST), given.get(_LAST)
     middle = [each + (stage < over) for stage in range(placement.num_stages - ends)]
     return StageLayers(per_stage=(*([] if first is None else [first]), *middle, *([] if last is None else [last])))
 

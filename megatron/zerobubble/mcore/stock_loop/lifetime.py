@@ -7,10 +7,15 @@ weak references.
 Process groups are not garbage: other ranks may still use them, and each rank collects its garbage at a time of its own. So they
 are destroyed at a point that all ranks pass together, when the next model is started or the schedule is uninstalled: the ranks
 exchange which models they have lost, and destroy the groups of those that none of them has any more, in the same order (ADR 43).
+
+An in-process restart destroys all process groups at once, and makes new ones in the same process. What ran on the old ones is
+never touched again, and as soon as a model of theirs is gone its groups are let go of: on gloo that is what ends the wait of
+another rank for a message of this one.
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +26,9 @@ from torch import nn
 
 from megatron.zerobubble.mcore.stock_loop.running import Running
 
-__all__ = ["RunningModels"]
+__all__ = ["RunningModels", "World"]
+
+_log = logging.getLogger(__name__)
 
 _RUNNING = "_zero_bubble_running"
 """Attribute of a model's first chunk: what runs the model."""
@@ -37,11 +44,25 @@ class _Holder:
         return _Holder, ()
 
 
+class World:
+    """The default process group of the time at which this was made. `on_end` is called when it is gone."""
+
+    def __init__(self, on_end: Callable[[], None]) -> None:
+        self._group = weakref.ref(dist.group.WORLD, lambda _: on_end())
+
+    @property
+    def exists(self) -> bool:
+        """Whether it has not been destroyed."""
+        group = self._group()
+        return group is not None and group is dist.group.WORLD
+
+
 @dataclass(eq=False)
 class _Entry:
     """A model that was started, and what destroys its process groups, without a reference to it."""
 
     running: weakref.ref[Running]
+    world: World
     closers: Sequence[Callable[[], None]]
 
 
@@ -51,9 +72,15 @@ class RunningModels:
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
 
+    @property
+    def has_groups(self) -> bool:
+        """Whether a model was started on process groups that exist; it need not exist any more."""
+        return any(each.world.exists for each in self._entries)
+
     def __iter__(self) -> Iterator[Running]:
-        """Those that exist, in the order in which they were started."""
-        return iter([running for each in self._entries if (running := each.running()) is not None])
+        """Those that exist and whose process groups do, in the order in which they were started."""
+        current = [each for each in self._entries if each.world.exists]
+        return iter([running for each in current if (running := each.running()) is not None])
 
     def of(self, chunks: Sequence[nn.Module]) -> Running | None:
         """What runs the model of exactly these chunks; None: nothing yet."""
@@ -63,7 +90,7 @@ class RunningModels:
         """Take a model that was started."""
         holder: Any = vars(running.chunks[0])
         holder[_RUNNING] = _Holder(running)
-        self._entries.append(_Entry(weakref.ref(running), ()))
+        self._entries.append(_Entry(weakref.ref(running, lambda _: self._forget()), World(self._forget), ()))
         self.note_groups(running)
 
     def note_groups(self, running: Running) -> None:
@@ -74,6 +101,7 @@ class RunningModels:
 
     def destroy_unused_groups(self) -> None:
         """Destroy the process groups of the models that no rank has any more. Every rank of the world must call it."""
+        self._entries = [each for each in self._entries if each.world.exists]
         if not self._entries:
             return
         lost = _on_every_rank({number for number, each in enumerate(self._entries) if each.running() is None})
@@ -83,22 +111,33 @@ class RunningModels:
         self._entries = [each for number, each in enumerate(self._entries) if number not in lost]
 
     def close(self) -> None:
-        """Stop running models and destroy all process groups. Every rank of the world must call it.
+        """Stop running models and destroy all process groups that exist. Every rank of the world must call it.
 
         A last step is validated where every rank still has its model.
         """
-        alive = {number for number, each in enumerate(self._entries) if each.running() is not None}
-        if self._entries:
+        current = [each for each in self._entries if each.world.exists]
+        alive = {number for number, each in enumerate(current) if each.running() is not None}
+        if current:
             alive = _on_every_rank(alive)
-        for number, each in enumerate(self._entries):
+        for number, each in enumerate(current):
             running = each.running()
             if running is None:
                 for close in each.closers:
                     close()
             else:
                 running.close(validates=number in alive)
+        for each in self._entries:
+            running = each.running()
+            if running is not None:
+                if not each.world.exists and running.steps is not None and running.steps.is_unvalidated:
+                    _log.warning("a last optimizer step was not validated: the process groups were destroyed before")
+                running.remove_hooks()
                 vars(running.chunks[0]).pop(_RUNNING, None)
         self._entries.clear()
+
+    def _forget(self) -> None:
+        """A model or the process groups are gone: let go of a model's groups if both are."""
+        self._entries = [each for each in self._entries if each.world.exists or each.running() is not None]
 
 
 def _on_every_rank(numbers: set[int]) -> set[int]:

@@ -115,15 +115,18 @@ class OptimisticSteps:
         """
         if validates:
             self.flush()
-        for undo in self._undo:
-            undo()
-        self._undo.clear()
         if validates and self._steps is not None:
             self._steps.close()
         else:
             for close in self.closers():
                 close()
         self._steps = None
+
+    def remove_hooks(self) -> None:
+        """Let checkpoints be read without a validation before."""
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
 
     def closers(self) -> Sequence[Callable[[], None]]:
         """What destroys the process groups when the model is gone, without a reference to it; see `PostValidation.closers`."""

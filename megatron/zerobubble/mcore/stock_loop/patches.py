@@ -60,10 +60,9 @@ from megatron.zerobubble.mcore.model import named_weights
 from megatron.zerobubble.mcore.model.float16 import StageFloat16Module
 from megatron.zerobubble.mcore.model.stage_layout import embedding_ranks
 from megatron.zerobubble.mcore.model.transformer_engine import defer_to_w
-from megatron.zerobubble.mcore.stock_loop.options import StockLoopOptions
+from megatron.zerobubble.mcore.run_options import RunOptions
 from megatron.zerobubble.mcore.stock_loop.status import Status
 from megatron.zerobubble.mcore.stock_loop.stock_loop import StockLoop
-from megatron.zerobubble.plan.ir import Placement
 
 __all__ = ["expect_install", "install_options", "status", "stop_expecting", "supervise_by", "uninstall"]
 
@@ -116,7 +115,7 @@ def stop_expecting() -> None:
             setattr(schedules, name, schedule.original)
 
 
-def install_options(options: StockLoopOptions) -> None:
+def install_options(options: RunOptions) -> None:
     """Run every model that a stock loop builds from here on by a schedule of this package. Every rank must call it.
 
     Call it before the `TransformerConfig` is made, and for V schedules before `initialize_model_parallel`. A second call with the
@@ -215,8 +214,8 @@ def _replacements(loop: StockLoop) -> list[tuple[Any, str, Any]]:
     return [
         *always,
         (Float16Module, "forward", StageFloat16Module.forward),
-        (parallel_state, "default_embedding_ranks", _embedding_ranks),
-        (parallel_state, "initialize_model_parallel", _grouping(parallel_state.initialize_model_parallel)),
+        (parallel_state, "default_embedding_ranks", _embedding_ranks(loop)),
+        (parallel_state, "initialize_model_parallel", _grouping(loop, parallel_state.initialize_model_parallel)),
         *loop.questions.replacements(),
     ]
 
@@ -309,20 +308,24 @@ def _building(loop: StockLoop, original: Callable[..., None]) -> Callable[..., N
     return construct
 
 
-def _embedding_ranks(pp_ranks: list[int], split_rank: int | None = None) -> list[int]:
+def _embedding_ranks(loop: StockLoop) -> Callable[..., list[int]]:
     """The ranks of a pipeline with V placement that have the embedding or the output layer."""
-    ranks: list[int] = embedding_ranks(Placement.v(len(pp_ranks)))["get_embedding_ranks"](pp_ranks)
-    return ranks
+
+    def ranks_of(pp_ranks: list[int], split_rank: int | None = None) -> list[int]:
+        ranks: list[int] = embedding_ranks(loop.options.placement(len(pp_ranks)))["get_embedding_ranks"](pp_ranks)
+        return ranks
+
+    return ranks_of
 
 
-def _grouping(original: Callable[..., None]) -> Callable[..., None]:
+def _grouping(loop: StockLoop, original: Callable[..., None]) -> Callable[..., None]:
     """`initialize_model_parallel`, with the embedding groups of the V placement, in place of those that the loop passes."""
-    signature = inspect.signature(original)
+    signature, ranks_of = inspect.signature(original), _embedding_ranks(loop)
 
     @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> None:
         bound = signature.bind(*args, **kwargs)
-        bound.arguments.update(get_embedding_ranks=_embedding_ranks, get_position_embedding_ranks=_embedding_ranks)
+        bound.arguments.update(get_embedding_ranks=ranks_of, get_position_embedding_ranks=ranks_of)
         original(*bound.args, **bound.kwargs)
 
     return initialize

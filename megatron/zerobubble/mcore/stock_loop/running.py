@@ -1,4 +1,4 @@
-"""A model that a stock loop trains, the schedule that runs it, and what goes with that schedule."""
+"""A model that a stock loop trains: its engine, and what a loop needs that is written for megatron-core's own schedules."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ from megatron.core.utils import get_model_config
 from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.mcore.microbatches.iteration_plans import UnequalOptions, attention_share
+from megatron.zerobubble.mcore.engine import Engine
 from megatron.zerobubble.mcore.model.embeddings import copy_to_mtp_stage, tie_chunks
-from megatron.zerobubble.mcore.model.layout_dropout import LayoutDropout, check_layout_dropout
-from megatron.zerobubble.mcore.replanner import Replanner, make_replanner
+from megatron.zerobubble.mcore.run_options import RunOptions
 from megatron.zerobubble.mcore.state_memory import state_bytes
 from megatron.zerobubble.mcore.stock_loop.adoption import Adopted
 from megatron.zerobubble.mcore.stock_loop.optimistic_steps import OptimisticSteps
-from megatron.zerobubble.mcore.stock_loop.options import StockLoopOptions
 from megatron.zerobubble.mcore.stock_loop.result_relay import ResultRelay
 from megatron.zerobubble.mcore.stock_loop.same_options import check_same_options
+from megatron.zerobubble.mcore.stock_loop.status import show_line
 from megatron.zerobubble.mcore.stock_loop.trace_files import TraceFiles
-from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumulate
 from megatron.zerobubble.wgrad.store import WeightGradStore
 
@@ -34,34 +32,33 @@ __all__ = ["Running", "start", "start_forward_only"]
 
 @dataclass(eq=False)
 class Running:
-    """A model, the schedule that runs it, and its re-planning."""
+    """A model and its engine."""
 
-    chunks: list[nn.Module]
-    schedule: PipelineSchedule
-    replanner: Replanner | None
-    relay: ResultRelay | None
+    engine: Engine
+    relay: ResultRelay | None = None
     """Under V: sends the results of the last stage to the last pipeline rank."""
-    steps: OptimisticSteps | None
+    steps: OptimisticSteps | None = None
     """With post-validation: the model's optimizer steps."""
-    dropout: LayoutDropout | None
-    """Draws dropout masks by layer and sample, if that was asked for."""
     trace: TraceFiles | None = None
-    """Writes the trace, if one was asked for."""
-    iterations: int = 0
-    """Training iterations so far."""
+    """Says when the trace is written, if one was asked for."""
     has_new_plan: bool = False
     """Whether it was re-planned since its status was shown."""
 
     def __post_init__(self) -> None:
         if self.relay is not None:
-            self.schedule.hooks.on_failure = self.relay.fail
+            self.engine.schedule.hooks.on_failure = self.relay.fail
+
+    @property
+    def chunks(self) -> list[nn.Module]:
+        """This rank's model chunks, wrapped by DDP."""
+        return self.engine.chunks
 
     def closers(self) -> list[Callable[[], None]]:
         """What destroys the process groups that exist so far when the model is gone, without a reference to it.
 
         Every rank of the world must call them, in this order.
         """
-        closers = self.schedule.closers()
+        closers = self.engine.schedule.closers()
         if self.relay is not None:
             closers.append(self.relay.close)
         return closers if self.steps is None else [*closers, *self.steps.closers()]
@@ -75,20 +72,27 @@ class Running:
         self.trace.write()
 
     def close(self, *, validates: bool) -> None:
-        """Remove hooks and destroy process groups; validate the last step and write the trace before, if wanted."""
+        """Destroy process groups; validate the last step and write the files before, if wanted."""
         if validates:
             self.write_trace(at_end=True)
+            if self.engine.iterations > 0:
+                self.engine.write_plan()
         if self.steps is not None:
             self.steps.close(validates=validates)
-        self.schedule.close()
+        self.engine.close()
         if self.relay is not None:
             self.relay.close()
-        if self.dropout is not None:
-            self.dropout.remove()
+
+    def remove_hooks(self) -> None:
+        """Leave the model as it was."""
+        if self.steps is not None:
+            self.steps.remove_hooks()
+        if self.engine.dropout is not None:
+            self.engine.dropout.remove()
 
 
 def start(
-    options: StockLoopOptions,
+    options: RunOptions,
     first: Adopted,
     chunks: Sequence[nn.Module],
     optimizers: Iterable[Any],
@@ -96,44 +100,34 @@ def start(
     num_microbatches: int,
     usual_tokens: int,
 ) -> Running:
-    """Make the schedule of a model of `chunks`, the first of which is `first`. All ranks of the world must call it."""
-    spec = first.spec
+    """Make what runs a model of `chunks`, the first of which is `first`. All ranks of the world must call it."""
+    spec, config = first.spec, get_model_config(chunks[0])
     check_same_options(options, spec)
     if options.flags.limits_bytes:  # until memory is measured: one microbatch per rank, the least possible
         spec = dataclasses.replace(spec, memory_limit=1.0 / min(spec.num_ranks, num_microbatches))
-    schedule = PipelineSchedule(
+    engine = Engine(
+        options,
         spec,
         chunks,
         store=first.store,
-        config=get_model_config(chunks[0]),
-        p2p_max_ctas=options.flags.zero_bubble_p2p_max_ctas,
-        unequal=_unequal(options, get_model_config(chunks[0]), usual_tokens),
+        config=config,
+        num_microbatches=num_microbatches,
+        usual_tokens=_usual_tokens(config, usual_tokens),
+        state_bytes=functools.partial(_state_bytes, options, chunks, optimizers),
+        show=show_line,
     )
     relay = None
     if options.is_v:
-        relay = ResultRelay(parallel_state.get_pipeline_model_parallel_group(), schedule.device)
+        relay = ResultRelay(parallel_state.get_pipeline_model_parallel_group(), engine.schedule.device)
     steps = None
     if options.flags.enable_optimizer_post_validation:
-        steps = OptimisticSteps(options.flags, schedule, chunks)
-    dropout = None
-    if options.dropout_seed is not None:
-        check_layout_dropout(get_model_config(chunks[0]))
-        dropout = LayoutDropout(chunks, seed=options.dropout_seed, device=schedule.device)
-    replanner = make_replanner(
-        options.flags,
-        schedule,
-        num_microbatches=num_microbatches,
-        state_bytes=functools.partial(_state_bytes, options, chunks, optimizers) if options.flags.limits_bytes else int,
-        ranks_on_host=options.ranks_on_host,
-    )
-    trace, directory = None, options.flags.zero_bubble_trace
-    if directory is not None:
-        trace = TraceFiles(schedule, replanner, directory=directory, chosen=options.flags.trace_iterations)
-    return Running(list(chunks), schedule, replanner, relay, steps, dropout, trace)
+        steps = OptimisticSteps(options.flags, engine.schedule, chunks)
+    trace = None if options.flags.zero_bubble_trace is None else TraceFiles(engine, options.flags.zero_bubble_trace)
+    return Running(engine, relay, steps, trace)
 
 
-def start_forward_only(options: StockLoopOptions, chunks: Sequence[nn.Module], *, usual_tokens: int) -> Running:
-    """Make the schedule of a model under V that DDP did not wrap and that only runs forward. All ranks of the world call it.
+def start_forward_only(options: RunOptions, chunks: Sequence[nn.Module], *, usual_tokens: int) -> Running:
+    """Make what runs a model under V that DDP did not wrap and that only runs forward. All ranks of the world call it.
 
     Its embedding and output layer become equal here if they are tied: where DDP wraps a model, that happens before.
     """
@@ -149,35 +143,32 @@ def start_forward_only(options: StockLoopOptions, chunks: Sequence[nn.Module], *
         )
     tie_chunks(chunks)
     copy_to_mtp_stage(chunks, config)
-    schedule = PipelineSchedule(
+    engine = Engine(
+        options,
         spec,
         chunks,
         store=WeightGradStore(WgradKernel(KernelKind.PLAIN, plain_accumulate)),  # stays empty
         config=config,
-        p2p_max_ctas=options.flags.zero_bubble_p2p_max_ctas,
-        unequal=_unequal(options, config, usual_tokens),
+        num_microbatches=1,
+        usual_tokens=_usual_tokens(config, usual_tokens),
+        trains=False,
     )
-    relay = ResultRelay(parallel_state.get_pipeline_model_parallel_group(), schedule.device)
-    return Running(list(chunks), schedule, replanner=None, relay=relay, steps=None, dropout=None)
+    return Running(engine, ResultRelay(parallel_state.get_pipeline_model_parallel_group(), engine.schedule.device))
 
 
-def _unequal(options: StockLoopOptions, config: Any, usual_tokens: int) -> UnequalOptions | None:
-    """How microbatches of unequal length are planned; None: they are equal."""
-    if options.microbatch_tokens is None:
-        return None
-    return UnequalOptions(
-        tokens_of=options.microbatch_tokens,
-        usual_tokens=None if config.variable_seq_lengths else usual_tokens,  # then megatron-core ignores the call's, too
-        attention_share=functools.partial(attention_share, config),
-        reorders=options.reorder_microbatches,
-        objective=options.objective,
-    )
+def _usual_tokens(config: Any, given: int) -> int | None:
+    """The sequence length of a schedule's call, which megatron-core ignores with variable lengths."""
+    return None if config.variable_seq_lengths else given
 
 
-def _state_bytes(options: StockLoopOptions, chunks: Sequence[nn.Module], optimizers: Iterable[Any]) -> int:
-    """Bytes of weights, gradients and optimizer state. Raises ConfigError if the optimizer is not megatron-core's."""
+def _state_bytes(options: RunOptions, chunks: Sequence[nn.Module], optimizers: Iterable[Any]) -> int:
+    """Bytes of weights, gradients and optimizer state.
+
+    Raises:
+        ConfigError: a limit in bytes, and the optimizer is not megatron-core's.
+    """
     made = list(optimizers)
-    if not made:
+    if not made and options.flags.limits_bytes:
         raise ConfigError(
             f"schedule {options.schedule} has a memory limit in bytes, and no optimizer of megatron-core was made since "
             "megatron.zerobubble.install: make it by get_megatron_optimizer, or give the limit as a number (1 is 1F1B's)"

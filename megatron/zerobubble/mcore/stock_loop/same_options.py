@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.zerobubble.mcore.agreement import Given, check_same, text_digest, turn, versions
-from megatron.zerobubble.mcore.stock_loop.options import StockLoopOptions
+from megatron.zerobubble.mcore.run_options import RunOptions
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 
 __all__ = ["check_same_options"]
@@ -17,14 +17,14 @@ _OWN = ("schedule", "microbatch_tokens", "reorder_microbatches", "weights_seed",
 _OF_FLAGS = (
     *("timed_iterations", "zero_bubble_replan_interval", "zero_bubble_planning_seconds", "zero_bubble_p2p_max_ctas"),
     *("zero_bubble_torch_attention", "enable_optimizer_post_validation", "post_validation_patience"),
-    *("zero_bubble_trace_iterations", "zero_bubble_watchdog_seconds"),
+    *("zero_bubble_trace_iterations", "zero_bubble_balance_stages", "zero_bubble_watchdog_seconds"),
     *("post_validation_rollback", "post_validation_snapshot"),
 )
 _OF_SPEC = ("max_pending_backward", "memory_limit", "placement")
 _REMEDY = "call megatron.zerobubble.install with the same options on every rank, and install the same packages on every host"
 
 
-def check_same_options(options: StockLoopOptions, spec: ScheduleSpec) -> None:
+def check_same_options(options: RunOptions, spec: ScheduleSpec) -> None:
     """Compare the options of all ranks of the world, which must all call this.
 
     Args:

@@ -54,6 +54,7 @@ class StageQuestions:
             forward_step_func: called with a data iterator and one of `chunks`; returns the output and a loss function or None.
             chunks: this rank's model chunks, by `vp_stage`.
         """
+        self._running = None  # an in-process restart may have interrupted an earlier call anywhere
         number_of = {id(chunk): number for number, chunk in enumerate(chunks)}
 
         @functools.wraps(forward_step_func)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import stock_plan
 from megatron.zerobubble.plan.simulate import simulate
 
-__all__ = ["Status"]
+__all__ = ["Status", "show_line"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +90,7 @@ class Status:
         replanned, off = ("", off) if self.forward_ms is None else (" re-planned", "")
         measured = "" if self.measured_bubble_rate is None else f", measured before: {self.measured_bubble_rate:.1%}"
         return (
-            f"zero bubble: {self.schedule}{replanned}, p = {self.num_ranks}, m = {self.num_microbatches}: predicted bubble "
+            f"{self.schedule}{replanned}, p = {self.num_ranks}, m = {self.num_microbatches}: predicted bubble "
             f"{self.bubble_rate:.1%} (1F1B: {self.bubble_rate_1f1b:.1%}{measured}) for {times_text}, {self.relative_time:.2f} of "
             f"1F1B's iteration time and {self.relative_memory:.2f} of its activation memory{off}"
         )
@@ -97,3 +98,8 @@ class Status:
 
 def _ratio(own: float, other: float) -> float:
     return own / other if other > 0 else math.nan
+
+
+def show_line(text: str) -> None:
+    """Write a line to stderr: a loop may not show what is logged."""
+    sys.stderr.write(f"zero bubble: {text}\n")

@@ -29,18 +29,19 @@ from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.job.supervision import Supervision
+from megatron.zerobubble.mcore.engine import Engine
 from megatron.zerobubble.mcore.model.embeddings import FinalizeGradients
 from megatron.zerobubble.mcore.model.hybrid_layers import place_stack
 from megatron.zerobubble.mcore.model.named_weights import remember_from
 from megatron.zerobubble.mcore.model.transformer_engine import defer_to_w
+from megatron.zerobubble.mcore.run_options import RunOptions
 from megatron.zerobubble.mcore.stock_loop.adoption import AdoptedChunks
 from megatron.zerobubble.mcore.stock_loop.layers import DividedLayers
 from megatron.zerobubble.mcore.stock_loop.lifetime import RunningModels
 from megatron.zerobubble.mcore.stock_loop.optimistic_steps import StepOutcome, trains
-from megatron.zerobubble.mcore.stock_loop.options import StockLoopOptions
 from megatron.zerobubble.mcore.stock_loop.running import Running, start, start_forward_only
 from megatron.zerobubble.mcore.stock_loop.stage_questions import StageQuestions
-from megatron.zerobubble.mcore.stock_loop.status import Status
+from megatron.zerobubble.mcore.stock_loop.status import Status, show_line
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.hybrid_pattern import HybridPattern
@@ -59,7 +60,7 @@ class StockLoop:
         options: the schedule, and how it is planned.
     """
 
-    def __init__(self, options: StockLoopOptions) -> None:
+    def __init__(self, options: RunOptions) -> None:
         self.options = options
         self.undo: list[tuple[Any, str, Any]] = []
         """(owner, name, original value) of everything that `install` replaced, in that order."""
@@ -75,11 +76,15 @@ class StockLoop:
         self._models = RunningModels()
         self._finalizing: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         """By identity, configs whose `finalize_model_grads_func` is a `FinalizeGradients` around the loop's."""
-        self.status: Status | None = None
-        """Of the model that was started or re-planned last; None before a model trains."""
+        self._status: Status | None = None
         self._has_run = False
         self.supervision = Supervision(options.flags.zero_bubble_watchdog_seconds)
         """Watchdog and failure report, around the loop's calls."""
+
+    @property
+    def status(self) -> Status | None:
+        """Of the model that was started or re-planned last; None before a model trains, and without its process groups."""
+        return self._status if self._models.has_groups else None
 
     # -- 1. a TransformerConfig is made -----------------------------------------------------------------------------------
 
@@ -120,7 +125,7 @@ class StockLoop:
         """Whether this rank's chunk `vp_stage` holds the first and the last stage. Raises ConfigError without a number."""
         if vp_stage is None:
             raise ConfigError(
-                f"schedule {self.options.schedule} has two model chunks per rank: build each with its vp_stage, as for "
+                f"schedule {self.options.schedule} has several model chunks per rank: build each with its vp_stage, as for "
                 "megatron-core's interleaved schedule"
             )
         placement = self.placement
@@ -148,8 +153,8 @@ class StockLoop:
 
     @property
     def placement(self) -> Placement:
-        """Stage -> rank of a schedule in a V. The pipeline's process groups must exist."""
-        return Placement.v(parallel_state.get_pipeline_model_parallel_world_size())
+        """Stage -> rank under V. The pipeline's process groups must exist."""
+        return self.options.placement(parallel_state.get_pipeline_model_parallel_world_size())
 
     # -- 4. the schedule is called ----------------------------------------------------------------------------------------
 
@@ -194,30 +199,21 @@ class StockLoop:
         running = self._models.of(chunks) or self._start(
             chunks, num_microbatches, usual_tokens=int(given["seq_length"]), trains=not strangers
         )
-        self._watch(running)
+        engine = running.engine
+        self._watch(engine)
         if not strangers:
-            self._place_finalize(get_model_config(chunks[0]), running.schedule.spec.placement)
+            self._place_finalize(get_model_config(chunks[0]), engine.schedule.spec.placement)
         if forward_only and running.steps is not None:
             running.steps.flush()
         running.write_trace()
-        if running.has_new_plan and not forward_only:  # not before: the recorded iteration ends with its optimizer step
-            running.has_new_plan = False
-            self._show(running, num_microbatches)
-        replanner = None if forward_only else running.replanner
         if not forward_only:
-            if running.dropout is not None:
-                size = given["micro_batch_size"]
-                apart = parallel_state.get_data_parallel_world_size() * size
-                own = running.iterations * num_microbatches * apart + parallel_state.get_data_parallel_rank() * size
-                running.dropout.begin(first_sample=own, samples_apart=apart)
-            running.iterations += 1
-            if running.iterations == 1:
-                self._show(running, num_microbatches)
-        if replanner is not None:
-            replanner.before(running.iterations, num_microbatches)
+            if running.has_new_plan or engine.iterations == 0:  # a recorded iteration has ended with its optimizer step
+                running.has_new_plan = False
+                self._show(engine, num_microbatches)
+            engine.begin(num_microbatches=num_microbatches, micro_batch_size=given["micro_batch_size"])
         if self.options.is_v:
             forward_step_func = self.questions.answering(forward_step_func, chunks)
-        results = running.schedule.forward_backward_func(
+        results = engine.schedule.forward_backward_func(
             model=model,
             num_microbatches=num_microbatches,
             forward_step_func=forward_step_func,
@@ -225,12 +221,12 @@ class StockLoop:
             **given,
         )
         if running.trace is not None:
-            running.trace.finished = running.schedule.recordings.begun
+            running.trace.finished = engine.schedule.recordings.begun
         if running.relay is not None:
             results = running.relay(results)
-        if replanner is not None and replanner.is_due(running.iterations):
-            replanner.after(running.iterations, num_microbatches)
-            running.has_new_plan = True
+        if not forward_only:
+            running.has_new_plan = engine.is_due
+            engine.end(num_microbatches=num_microbatches)
         self._models.note_groups(running)
         return results
 
@@ -239,6 +235,7 @@ class StockLoop:
             first = self.adopted.find(chunks)
         else:
             self.adopted.check_v(chunks)
+        self._status = self.status
         self._models.destroy_unused_groups()
         if trains:
             running = start(
@@ -254,20 +251,20 @@ class StockLoop:
         self._models.add(running)
         return running
 
-    def _watch(self, running: Running) -> None:
+    def _watch(self, engine: Engine) -> None:
         """Report what happens in the passes of a model to the watchdog, if there is one."""
-        hooks, watch = running.schedule.hooks, self.supervision.watch
+        hooks, watch = engine.schedule.hooks, self.supervision.watch
         if watch is not None and hooks.watch is not watch:
             watch.begin_pipeline(dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()))
         hooks.watch = watch
 
-    def _show(self, running: Running, num_microbatches: int) -> None:
+    def _show(self, engine: Engine, num_microbatches: int) -> None:
         """Make the status of a model that starts or has a new plan; rank 0 writes it to stderr. All ranks must call it."""
-        schedule = running.schedule
-        measured = None if running.replanner is None else running.replanner.costs
+        schedule = engine.schedule
+        measured = None if engine.replanner is None else engine.replanner.costs
         recorded = [] if measured is None else schedule.timelines()
         plan = schedule.plan(num_microbatches)
-        self.status = Status.of(
+        self._status = Status.of(
             plan,
             measured or CostModel.uniform(plan.placement),
             schedule=self.options.schedule,
@@ -277,7 +274,7 @@ class StockLoop:
         )
         if dist.get_rank() == 0:
             times = "F = B = W" if measured is None else f"measured {measured.times_text}"
-            sys.stderr.write(self.status.line(times) + "\n")
+            show_line(self._status.line(times))
 
     def _place_finalize(self, config: Any, placement: Placement) -> None:
         """Wrap the loop's `finalize_model_grads_func`, whenever it sets one, by what the placement needs besides."""
@@ -294,7 +291,7 @@ class StockLoop:
         """One call of an optimizer's `step`. All ranks must call it. Raises ConfigError if it cannot be validated afterwards."""
         with ExitStack() as spans:
             for running in self._models:
-                recorder = running.schedule.recorder
+                recorder = running.engine.schedule.recorder
                 if recorder.is_on and trains(optimizer, running.chunks):
                     spans.enter_context(recorder.span(Activity.OPTIMIZER))
             return self._step(optimizer, original)

@@ -6,10 +6,12 @@ other placement and layout of the same model on the same ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.balance import PartTimes
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 
@@ -38,3 +40,18 @@ class PartCosts:
         nothing = (0.0,) * layers.num_stages
         stages = {kind: tuple(self.by_kind[kind].stages_ms(layers)) if kind in self.by_kind else nothing for kind in _KINDS}
         return CostModel.of_lists(stages, comm_ms=self.comm_ms)
+
+    def costs_of(self, layers_of: Callable[[Placement], StageLayers]) -> Callable[[Placement], CostModel]:
+        """The costs of other placements of the same model, as the planner asks for them: it raises PlanError for some.
+
+        Args:
+            layers_of: divides the layers over the stages of a placement; raises ConfigError where they cannot be divided.
+        """
+
+        def costs_of(placement: Placement) -> CostModel:
+            try:
+                return self.costs(layers_of(placement))
+            except ConfigError as error:
+                raise PlanError(f"{placement.num_stages} stages: {error}") from None
+
+        return costs_of

@@ -20,7 +20,6 @@ from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.mcore.compat import has_hybrid_model
 from megatron.zerobubble.mcore.model.transformer_engine import OLDEST_TRANSFORMER_ENGINE
 from megatron.zerobubble.plan.partition.hybrid_pattern import MAMBA, HybridPattern, check_kinds
-from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.training.config.parallel import ParallelConfig
 
 __all__ = ["ModelConfig", "PrecisionConfig"]
@@ -191,9 +190,8 @@ class ModelConfig:
             "--allow-padding-num-layers": parallel.allow_padding_num_layers,
         }
         refuse(f"{flag} divides the layers into stages where it has a |; leave out", others)
-        if zero_bubble.schedule == AUTO or zero_bubble.zero_bubble_balance_stages:
-            other = "--zero-bubble-schedule auto" if zero_bubble.schedule == AUTO else "--zero-bubble-balance-stages"
-            raise ConfigError(f"{other} needs layers of one kind, which {flag} does not have; leave it out")
+        if zero_bubble.zero_bubble_balance_stages:
+            raise ConfigError(f"--zero-bubble-balance-stages needs layers of one kind, which {flag} does not have; leave it out")
 
     def check_rotary(self) -> None:
         """Raise ConfigError unless rotary position embeddings can rotate the channels of a head in pairs."""

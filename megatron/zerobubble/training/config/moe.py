@@ -13,7 +13,6 @@ from megatron.zerobubble.flags.require import at_most, not_negative, one_of, pos
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.partition.hybrid_pattern import EXPERTS
-from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.training.config.model import ModelConfig
 from megatron.zerobubble.training.config.parallel import ParallelConfig
 
@@ -120,11 +119,8 @@ class MoeConfig:
                 "--moe-grouped-gemm with --transformer-impl local is one weight for all experts, whose wgrad cannot be deferred: "
                 "leave it out to run the experts one by one, or use --transformer-impl transformer_engine"
             )
-        kinds = set() if model.num_layers is None else set(layer_pattern(self.moe_layer_freq, model.num_layers))
-        if zero_bubble.schedule == AUTO and len(kinds) > 1:
-            raise ConfigError(
-                "--zero-bubble-schedule auto needs layers of one kind, and --moe-layer-freq makes two; choose a schedule by name"
-            )
+        if model.num_layers is not None:
+            layer_pattern(self.moe_layer_freq, model.num_layers)  # which refuses one that does not fit
 
     def _refuse_the_rest(self) -> None:
         for field in dataclasses.fields(self):

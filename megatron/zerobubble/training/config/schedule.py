@@ -5,8 +5,7 @@ from __future__ import annotations
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.plan.ir import Plan
-from megatron.zerobubble.plan.planner import AUTO
-from megatron.zerobubble.plan.registry import plan_of, schedule_info, schedule_spec
+from megatron.zerobubble.plan.registry import plan_of, schedule_info
 from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.validate import validate
 from megatron.zerobubble.training.config.settings import Settings
@@ -33,7 +32,7 @@ def check_schedule(settings: Settings) -> None:
             "choose exact, or --optimizer adam"
         )
     flag = "--zero-bubble-v-schedule" if zero_bubble.zero_bubble_v_schedule else f"schedule {zero_bubble.schedule}"
-    is_loop = zero_bubble.schedule != AUTO and schedule_info(zero_bubble.schedule).placement == "loop"
+    is_loop = schedule_info(zero_bubble.family(settings.num_chunks)).placement == "loop"
     if parallel.is_interleaved and not is_loop:
         raise ConfigError(
             f"{flag} cannot be combined with --num-layers-per-virtual-pipeline-stage or "
@@ -100,10 +99,7 @@ def check_plan(settings: Settings) -> None:
     zero_bubble = settings.zero_bubble
     if zero_bubble.schedule == "stock":
         return
-    if zero_bubble.schedule == AUTO:
-        spec = schedule_spec("zb", num_ranks=settings.pipeline_size, num_chunks=settings.num_chunks)
-    else:
-        spec = settings.schedule_spec
+    spec = settings.schedule_spec
     limit = settings.plan_memory_limit
     options = None if limit is None else SearchOptions(memory_limit=limit, budget=0.0)
     generated = plan_of(spec, settings.num_microbatches, options=options)

@@ -11,7 +11,7 @@ from megatron.zerobubble.plan.partition.hybrid_pattern import EXPERTS, HybridPat
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.registry import placement_of, schedule_info
-from megatron.zerobubble.plan.schedule_spec import STOCK, ScheduleSpec
+from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.training.config.batch import BatchConfig
 from megatron.zerobubble.training.config.checkpoints import CheckpointConfig
 from megatron.zerobubble.training.config.data import DataConfig
@@ -143,6 +143,8 @@ class Settings:
     def num_chunks(self) -> int:
         """Model chunks per rank, v: 2 with V placement, the virtual pipeline size when interleaved, else 1."""
         name = self.zero_bubble.schedule
+        if name == AUTO and self.zero_bubble.zero_bubble_v_schedule:
+            name = "zbv"
         info = None if name in ("stock", AUTO) else schedule_info(name)
         if info is not None and info.num_chunks is not None:
             return info.num_chunks
@@ -157,30 +159,6 @@ class Settings:
             return -(-self.num_layers // each_round)  # rounded up: padding fills the last round
         return 1 if info is None else info.default_num_chunks
 
-    def with_schedule(self, name: str, *, num_chunks: int = 1, memory_limit: float | None = None) -> Settings:
-        """These settings with another schedule; flags that the schedule does not support are reset.
-
-        Args:
-            name: the schedule, as in the plan registry.
-            num_chunks: model chunks per rank, for interleaved placement.
-            memory_limit: replaces --zero-bubble-memory-limit; in units of 1F1B's activation memory on the first rank.
-        """
-        info, zero_bubble, parallel = schedule_info(name), self.zero_bubble, self.parallel
-        limit = zero_bubble.zero_bubble_memory_limit if memory_limit is None else str(memory_limit)
-        zero_bubble = replace(
-            zero_bubble, zero_bubble_schedule=name, zero_bubble_memory_limit=limit if info.is_searched else None
-        )
-        if not info.is_searched:
-            zero_bubble = replace(
-                zero_bubble,
-                zero_bubble_pipeline_timers_start_iter=None,
-                zero_bubble_pipeline_timers_end_iter=None,
-                zero_bubble_replan_interval=None,
-            )
-        if info.placement == "loop" and parallel.pipeline_model_parallel_layout is None:
-            parallel = replace(parallel, num_virtual_stages_per_pipeline_rank=num_chunks)
-        return replace(self, zero_bubble=zero_bubble, parallel=parallel)
-
     def without_layout(self) -> Settings:
         """These settings without --pipeline-model-parallel-layout: layers are spread evenly."""
         return replace(self, parallel=replace(self.parallel, pipeline_model_parallel_layout=None))
@@ -188,8 +166,7 @@ class Settings:
     @property
     def placement(self) -> Placement:
         """The placement of stages on pipeline ranks: V or interleaved."""
-        name = self.zero_bubble.schedule
-        return placement_of(STOCK if name == AUTO else name, num_ranks=self.pipeline_size, num_chunks=self.num_chunks)
+        return placement_of(self.zero_bubble.family(self.num_chunks), num_ranks=self.pipeline_size, num_chunks=self.num_chunks)
 
     def stage_layers(self, placement: Placement) -> StageLayers:
         """The layers of each stage of `placement`: as --hybrid-layer-pattern or --pipeline-model-parallel-layout has them, padded
@@ -243,7 +220,7 @@ class Settings:
 
     @property
     def schedule_spec(self) -> ScheduleSpec:
-        """The chosen schedule, for the planner and `PipelineSchedule`. Not defined for `auto`. Raises UserError."""
+        """The chosen schedule, for the planner and `PipelineSchedule`. Raises UserError."""
         return self.zero_bubble.schedule_spec(
             num_ranks=self.pipeline_size, num_chunks=self.num_chunks, memory_limit=self.plan_memory_limit
         )

@@ -12,11 +12,10 @@ from typing import Any
 from megatron.zerobubble.flags.dataclass_flags import flag_of
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Plan
-from megatron.zerobubble.plan.planner import AUTO, make_plan
+from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.registry import executed_plan, initial_plan, stock_plan
 from megatron.zerobubble.plan.render.plan_summary import headline, measures
 from megatron.zerobubble.plan.render.text import render_text
-from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.estimate.flops import iteration_flops
@@ -37,7 +36,7 @@ def dry_run_report(settings: Settings, *, vocab_size: int) -> str:
     """
     note = ""
     if settings.zero_bubble.schedule == AUTO:
-        settings, note = _chosen(settings), "schedule auto: chosen for equal passes; a run profiles the model first\n"
+        note = "schedule auto: the order that is profiled; the run then chooses for its own times\n"
     plan = _plan(settings)
     simulation = simulate(plan, CostModel.uniform(plan.placement))
     lines = ["settings", *settings_lines(settings), ""]
@@ -83,18 +82,6 @@ def _plan(settings: Settings) -> Plan:
         return stock_plan(settings.num_microbatches, num_ranks=settings.pipeline_size, num_chunks=settings.num_chunks)
     spec = settings.schedule_spec
     return executed_plan(spec, initial_plan(spec, settings.num_microbatches))
-
-
-def _chosen(settings: Settings) -> Settings:
-    """The settings with the schedule that auto chooses for equal passes."""
-    result = make_plan(
-        AUTO,
-        num_ranks=settings.pipeline_size,
-        num_microbatches=settings.num_microbatches,
-        costs_of=CostModel.uniform,
-        options=SearchOptions(memory_limit=settings.plan_memory_limit or 1.0, budget=0.0),
-    )
-    return settings.with_schedule(result.name, num_chunks=result.num_chunks)
 
 
 def _stages(settings: Settings, plan: Plan, vocab_size: int) -> list[str]:

@@ -10,13 +10,12 @@ plan, and the fastest layout of all schedules is logged as well.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.mcore.planning.measured_layers import measured_model
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
@@ -28,11 +27,8 @@ from megatron.zerobubble.plan.search.search import evaluations_per_second
 from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.profiling.report import measured_costs
-from megatron.zerobubble.training.planning.measured_layers import measured_model
 
-__all__ = ["layout_proposal", "log_balance", "log_layout", "measured_parts", "proposal"]
-
-_log = logging.getLogger(__name__)
+__all__ = ["layout_proposal", "measured_parts", "proposal"]
 
 _LAYOUT_SECONDS = 0.25
 """Budget of the search for a layout; it spends about six times this."""
@@ -40,41 +36,8 @@ _WORTH = 0.01
 """Least gain, as a share of the iteration time, for which a layout is proposed."""
 
 
-def log_balance(schedule: PipelineSchedule, layers: StageLayers, costs: CostModel | None) -> None:
-    """Log the times of the model's parts and the layout that balances them best. All ranks must call it.
-
-    Args:
-        schedule: the running schedule.
-        layers: the layers of its stages.
-        costs: costs profiled over several iterations, the same on all ranks; None: use the last recorded iteration.
-    """
-    times = measured_parts(schedule, layers, costs)
-    if times is None:
-        _log.warning("stages: not measured, because no iteration after the first one was recorded")
-    else:
-        _log.info("%s", proposal(times, layers, schedule.spec.placement))
-
-
-def log_layout(plan: Plan, kinds: Sequence[str], layers: StageLayers, costs: CostModel, objective: Objective) -> None:
-    """Log the fastest layout for profiled costs. Rank 0 searches, for a few seconds.
-
-    Args:
-        plan: the running plan.
-        kinds: the kind of every decoder layer.
-        layers: the layers of its stages.
-        costs: costs profiled over several iterations.
-        objective: which iteration time to minimize.
-    """
-    if dist.get_rank() != 0:
-        return
-    try:
-        _log.info("%s", layout_proposal(plan, kinds, layers, costs, objective))
-    except (ConfigError, PlanError) as error:
-        _log.warning("layouts: %s", error)
-
-
 def layout_proposal(plan: Plan, kinds: Sequence[str], layers: StageLayers, costs: CostModel, objective: Objective) -> str:
-    """The log line: the running plan's simulated iteration time, and the fastest layout found with its flags.
+    """One line: the running plan's simulated iteration time, and the fastest layout found with its flags. Takes a few seconds.
 
     Args:
         plan: the running plan.
@@ -138,7 +101,7 @@ def _stages_ms(costs: CostModel) -> list[float]:
 
 
 def proposal(times: PartTimes, layers: StageLayers, placement: Placement) -> str:
-    """The log line: times of the model's parts, and the layout with the least compute on the bottleneck rank.
+    """One line: times of the model's parts, and the layout with the least compute on the bottleneck rank.
 
     Args:
         times: times of one layer, the embedding and the head.

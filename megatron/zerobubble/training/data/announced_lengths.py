@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
-from megatron.zerobubble.mcore.microbatches.iteration_plans import UnequalMicrobatches, UnequalOptions, attention_share
+from megatron.zerobubble.mcore.microbatches.iteration_plans import UnequalMicrobatches
 from megatron.zerobubble.mcore.microbatches.length_exchange import Lengths, LengthsOfReplicas
-from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.microbatch_lengths import microbatch_lengths
 
-__all__ = ["announce_lengths", "unequal_options"]
-
-
-def unequal_options(settings: Settings, config: Any) -> UnequalOptions | None:
-    """How a run plans for the lengths of its microbatches; None: all are equal.
-
-    Args:
-        settings: of the run.
-        config: TransformerConfig of the model.
-    """
-    data, tokens = settings.data, settings.model.seq_length
-    if not (data.variable_seq_lengths or data.pack_sequences):
-        return None
-    return UnequalOptions(
-        tokens_of=_lengths_of_batch,
-        usual_tokens=tokens,
-        attention_share=partial(attention_share, config),
-        objective=Objective.with_optimizer(post_validation=settings.zero_bubble.enable_optimizer_post_validation),
-    )
+__all__ = ["announce_lengths", "lengths_of_batch"]
 
 
 def announce_lengths(
@@ -65,7 +45,7 @@ def _lengths(dataset: Any, settings: Settings, *, consumed: int) -> LengthsOfRep
     )
 
 
-def _lengths_of_batch(batch: Any) -> tuple[int, float]:
+def lengths_of_batch(batch: Any) -> tuple[int, float]:
     """Tokens per row of a batch of documents, and the squared lengths of the sequences in one."""
     tokens = int(batch["tokens"].size(1))
     begins = batch.get("cu_seqlens")

@@ -7,6 +7,8 @@ import re
 import pytest
 import torch
 
+from megatron.zerobubble.mcore.planning.chunk_advice import chunk_advice
+from megatron.zerobubble.mcore.planning.layout_proposal import layout_proposal, measured_parts, proposal
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.objective import Objective
@@ -15,13 +17,10 @@ from megatron.zerobubble.plan.partition.layer_costs import LayerCosts, Model
 from megatron.zerobubble.plan.partition.layout import Layout
 from megatron.zerobubble.plan.partition.part_costs import PartCosts
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
-from megatron.zerobubble.plan.planner import make_plan
-from megatron.zerobubble.plan.registry import build_plan, placement_of, schedule_spec
+from megatron.zerobubble.plan.registry import build_plan, schedule_spec
 from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.timeline import RankTimeline, Timeline
-from megatron.zerobubble.training.auto import balanced
-from megatron.zerobubble.training.planning.layout_proposal import layout_proposal, measured_parts, proposal
 
 
 class _Recorded:
@@ -100,32 +99,29 @@ def test_a_layout_of_all_schedules_is_proposed_with_its_gain() -> None:
     assert float(least) <= float(then) < 0.9 * now
 
 
-@pytest.mark.parametrize(("head_ms", "num_layers"), [(12.0, 16), (0.0, 4)])
-def test_auto_chooses_the_layout_with_the_schedule(head_ms: float, num_layers: int) -> None:
-    """A heavy head is worth another partition; with one layer per rank and no head, nothing is better than even stages."""
-    times, memory = PartTimes(layer_ms=2.0, head_ms=head_ms), PartTimes(layer_ms=0.25)
+def test_other_chunks_are_named_with_what_they_would_take() -> None:
+    """1F1B's memory and equal layers: two chunks have a smaller bubble. With one layer per rank there are no other chunks."""
+    times, memory = PartTimes(layer_ms=2.0), PartTimes(layer_ms=0.25)
     kinds = ("forward_ms", "backward_ms", "wgrad_ms")
     by_kind = dict.fromkeys(kinds, times) | dict.fromkeys(("activation", "activation_after_backward"), memory)
     parts = PartCosts(by_kind=by_kind, comm_ms=0.0)
-    options = SearchOptions(memory_limit=1.0, objective=Objective.MAKESPAN, budget=1e6)
-    result = make_plan(
-        "auto",
-        num_ranks=4,
-        num_microbatches=8,
-        costs_of=lambda placement: parts.costs(StageLayers.spread(num_layers, placement)),
-        options=options,
+    plan = build_plan("zb-h1", num_ranks=4, num_microbatches=8)
+    options = SearchOptions(memory_limit=1.0, objective=Objective.MAKESPAN, budget=1e5)
+    layers = StageLayers.spread(16, plan.placement)
+    line = chunk_advice(plan, layers, parts.costs(layers), options)
+    assert line is not None
+    found = re.fullmatch(
+        r"by the measured times \S+ with 2 model chunks per rank .*\(.*--num-virtual-stages-per-pipeline-rank 2\) would "
+        r"take (\S+) of this iteration time \((\S+) instead of (\S+) ms\), its layers spread evenly",
+        line,
     )
-    profiled = StageLayers.spread(num_layers, Placement.linear(4))
-    choice = balanced(("layer",) * num_layers, profiled, parts.costs(profiled), result, options)
-    if head_ms == 0.0:
-        assert choice == (result.name, result.num_chunks, None)
-        return
-    assert choice.layout is not None
-    layers = StageLayers.parse(choice.layout)
-    placement = placement_of(choice.schedule, num_ranks=4, num_chunks=choice.num_chunks)
-    assert (layers.num_layers, layers.num_stages) == (16, placement.num_stages)
-    even = times.load(StageLayers.spread(16, result.simulation.plan.placement), result.simulation.plan.placement)
-    assert times.load(layers, placement).bottleneck_rank_ms < 0.8 * even.bottleneck_rank_ms
+    assert found is not None
+    now = simulate(plan, parts.costs(layers)).makespan_ms
+    assert float(found[3]) == pytest.approx(now, abs=0.01)
+    assert 8 * 24.0 <= float(found[2]) < now
+    assert float(found[1]) == pytest.approx(float(found[2]) / now, abs=0.01)
+    few = StageLayers.spread(4, plan.placement)
+    assert chunk_advice(plan, few, parts.costs(few), options) is None
 
 
 def test_layers_of_several_kinds_have_costs_of_their_own() -> None:

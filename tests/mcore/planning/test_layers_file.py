@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from pathlib import Path
@@ -9,18 +10,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.mcore.planning import stage_contents
+from megatron.zerobubble.mcore.planning.layers_file import static_bytes, write_layers_file
+from megatron.zerobubble.mcore.planning.measured_layers import measured_model
+from megatron.zerobubble.mcore.planning.stage_contents import StageContents
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.layer_costs import LayerCosts, Model
 from megatron.zerobubble.plan.partition.layout import Layout
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.profiling.report import RankMemory
-from megatron.zerobubble.training.config import model
-from megatron.zerobubble.training.estimate.memory_estimate import stage_weights
-from megatron.zerobubble.training.planning.layers_file import static_bytes, write_layers_file
-from megatron.zerobubble.training.planning.measured_layers import layer_kinds, measured_model
-from tests.training.test_arguments import settings
 
 
 def layer(scale: float) -> LayerCosts:
@@ -70,40 +72,48 @@ def test_stages_that_are_too_alike_are_refused() -> None:
         found_in(Layout(model=MIXED, placement=Placement.linear(2), per_stage=(4, 4)))
 
 
-V = "--pipeline-model-parallel-size 4 --zero-bubble-v-schedule"
-
-
 def test_the_state_of_a_rank_is_divided_by_weights() -> None:
     """Rank 0 of a V has the embedding and the head, the others two equal layers."""
-    flags = f"{V} --untie-embeddings-and-output-weights"
-    weights = stage_weights(settings(flags), vocab_size=256)
-    found = static_bytes(settings(flags), [1000.0, 60.0, 70.0, 80.0], vocab_size=256)
-    assert found[1:7] == [30.0, 35.0, 40.0, 40.0, 35.0, 30.0]
-    assert (found[0] + found[7], found[0] / found[7]) == pytest.approx((1000.0, weights[0] / weights[7]))
+    weights = [300, 100, 100, 100, 100, 100, 100, 500]
+    found = static_bytes(weights, [1000.0, 60.0, 70.0, 80.0], Placement.v(4))
+    assert found == [375.0, 30.0, 35.0, 40.0, 40.0, 35.0, 30.0, 625.0]
+    state = [300.0, 100.0, 100.0, 500.0]
+    assert static_bytes([3, 1, 1, 5], state, Placement.linear(4)) == pytest.approx(state)
 
 
-def test_tied_word_embeddings_count_at_both_ends() -> None:
-    """A V has them once, on rank 0; the linear and interleaved placements that the planner tries as well have them twice."""
-    state = [1000.0, 60.0, 70.0, 80.0]
-    found = static_bytes(settings(V), state, vocab_size=256)
-    words = 256 * settings(V).model.hidden_size
-    weights = stage_weights(settings(V), vocab_size=256)
-    assert sum(found) - sum(state) == pytest.approx(1000.0 * words / (weights[0] + weights[7]))
-    assert found[7] - found[1] > 0
-    linear = settings("--pipeline-model-parallel-size 4 --zero-bubble-schedule zb")
-    assert static_bytes(linear, state, vocab_size=256) == pytest.approx(state), "which has them twice already"
+class Layer:
+    """A decoder layer with these parts, or without."""
+
+    def __init__(self, **parts: Any) -> None:
+        vars(self).update({"self_attention": IdentityOp(), "mlp": IdentityOp()} | parts)
+
+
+class Experts(BaseMoELayer):
+    def forward(self, hidden_states: Any) -> Any:
+        """Never called."""
 
 
 def test_kinds_of_layers() -> None:
-    assert layer_kinds(settings("--pipeline-model-parallel-size 4")) == ("layer",) * 8
-    experts = "--pipeline-model-parallel-size 4 --num-experts 2 --moe-layer-freq ([0]*3+[1]*5)"
-    assert layer_kinds(settings(experts)) == ("dense",) * 3 + ("moe_layer",) * 5
+    """As megatron-core builds them: a transformer layer has both parts, a layer of a hybrid model one."""
+    attention, mlp, experts = object(), object(), Experts.__new__(Experts)
+    stages = ((Layer(self_attention=attention, mlp=mlp),) * 3, (Layer(self_attention=attention, mlp=experts),) * 5)
+    assert kinds(*stages) == ("dense",) * 3 + ("moe_layer",) * 5
+    assert kinds(stages[1], stages[1]) == ("layer",) * 10
+    hybrid = (Layer(mixer=object()), Layer(self_attention=attention), Layer(mlp=mlp), Layer(mlp=experts))
+    assert kinds(hybrid) == ("mamba", "attention", "mlp", "moe")
+    assert StageContents(kinds=((), ()), weights=(1, 1)).layer_kinds == ()
 
 
-def test_kinds_of_a_hybrid_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "has_hybrid_model", lambda: True)
-    flags = "--pipeline-model-parallel-size 4 --num-layers 4 --num-experts 2 --hybrid-layer-pattern=-|*|E|-"
-    assert layer_kinds(settings(flags)) == ("mlp", "attention", "moe", "mlp")
+def kinds(*stages: Any) -> tuple[str, ...]:
+    chunks = [SimpleNamespace(decoder=SimpleNamespace(layers=stage)) for stage in stages]
+    contents: Any = [stage_contents._kinds(chunk) for chunk in chunks]  # type: ignore[arg-type]
+    return StageContents(kinds=tuple(contents), weights=(1,) * len(stages)).layer_kinds
+
+
+def contents_of(one: Layout) -> StageContents:
+    ends = itertools.accumulate(one.per_stage)
+    kinds = tuple(one.model.layers[end - count : end] for end, count in zip(ends, one.per_stage, strict=True))
+    return StageContents(kinds=kinds, weights=tuple(map(round, one.stages("static_bytes"))))
 
 
 def replanner_of(one: Layout) -> Any:
@@ -116,10 +126,9 @@ def replanner_of(one: Layout) -> Any:
     return SimpleNamespace(costs=stages.costs, memory=memory, unit_bytes=unit)
 
 
-@pytest.mark.usefixtures("world_of_one")
 def test_the_file_is_one_that_the_planner_reads(tmp_path: Path) -> None:
-    flags = f"--pipeline-model-parallel-size 4 --zero-bubble-schedule zb --zero-bubble-trace {tmp_path}"
-    write_layers_file(settings(flags), replanner_of(LAYOUTS[1]), vocab_size=256)
+    one = LAYOUTS[1]
+    write_layers_file(str(tmp_path), contents_of(one), replanner_of(one), one.placement)
     text = (tmp_path / "layers.json").read_text()
     model = Model.from_json(text)
     assert model.layers == EVEN.layers
@@ -128,12 +137,11 @@ def test_the_file_is_one_that_the_planner_reads(tmp_path: Path) -> None:
     assert json.loads(text)["source"] == "measured with 4 stages on 4 ranks, Ett|(tt|)*2ttL"
 
 
-@pytest.mark.usefixtures("world_of_one")
 def test_no_file_without_a_folder_or_a_profile(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    flags = "--pipeline-model-parallel-size 4 --zero-bubble-schedule zb"
-    write_layers_file(settings(flags), replanner_of(LAYOUTS[1]), vocab_size=256)
-    write_layers_file(settings(f"{flags} --zero-bubble-trace {tmp_path}"), None, vocab_size=256)
+    one = LAYOUTS[1]
+    unmeasured: Any = SimpleNamespace(costs=None, memory=None)
+    write_layers_file(str(tmp_path), contents_of(one), unmeasured, one.placement)
     assert not list(tmp_path.iterdir())
     with caplog.at_level(logging.WARNING):
-        write_layers_file(settings(f"{flags} --zero-bubble-trace {tmp_path}/none"), replanner_of(LAYOUTS[1]), vocab_size=256)
+        write_layers_file(f"{tmp_path}/none", contents_of(one), replanner_of(one), one.placement)
     assert "layers.json cannot be written: No such file or directory" in caplog.text

@@ -14,23 +14,10 @@ import torch
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.partition.balance import PartTimes
-from megatron.zerobubble.plan.partition.layer_costs import EMBEDDING, HEAD, LETTERS, LayerCosts, Model
+from megatron.zerobubble.plan.partition.layer_costs import EMBEDDING, HEAD, LayerCosts, Model
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
-from megatron.zerobubble.training.config.settings import Settings
 
-__all__ = ["layer_kinds", "measured_model"]
-
-
-def layer_kinds(settings: Settings) -> tuple[str, ...]:
-    """The kind of every decoder layer, as a layer file names it."""
-    pattern = settings.model.hybrid_layer_pattern
-    if pattern is not None:
-        names = {letter: name for name, letter in LETTERS.items()}
-        return tuple(names[letter] for letter in pattern.replace("|", ""))
-    has_experts = settings.moe_layer_pattern
-    if len(set(has_experts)) == 1:
-        return ("layer",) * len(has_experts)
-    return tuple("moe_layer" if one else "dense" for one in has_experts)
+__all__ = ["measured_model"]
 
 
 def measured_model(

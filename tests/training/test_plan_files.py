@@ -18,7 +18,7 @@ from megatron.zerobubble.plan.simulate import peak_memory, simulate
 from tests.training.test_arguments import BASE, settings
 
 with quiet_third_parties():
-    from megatron.zerobubble.training.planning.replan import PlanFileWriter
+    from megatron.zerobubble.mcore.planning.plan_file import PlanFileWriter
 
 RUN = BASE + "--pipeline-model-parallel-size 4 --global-batch-size 6 "
 _TIMES = {name: [1.0] * 8 for name in ("forward_ms", "backward_ms", "wgrad_ms")}

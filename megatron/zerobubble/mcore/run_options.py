@@ -1,25 +1,27 @@
-"""What `install` was given: one record, from the flags to what runs a model."""
+"""How a model is run: one record, from the flags of any training loop to its `Engine`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.mcore.microbatches.length_exchange import TokensOf
+from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.objective import Objective
-from megatron.zerobubble.plan.registry import schedule_info
+from megatron.zerobubble.plan.registry import placement_of, schedule_info
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 
-__all__ = ["StockLoopOptions"]
+__all__ = ["RunOptions"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StockLoopOptions:
-    """The zero-bubble flags, and the options of `install` that are no flags."""
+class RunOptions:
+    """The zero-bubble flags, and what the loop or the call of `install` chooses besides."""
 
     flags: ZeroBubbleConfig
-    """As parsed, or as `install` got them by keywords. Iterations count from the first one after `install`."""
+    """As parsed, or as `install` got them by keywords."""
     microbatch_tokens: TokensOf | None = None
     """Length of a microbatch of the loop's data; None: all have the sequence length of the schedule's call."""
     reorder_microbatches: bool = True
@@ -28,10 +30,14 @@ class StockLoopOptions:
     """Seed of first weights that are drawn by name (`named_weights`); None: as megatron-core drew them."""
     dropout_seed: int | None = None
     """Seed of dropout masks that are drawn by layer and sample (`layout_dropout`); None: as megatron-core draws them."""
+    search_seed: int = 0
+    """Of searches for plans."""
+    timeout: timedelta | None = None
+    """How long a transfer between two ranks may take; None for the backend's default."""
     ranks_on_host: int = 1
     """Ranks that share the machine, and on the CPU its memory."""
-    rank: int = 0
-    """Global rank, which is known before there is a process group."""
+    rank: int = field(default=0, compare=False)
+    """Global rank, which is known before there is a process group, and may be another one after an in-process restart."""
 
     @property
     def schedule(self) -> str:
@@ -45,8 +51,12 @@ class StockLoopOptions:
 
     @property
     def is_v(self) -> bool:
-        """Whether the first and the last stage are on the same rank."""
-        return schedule_info(self.schedule).placement == "V"
+        """Whether stages are placed in a V, or in two, with the first and the last one on the same rank."""
+        return schedule_info(self.flags.family(1)).placement in ("V", "W")
+
+    def placement(self, num_ranks: int) -> Placement:
+        """Stage -> rank, where that follows from the schedule's name: `is_v`."""
+        return placement_of(self.flags.family(1), num_ranks=num_ranks)
 
     def spec(self, *, num_ranks: int, num_chunks: int | None) -> ScheduleSpec:
         """The schedule for a pipeline of this size.
@@ -63,18 +73,15 @@ class StockLoopOptions:
                 f"schedule {self.schedule} fills the bubble between pipeline ranks and needs a pipeline_model_parallel_size "
                 f"of at least 2, got {num_ranks}; do not install it, or start more pipeline ranks"
             )
-        info, given = schedule_info(self.schedule), num_chunks or 1
-        if info.placement == "W":
-            raise ConfigError(
-                f"schedule {self.schedule} runs in this project's own training loop only; choose zbv or zb-interleaved here"
-            )
+        given = num_chunks or 1
+        info = schedule_info(self.flags.family(given))
         wanted = info.num_chunks if info.num_chunks is not None else max(2, given)
         if given != wanted:
             raise ConfigError(
                 f"schedule {self.schedule} has {wanted} model chunk(s) per rank, the loop was started with "
                 f"virtual_pipeline_model_parallel_size {num_chunks}: give {wanted if wanted > 1 else None} there and in "
                 "initialize_model_parallel, and build the chunks as for megatron-core's interleaved schedule (a V has two chunks "
-                "per rank, zb-interleaved any number from two)"
+                "per rank, zb-w four, zb-interleaved any number from two)"
             )
         limit = self.flags.memory_limit
         return self.flags.schedule_spec(

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatron.zerobubble.training.planning import announced_lengths as lengths
-from megatron.zerobubble.training.planning.announced_lengths import announce_lengths
+from megatron.zerobubble.training.data import announced_lengths as lengths
+from megatron.zerobubble.training.data.announced_lengths import announce_lengths
 
 
 class Announced:

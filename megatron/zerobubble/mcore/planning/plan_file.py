@@ -1,4 +1,4 @@
-"""Makes the `Replanner` that the flags request, and writes the plan file (--zero-bubble-save-plan)."""
+"""Writes the plan file (--zero-bubble-save-plan)."""
 
 from __future__ import annotations
 
@@ -8,20 +8,16 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron.zerobubble.files import replace_text
-from megatron.zerobubble.mcore.replanner import Replanner, make_replanner
-from megatron.zerobubble.mcore.state_memory import state_bytes
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.simulate import Simulation
-from megatron.zerobubble.training.step import TrainingState
 
-__all__ = ["PlanFileWriter", "replanner_of"]
-
+__all__ = ["PlanFileWriter"]
 
 _log = logging.getLogger(__name__)
 
 
 class PlanFileWriter:
-    """Writes the --zero-bubble-save-plan file: every plan that is found, or at the end the one that ran. Rank 0 writes.
+    """Writes the --zero-bubble-save-plan file: every plan that is found, or else the one that runs. Rank 0 writes.
 
     Args:
         file: the JSON file, replaced atomically; None: write nothing. If it cannot be written, that is logged once.
@@ -52,23 +48,3 @@ class PlanFileWriter:
             self._has_failed = True
         else:
             self._is_written = True
-
-
-def replanner_of(training_state: TrainingState, plan_writer: PlanFileWriter, *, ranks_on_host: int) -> Replanner | None:
-    """The re-planner of a training state, see `mcore.replanner.make_replanner`.
-
-    Args:
-        training_state: model chunks, schedule and optimizer of this rank.
-        plan_writer: receives every plan that is found.
-        ranks_on_host: number of ranks on this machine, which share its memory on the CPU.
-    """
-    settings = training_state.settings
-    return make_replanner(
-        settings.zero_bubble,
-        training_state.schedule,
-        num_microbatches=settings.num_microbatches,
-        state_bytes=lambda: state_bytes(training_state.chunks, training_state.optimizer),
-        ranks_on_host=ranks_on_host,
-        seed=settings.run.seed,
-        on_plan=plan_writer.write_found,
-    )

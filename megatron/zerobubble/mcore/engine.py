@@ -1,0 +1,242 @@
+"""What runs one model in any training loop: its schedule, and what goes with that from one iteration to the next.
+
+    prepared chunks + RunOptions -> Engine -> PipelineSchedule, Replanner, LayoutDropout, trace, plan and layer files
+
+megatron-core's loops reach it through `install` (`stock_loop`), the reference trainer calls it itself. Both call `begin` before
+the passes of a training iteration and `end` after them.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import nn
+
+from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.mcore.microbatches.iteration_plans import UnequalOptions, attention_share
+from megatron.zerobubble.mcore.model.layout_dropout import LayoutDropout, check_layout_dropout
+from megatron.zerobubble.mcore.planning.chunk_advice import chunk_advice
+from megatron.zerobubble.mcore.planning.layers_file import write_layers_file
+from megatron.zerobubble.mcore.planning.layout_proposal import layout_proposal, measured_parts, proposal
+from megatron.zerobubble.mcore.planning.plan_file import PlanFileWriter
+from megatron.zerobubble.mcore.planning.stage_contents import StageContents
+from megatron.zerobubble.mcore.replanner import budget_of, make_replanner
+from megatron.zerobubble.mcore.run_options import RunOptions
+from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
+from megatron.zerobubble.plan.partition.layer_costs import LETTERS
+from megatron.zerobubble.plan.planner import AUTO
+from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
+from megatron.zerobubble.plan.search.search_options import SearchOptions
+from megatron.zerobubble.profiling.report import PipelineReport
+from megatron.zerobubble.profiling.trace_report import report_pipeline
+from megatron.zerobubble.wgrad.store import WeightGradStore
+
+__all__ = ["Engine"]
+
+_log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Runs a model. Every rank of the world must construct it, and call its methods, at the same points.
+
+    Args:
+        options: how it is run and planned.
+        spec: the schedule.
+        chunks: this rank's model chunks, wrapped by DDP, in the order of their stages.
+        store: the store that the chunks' linears were split into; None for stock.
+        config: the chunks' TransformerConfig.
+        num_microbatches: of most iterations.
+        usual_tokens: sequence length of the microbatches where none are unequal; None: they always have lengths of their own.
+        state_bytes: returns the bytes of weights, gradients and optimizer state on this rank.
+        trains: whether the model is trained; False: it only runs forward.
+        show: called on rank 0 with each line about what was measured, and about other layouts and chunks.
+
+    Raises:
+        ConfigError: an option does not go with the model.
+    """
+
+    def __init__(
+        self,
+        options: RunOptions,
+        spec: ScheduleSpec,
+        chunks: Sequence[nn.Module],
+        *,
+        store: WeightGradStore | None,
+        config: Any,
+        num_microbatches: int,
+        usual_tokens: int | None,
+        state_bytes: Callable[[], int] = int,
+        trains: bool = True,
+        show: Callable[[str], None] = _log.info,
+    ) -> None:
+        self.options = options
+        self._show = show
+        self.chunks = list(chunks)
+        flags = options.flags
+        unequal = None
+        if options.microbatch_tokens is not None and not spec.is_stock:
+            unequal = UnequalOptions(
+                tokens_of=options.microbatch_tokens,
+                usual_tokens=usual_tokens,
+                attention_share=functools.partial(attention_share, config),
+                reorders=options.reorder_microbatches,
+                objective=options.objective,
+            )
+        self.schedule = PipelineSchedule(
+            spec,
+            chunks,
+            store=store,
+            config=config,
+            timeout=options.timeout,
+            p2p_max_ctas=flags.zero_bubble_p2p_max_ctas,
+            unequal=unequal,
+        )
+        self.iterations = 0
+        """Training iterations that have begun, since the model was started."""
+        self.consumed_samples = 0
+        """Samples of the training iterations so far, over all ranks; a loop that resumes sets it."""
+        self.replanner, self.dropout = None, None
+        self._plan_file = PlanFileWriter(flags.zero_bubble_save_plan)
+        self._num_microbatches = num_microbatches
+        self._has_shown_layout = False
+        if not trains:
+            return
+        if options.dropout_seed is not None:
+            check_layout_dropout(config)
+            self.dropout = LayoutDropout(chunks, seed=options.dropout_seed, device=self.schedule.device)
+        self.replanner = make_replanner(
+            flags,
+            self.schedule,
+            num_microbatches=num_microbatches,
+            state_bytes=state_bytes,
+            ranks_on_host=options.ranks_on_host,
+            seed=options.search_seed,
+            on_plan=self._plan_file.write_found,
+        )
+        self.schedule.recordings.choose(flags.trace_iterations, done=0)
+
+    def resume(self, *, iteration: int, consumed_samples: int) -> None:
+        """Count on from an earlier run: chosen iterations have its numbers, and dropout its samples. Call it before training.
+
+        Args:
+            iteration: iterations done.
+            consumed_samples: their samples, over all ranks.
+        """
+        self.consumed_samples = consumed_samples
+        self.schedule.recordings.choose(self.options.flags.trace_iterations, done=iteration)
+
+    def begin(self, *, num_microbatches: int, micro_batch_size: int) -> None:
+        """Call it before the passes of a training iteration.
+
+        Args:
+            num_microbatches: of this iteration.
+            micro_batch_size: rows of each.
+        """
+        if self.replanner is None and self.iterations == 2:  # the second one was recorded
+            self.show_balance()
+        self.iterations += 1
+        apart = parallel_state.get_data_parallel_world_size() * micro_batch_size
+        if self.dropout is not None:
+            own = self.consumed_samples + parallel_state.get_data_parallel_rank() * micro_batch_size
+            self.dropout.begin(first_sample=own, samples_apart=apart)
+        self.consumed_samples += num_microbatches * apart
+        if self.replanner is not None:
+            self.replanner.before(self.iterations, num_microbatches)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `end` will plan after this iteration. No transfer between ranks may be in flight then."""
+        return self.replanner is not None and self.replanner.is_due(self.iterations)
+
+    def end(self, *, num_microbatches: int) -> None:
+        """Call it after the passes of a training iteration: at the end of a window of profiled ones it plans."""
+        if self.replanner is None or not self.is_due:
+            return
+        self.replanner.after(self.iterations, num_microbatches)
+        if self.options.flags.schedule == AUTO:
+            self._advise(num_microbatches)
+        self.show_balance()
+
+    def _advise(self, num_microbatches: int) -> None:
+        """Under `auto`, show whether other chunks would be faster."""
+        contents, limit = self._contents(), self.options.flags.memory_limit
+        costs = None if self.replanner is None else self.replanner.costs
+        if dist.get_rank() != 0 or costs is None or len(set(contents.layer_kinds)) != 1:
+            return
+        options = SearchOptions(
+            objective=self.options.objective,
+            memory_limit=self.schedule.spec.memory_limit if limit is None else limit.relative,
+            seed=self.options.search_seed,
+            budget=budget_of(self.options.flags.zero_bubble_planning_seconds),
+        )
+        line = chunk_advice(self.schedule.plan(num_microbatches), contents.layers, costs, options)
+        if line is not None:
+            self._show(line)
+
+    def show_balance(self) -> None:
+        """With --zero-bubble-balance-stages, show which layers per stage would be faster."""
+        if not self.options.flags.zero_bubble_balance_stages:
+            return
+        schedule, contents, costs = self.schedule, self._contents(), None if self.replanner is None else self.replanner.costs
+        kinds, is_first = contents.layer_kinds, dist.get_rank() == 0
+        if not kinds or kinds[0] in LETTERS:
+            _log.warning("--zero-bubble-balance-stages: the model has no decoder of transformer layers to divide otherwise")
+            return
+        if len(set(kinds)) == 1:
+            times = measured_parts(schedule, contents.layers, costs)
+            if times is None:
+                _log.warning("stages: not measured, because no iteration after the first one was recorded")
+            elif is_first:
+                self._show(proposal(times, contents.layers, schedule.spec.placement))
+        elif costs is None:
+            _log.warning("layouts: layers of several kinds need profiled times: --zero-bubble-pipeline-timers-start-iter")
+        if costs is None or self._has_shown_layout:
+            return
+        self._has_shown_layout = True
+        plan = schedule.plan(self._num_microbatches)
+        if is_first:
+            try:
+                self._show(layout_proposal(plan, kinds, contents.layers, costs, self.options.objective))
+            except (ConfigError, PlanError) as error:
+                _log.warning("layouts: %s", error)
+
+    def _contents(self) -> StageContents:
+        return StageContents.gather(self.chunks, self.schedule.spec.placement)
+
+    def report(self) -> PipelineReport | None:
+        """Log what was measured of the pipeline, and write the trace and the layers file.
+
+        All ranks must call it between two iterations, when the last step has been validated.
+
+        Returns:
+            The report of the last recorded iteration, on rank 0; None if none was recorded, and on other ranks.
+        """
+        flags, replanner = self.options.flags, self.replanner
+        seen = report_pipeline(
+            self.schedule,
+            flags.zero_bubble_trace,
+            chosen=flags.trace_iterations,
+            memory=None if replanner is None else replanner.memory,
+            activations=None if replanner is None else replanner.activations,
+            by_length=None if replanner is None else replanner.by_length,
+            show=self._show,
+        )
+        if flags.zero_bubble_trace is not None and replanner is not None:
+            contents = self._contents()
+            if dist.get_rank() == 0:
+                write_layers_file(flags.zero_bubble_trace, contents, replanner, self.schedule.spec.placement)
+        return seen
+
+    def write_plan(self) -> None:
+        """Write the --zero-bubble-save-plan file, unless a search has found a plan and written it."""
+        if not self.schedule.spec.is_stock:
+            self._plan_file.finish(self.schedule, self._num_microbatches)
+
+    def close(self) -> None:
+        """Destroy process groups. Every rank of the world must call it."""
+        self.schedule.close()

@@ -1,0 +1,66 @@
+"""Under `auto`: whether another number of model chunks per rank, or another placement of them, would be faster.
+
+A running loop has the chunks that it was started with, so `auto` chooses among their orders. The profiled times tell what other
+stages would take: those of a layer, the embedding and the head follow from them (`PartCosts`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.ir import Placement, Plan
+from megatron.zerobubble.plan.partition.part_costs import PartCosts
+from megatron.zerobubble.plan.partition.stage_layers import StageLayers
+from megatron.zerobubble.plan.planner import AUTO, make_plan
+from megatron.zerobubble.plan.search.search_options import SearchOptions
+from megatron.zerobubble.plan.simulate import simulate
+
+__all__ = ["chunk_advice"]
+
+_WORTH = 0.01
+"""Least gain, as a share of the iteration time, that is worth a line."""
+
+
+def chunk_advice(plan: Plan, layers: StageLayers, costs: CostModel, options: SearchOptions) -> str | None:
+    """One line with what other chunks would take and the flags for them; None: no others are faster by 1 %.
+
+    Args:
+        plan: the running plan.
+        layers: the layers of its stages, which are all of one kind.
+        costs: their profiled costs.
+        options: of the search; the memory limit is that of all plans, by default the running plan's memory.
+    """
+    costs = costs.plain
+    running = simulate(plan, costs)
+    limit = max(running.peak_memory) if options.memory_limit is None else options.memory_limit
+    try:
+        result = make_plan(
+            AUTO,
+            num_ranks=plan.num_ranks,
+            num_microbatches=plan.num_microbatches,
+            costs_of=PartCosts.from_stages(costs, layers).costs_of(partial(StageLayers.spread, layers.num_layers)),
+            options=replace(options, memory_limit=limit),
+        )
+    except (ConfigError, PlanError):
+        return None
+    now, then = (options.objective.of(each) for each in (running, result.simulation))
+    if result.simulation.plan.placement == plan.placement or then >= now * (1 - _WORTH):
+        return None
+    return (
+        f"by the measured times {result.name} with {_start(result.simulation.plan.placement)} would take {then / now:.2f} of "
+        f"this iteration time ({then:.2f} instead of {now:.2f} ms), its layers spread evenly"
+    )
+
+
+def _start(placement: Placement) -> str:
+    """How a loop is started with these chunks."""
+    if placement.num_chunks == 1:
+        return "one model chunk per rank (without virtual pipeline stages)"
+    chunks = f"{placement.num_chunks} model chunks per rank"
+    flag = f"--num-virtual-stages-per-pipeline-rank {placement.num_chunks}"
+    if placement.name == "V":
+        return f"{chunks} in a V (--zero-bubble-v-schedule, in Megatron-LM's loop with {flag})"
+    return f"{chunks} ({flag})"

@@ -1,1 +1,0 @@
-"""Planning with profiled timings: schedule `auto`, re-planning, balanced stages."""
