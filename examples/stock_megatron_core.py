@@ -58,6 +58,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--clip-grad", type=float, default=0.0)
     parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--fp16", action="store_true")
     parser.add_argument("--tie-embeddings-and-output-weights", action="store_true")
     parser.add_argument("--calculate-per-token-loss", action="store_true")
     parser.add_argument("--use-distributed-optimizer", action="store_true")
@@ -81,7 +82,7 @@ def initialize(args: argparse.Namespace) -> None:
 
 def transformer_config(args: argparse.Namespace) -> TransformerConfig:
     """megatron-core's configuration of the model and its parallelism."""
-    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     interleaves = args.virtual_pipeline_model_parallel_size is not None
     return TransformerConfig(
         num_layers=args.num_layers,
@@ -93,6 +94,7 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=args.bf16,
+        fp16=args.fp16,
         calculate_per_token_loss=args.calculate_per_token_loss,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -122,7 +124,7 @@ def build_model(args: argparse.Namespace, config: TransformerConfig) -> list[Dis
         )
         initialize_weights(chunk)
         chunks.append(chunk.cuda(torch.cuda.current_device()))
-    if config.bf16:
+    if config.bf16 or config.fp16:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -187,6 +189,7 @@ def train(args: argparse.Namespace) -> list[dict[str, Any]]:
             lr=args.lr,
             clip_grad=args.clip_grad,
             bf16=args.bf16,
+            fp16=args.fp16,
             params_dtype=config.params_dtype,
             use_distributed_optimizer=args.use_distributed_optimizer,
         ),

@@ -31,6 +31,8 @@ WITHOUT_KERNELS = (
 """What a machine without CUDA needs besides."""
 
 LOGGED = re.compile(r"iteration +(\d+)/.*?lm loss: (\S+) .*?grad norm: (\S+) ")
+STEPS = re.compile(r"iteration +(\d+)/.*?learning rate: (\S+) .*?loss scale: (\S+) .*?skipped iterations: +(\d+) ")
+"""(iteration, learning rate, loss scale, 1 if it was skipped)."""
 MISSING = (
     "megatron-core has Megatron-LM's training loop, megatron.training, from 0.17 on: put one of these, or a checkout of "
     "Megatron-LM, first on PYTHONPATH"

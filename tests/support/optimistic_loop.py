@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from tests.support.gpt import _destroy_groups
 from tests.support.stock import example
 
 
-def train(rank: int, flags: str, evaluate_at: int = -1, save_at: int = -1) -> dict[str, Any]:
+def train(rank: int, flags: str, evaluate_at: int = -1, save_at: int = -1, overflows: Sequence[int] = ()) -> dict[str, Any]:
     """Train with what the flags install.
 
     Args:
@@ -29,15 +30,18 @@ def train(rank: int, flags: str, evaluate_at: int = -1, save_at: int = -1) -> di
         flags: of the example, zero-bubble flags among them.
         evaluate_at: iteration after whose step the loop evaluates.
         save_at: iteration after whose step the loop reads the weights by `state_dict`.
+        overflows: iterations in which a gradient of the last pipeline rank, of no other, is infinite.
 
     Returns:
-        Losses and norms of this rank (norms: the maximum over the pipeline, as Megatron-LM reduces them), the weights at the end
-        by name, those that were read at `save_at`, and for each step that was validated afterwards whether it was redone.
+        Losses and norms of this rank (norms: the maximum over the pipeline, as Megatron-LM reduces them), learning rate and loss
+        scale of each step, what the scheduler has counted, the weights at the end by name, those that were read at `save_at`, and
+        for each step that was validated afterwards whether it was redone and which ranks rolled it back.
     """
     loop = example()
     args = loop.parse(flags.split())
     _destroy_groups()
     redone: list[bool] = []
+    rolled_back: list[tuple[int, ...]] = []
     original = PostValidation.validate
 
     def counting(self: PostValidation) -> Any:
@@ -45,6 +49,7 @@ def train(rank: int, flags: str, evaluate_at: int = -1, save_at: int = -1) -> di
         verdict = original(self)
         if was_unvalidated and verdict is not None:
             redone.append(verdict.is_redone)
+            rolled_back.append(verdict.rolled_back)
         return verdict
 
     with HostDevice().on_host():
@@ -52,17 +57,18 @@ def train(rank: int, flags: str, evaluate_at: int = -1, save_at: int = -1) -> di
         PostValidation.validate = counting  # type: ignore[method-assign]
         try:
             loop.initialize(args)
-            result = _train(loop, args, evaluate_at, save_at)
+            result = _train(loop, args, evaluate_at, save_at, overflows)
             megatron.zerobubble.uninstall()  # validates the last step
             result["weights"] = _weights(result.pop("chunks"))
+            result["advanced"] = result.pop("scheduler").num_steps
         finally:
             PostValidation.validate = original  # type: ignore[method-assign]
             megatron.zerobubble.uninstall()
             _destroy_groups()
-    return result | {"redone": redone}
+    return result | {"redone": redone, "rolled back": rolled_back}
 
 
-def _train(loop: Any, args: Any, evaluate_at: int, save_at: int) -> dict[str, Any]:
+def _train(loop: Any, args: Any, evaluate_at: int, save_at: int, overflows: Sequence[int]) -> dict[str, Any]:
     chunks = loop.build_model(args, loop.transformer_config(args))
     config = get_model_config(chunks[0])
     optimizer_config = OptimizerConfig(
@@ -72,6 +78,10 @@ def _train(loop: Any, args: Any, evaluate_at: int, save_at: int) -> dict[str, An
         weight_decay=0.01,
         clip_grad=args.clip_grad,
         bf16=args.bf16,
+        fp16=args.fp16,
+        initial_loss_scale=2.0**20,  # overflows in the first step
+        loss_scale_window=2,
+        hysteresis=1,
         params_dtype=config.params_dtype,
         use_distributed_optimizer=args.use_distributed_optimizer,
     )
@@ -101,12 +111,15 @@ def _train(loop: Any, args: Any, evaluate_at: int, save_at: int) -> dict[str, An
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
     )
-    losses, norms, saved = [], [], {}
+    losses, norms, steps, saved = [], [], [], {}
     for iteration in range(1, 1 + args.train_iters):
         for chunk in chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         losses.append([float(report["lm loss"]) for report in call(forward_only=False)])
+        if iteration in overflows and parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            next(chunks[0].parameters()).main_grad.fill_(torch.inf)
+        steps.append((*{group["lr"] for group in optimizer.param_groups}, float(optimizer.get_loss_scale())))
         is_stepped, norm, _ = optimizer.step()
         norms.append(_largest(norm))
         if is_stepped:
@@ -120,7 +133,7 @@ def _train(loop: Any, args: Any, evaluate_at: int, save_at: int) -> dict[str, An
                 saved |= {
                     f"{number}.{name}": value.clone() for name, value in chunk_state.items() if isinstance(value, torch.Tensor)
                 }
-    return {"losses": losses, "norms": norms, "saved": saved, "chunks": chunks}
+    return {"losses": losses, "norms": norms, "steps": steps, "saved": saved, "chunks": chunks, "scheduler": scheduler}
 
 
 def _largest(norm: float | None) -> float:

@@ -30,7 +30,7 @@ from megatron.zerobubble.job.error_file import write_error_file
 from megatron.zerobubble.job.heartbeats import Beat, departed
 from megatron.zerobubble.job.key_value_store import Store
 
-__all__ = ["Failure", "JobGuard", "first_to_fail", "who_failed"]
+__all__ = ["JobGuard", "RankFailure", "first_to_fail", "who_failed"]
 
 _KEY = "first_failure"
 _GRACE_S = 3.0
@@ -42,7 +42,7 @@ _LOST_PEER = ("connection closed", "connection reset", "broken pipe", "connectio
 """Parts of the error messages that process groups raise when a peer is gone."""
 
 
-class Failure(NamedTuple):
+class RankFailure(NamedTuple):
     """A rank that failed."""
 
     rank: int
@@ -151,22 +151,22 @@ class JobGuard:
         return {}
 
 
-def first_to_fail(store: Store, rank: int, line: str) -> Failure:
+def first_to_fail(store: Store, rank: int, line: str) -> RankFailure:
     """Record that `rank` failed and its reason, unless another rank did before; return the failure that is on record."""
-    own = Failure(rank, line)
+    own = RankFailure(rank, line)
     try:
         return _read(store.compare_set(_KEY, "", json.dumps(own)))
     except (RuntimeError, ValueError):  # the store is gone with the rank that hosted it
         return own
 
 
-def who_failed(store: Store) -> Failure | None:
+def who_failed(store: Store) -> RankFailure | None:
     """The first failure; None if no rank has failed."""
     return _read(store.get(_KEY)) if store.check([_KEY]) else None
 
 
-def _read(text: bytes) -> Failure:
-    return Failure(*json.loads(text))
+def _read(text: bytes) -> RankFailure:
+    return RankFailure(*json.loads(text))
 
 
 def _gone(rank: int, beat: Beat) -> str:

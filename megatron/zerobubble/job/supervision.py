@@ -62,7 +62,7 @@ class Supervision:
         store = c10d._get_default_store()
         if self.watch is None or store is not self._store:
             self.stop()
-            self.watch = self._start(store)
+            self.watch = self._start(store, text)
         try:
             with self.watch.phase(text):
                 yield
@@ -83,7 +83,7 @@ class Supervision:
         if self.guard is not None:
             self.guard.leave_uncaught()
 
-    def _start(self, store: Any) -> Watch:
+    def _start(self, store: Any, text: str) -> Watch:
         device = torch.device(torch.cuda.current_device())
         rank, world_size = c10d.get_rank(), c10d.get_world_size()
         timeout_s: float = c10d._get_default_group()._get_backend(device).options._timeout.total_seconds()
@@ -101,7 +101,8 @@ class Supervision:
         self.guard.follow(ours, rank, world_size=world_size, doing=watch.text)
         launch = dataclasses.replace(launch, rank=rank, world_size=world_size)
         self._dog = watchdog(launch, ours, watch, limit_s=limit_s, timeout_minutes=timeout_s / 60.0)
-        self._dog.__enter__()
+        with watch.phase(text):  # the first beat says it
+            self._dog.__enter__()
         self._store = store
         atexit.unregister(self.stop)
         atexit.register(self.stop)

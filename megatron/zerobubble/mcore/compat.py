@@ -237,6 +237,7 @@ _REPLACED: tuple[tuple[str, str, str], ...] = (
     ("transformer", "TransformerConfig.__post_init__", ""),
     ("models.gpt", "GPTModel.__init__", "config pre_process post_process vp_stage"),
     ("transformer.module", "Float16Module.forward", "fp32_output"),
+    ("optimizer_param_scheduler", "OptimizerParamScheduler.step", "increment"),
     ("parallel_state", "is_pipeline_first_stage", "ignore_virtual vp_stage"),
     ("parallel_state", "is_pipeline_last_stage", "ignore_virtual vp_stage"),
     ("parallel_state", "default_embedding_ranks", ""),

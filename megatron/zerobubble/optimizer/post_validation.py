@@ -338,9 +338,10 @@ class PostValidation:
         else:
             statistics = self._relay.all_reduce(own)
             self._optimizer.apply(statistics)
+            self._optimizer.finalize(statistics)
             is_clean = not statistics.overflowed and not self._optimizer.is_clipped(statistics)
             self._num_clean_steps = self._num_clean_steps + 1 if is_clean else 0
-            self._verdict = self._finalize(statistics, is_redone=False, rolled_back=())
+            self._verdict = _verdict(statistics, is_redone=False, rolled_back=())
 
     def validate(self) -> Verdict | None:
         """Validate the last step, and redo it if it was wrong.
@@ -362,10 +363,12 @@ class PostValidation:
         is_redone = statistics.overflowed or self._optimizer.is_clipped(statistics)
         if is_redone:
             self._num_clean_steps = 0
-            if pending.statistics is None:
+        if pending.statistics is None:
+            if is_redone:
                 self._optimizer.redo(statistics, roll_back=pending.is_stepped)
+            self._optimizer.finalize(statistics)
         self._optimizer.drop_snapshot()
-        return self._finalize(statistics, is_redone=is_redone, rolled_back=stepped if is_redone else ())
+        return _verdict(statistics, is_redone=is_redone, rolled_back=stepped if is_redone else ())
 
     def flush(self) -> Verdict | None:
         """`validate` at the end of an iteration: afterwards the weights are those of the synchronous optimizer.
@@ -393,6 +396,7 @@ class PostValidation:
         if self._relay.is_last:
             self._relay.send_prev(stepped, prefix)
             self._optimizer.apply(prefix)
+            self._optimizer.finalize(prefix)
             self._pending = _Pending(prefix, stepped, is_stepped=False)
             return
         steps = has_snapshot and not prefix.overflowed and not self._optimizer.is_clipped(prefix)
@@ -403,12 +407,12 @@ class PostValidation:
             self._optimizer.drop_snapshot()
         self._pending = _Pending(None, (), is_stepped=steps)
 
-    def _finalize(self, statistics: GradientStatistics, *, is_redone: bool, rolled_back: tuple[int, ...]) -> Verdict:
-        self._optimizer.finalize(statistics)
-        return Verdict(
-            is_stepped=not statistics.overflowed,
-            norm=statistics.norm,
-            zeros=statistics.zeros,
-            is_redone=is_redone,
-            rolled_back=rolled_back,
-        )
+
+def _verdict(statistics: GradientStatistics, *, is_redone: bool, rolled_back: tuple[int, ...]) -> Verdict:
+    return Verdict(
+        is_stepped=not statistics.overflowed,
+        norm=statistics.norm,
+        zeros=statistics.zeros,
+        is_redone=is_redone,
+        rolled_back=rolled_back,
+    )

@@ -27,7 +27,9 @@ asynchronous copy, and waits for it before it reuses the memory.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -171,11 +173,12 @@ class Receiving:
 
 
 class _Arrivals:
-    """A thread that starts the copies of messages as they arrive. It ends after `close`, or with the process."""
+    """A thread that starts the copies of messages as they arrive. It ends after `close`, or when this is garbage-collected."""
 
     def __init__(self, device: torch.device) -> None:
         self._expected: SimpleQueue[Receiving | None] = SimpleQueue()
-        start_thread(self._serve, name="arrivals", device=device)
+        start_thread(partial(_take_arrivals, self._expected), name="arrivals", device=device)
+        self._end = weakref.finalize(self, self._expected.put, None)
 
     def expect(self, receiving: Receiving) -> None:
         """Queue a receive behind all earlier ones."""
@@ -183,12 +186,13 @@ class _Arrivals:
 
     def close(self) -> None:
         """End the thread after the last queued receive. Does not wait: after an error some messages may never arrive."""
-        self._expected.put(None)
+        self._end()
 
-    def _serve(self) -> None:
-        while (receiving := self._expected.get()) is not None:
-            receiving.arrive()
-            del receiving  # it must not keep a tensor alive while the thread waits for the next receive
+
+def _take_arrivals(expected: SimpleQueue[Receiving | None]) -> None:
+    while (receiving := expected.get()) is not None:
+        receiving.arrive()
+        del receiving  # it must not keep a tensor alive while the thread waits for the next receive
 
 
 class Staging:

@@ -18,7 +18,7 @@ from tests.support.ranks import RankPool
 pytestmark = pytest.mark.claims(
     "Your own script",
     "in a loop of your own: post-validation with clipping, a learning rate that changes, an evaluation and a checkpoint "
-    "between a step and its validation; fp32, bf16, distributed optimizer",
+    "between a step and its validation; fp32, bf16, fp16 whose loss scale overflows, distributed optimizer",
     "works, bit for bit",
 )
 
@@ -80,8 +80,36 @@ def test_steps_are_those_of_the_synchronous_optimizer(four_ranks: RankPool, stoc
         assert max(_differences(synchronous, every)) < 2e-6
 
 
+@pytest.mark.parametrize("distributed", ["", "--use-distributed-optimizer --overlap-grad-reduce"], ids=["plain", "distributed"])
+@pytest.mark.parametrize(
+    ("stock", "schedule"), [(TWO, "--enable-zero-bubble"), (CHUNKS, "--zero-bubble-v-schedule")], ids=["zb-h1", "zbv"]
+)
+@pytest.mark.sampled(0.5)
+def test_a_skipped_step_is_as_if_the_loop_had_known(four_ranks: RankPool, stock: str, schedule: str, distributed: str) -> None:
+    """Overflows on all ranks, whose loss scale begins too large, and on the last one alone, when another has taken its step: that
+    of 4 is validated by reading weights, that of 8 behind forwards, which run again, that of 12 at the end."""
+    flags, overflows = f"{stock} {schedule} {distributed} --fp16 --train-iters 12", (4, 8, 12)
+    synchronous, optimistic = (
+        four_ranks.run(optimistic_loop.train, f"{flags} {more}", 3, 4, overflows) for more in ("", f"{OPTIMISTIC} 0")
+    )
+    assert _differences(synchronous, optimistic) == [0.0, 0.0, 0.0]
+    for result, expected in zip(optimistic, synchronous, strict=True):
+        assert result["steps"] == expected["steps"]  # learning rates and loss scales
+        assert result["norms"] == pytest.approx(expected["norms"], rel=1e-6)  # squares are added in another order
+        skipped = [norm < 0 for norm in result["norms"]]
+        assert skipped == result["redone"]
+        assert result["advanced"] == expected["advanced"] == skipped.count(False)
+        assert [place for place, ranks in enumerate(result["rolled back"], 1) if ranks] == list(overflows)
+        assert sum(skipped) > len(overflows)
+
+
 class _Scaled:
     """Stands for a part of an optimizer with loss scaling."""
+
+    grad_scaler = object()
+
+    def __init__(self) -> None:
+        self.param_groups = [{"params": [], "lr": 0.1, "weight_decay": 0.01}]
 
 
 def test_an_optimizer_whose_step_cannot_be_split_is_named() -> None:
@@ -93,10 +121,17 @@ def test_an_optimizer_whose_step_cannot_be_split_is_named() -> None:
     steps.close()
 
 
-def test_loss_scaling_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.zerobubble.mcore.stock_loop.optimistic_steps._KINDS", (_Scaled,))
+def test_a_scheduler_that_cannot_be_taken_back_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "megatron.zerobubble.mcore.stock_loop.optimistic_steps"
+    monkeypatch.setattr(f"{module}._KINDS", (_Scaled,))
+    unvalidated = SimpleNamespace(step=lambda: None, is_unvalidated=True, known=None, validate=lambda: None)
+    monkeypatch.setattr(f"{module}.post_validation", lambda *_, **__: unvalidated)
     steps = OptimisticSteps(ZeroBubbleConfig(), SimpleNamespace(hooks=IterationHooks()), [])  # type: ignore[arg-type]
     optimizer = _Scaled()
-    optimizer.grad_scaler = object()  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="whether a step is skipped is known only after"):
-        steps.step(optimizer)
+    assert steps.step(optimizer) == (True, None, None)
+    steps.flush()  # nothing has changed
+    steps.step(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.2
+    steps.advanced(SimpleNamespace(optimizer=SimpleNamespace(param_groups=[{}])), 1)  # of another optimizer
+    with pytest.raises(ConfigError, match=r"lr changed from 0\.1 to 0\.2 by something other than megatron-core's"):
+        steps.flush()

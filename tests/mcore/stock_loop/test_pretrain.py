@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.zerobubble.plan.ir import Plan
-from tests.support.megatron_lm import MISSING, logged, pretrain
+from tests.support.megatron_lm import MISSING, STEPS, logged, pretrain
 from tests.support.ranks import RankPool
 
 if importlib.util.find_spec("megatron.training") is None:
@@ -91,6 +91,26 @@ def test_auto_and_what_it_measures(four_ranks: RankPool, tmp_path: Path, chunks:
     assert sorted(path.name for path in folder.iterdir()) == names
     plan = Plan.from_json((tmp_path / "plan.json").read_bytes())
     assert plan.placement.num_chunks == (2 if is_v else 1)
+
+
+@pytest.mark.claims(
+    "Your own script",
+    "Megatron-LM's `pretrain()` in fp16 with post-validation, ZB-H1 and ZBV: learning rate, loss scale, skipped iterations, "
+    "loss and norm as logged without, with steps that overflow (`make test MCORE=0.19.2`)",
+    "works, in every printed digit",
+)
+@pytest.mark.parametrize(("chunks", "zero_bubble"), [("", "--enable-zero-bubble"), (CHUNKS, "--zero-bubble-v-schedule")])
+@pytest.mark.sampled(0.5)
+def test_the_log_of_skipped_steps(two_ranks: RankPool, chunks: str, zero_bubble: str) -> None:
+    scaled = "--fp16 --initial-loss-scale 1048576 --loss-scale-window 2 --hysteresis 1 --clip-grad 0 --train-iters 8"
+    flags = f"{TWO} {UNTIED} {scaled} --eval-interval 5 {chunks}"
+    expected, actual = (
+        two_ranks.run(pretrain, flags, f"{zero_bubble} {more}")[-1]
+        for more in ("", "--enable-optimizer-post-validation --post-validation-patience 0")
+    )
+    assert STEPS.findall(actual) == STEPS.findall(expected)
+    assert {skipped for *_, skipped in STEPS.findall(actual)} == {"0", "1"}
+    assert logged(actual) == logged(expected)
 
 
 @pytest.mark.claims(

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.job.supervision import Supervision
+from megatron.zerobubble.mcore.cpu.device import HostDevice
 from tests.support.ranks import RankPool
 from tests.support.stock import EXAMPLE, train
 from tests.training.launch import launch
@@ -18,7 +20,8 @@ from tests.training.launch import launch
 pytestmark = pytest.mark.claims(
     "Your own script",
     "`zerobubble run`, and `install(watchdog_seconds=...)`: a rank that raises or hangs in a pass is named with op, stage and "
-    "microbatch, and the job ends; a rank that pauses between two calls is waited for",
+    "microbatch, one that is killed or stopped there with its process, and the job ends; a rank that pauses between two calls is "
+    "waited for",
     "works; **not run on a GPU**",
 )
 
@@ -93,6 +96,36 @@ def test_a_rank_that_hangs_in_a_pass_is_named_and_one_that_pauses_between_calls_
     assert stuck[0].startswith("stuck: rank 1 makes no progress: it runs 1F2, the forward of stage 1, microbatch 2, for ")
     assert "(in failing, loop.py:" in stuck[0]
     assert re.match("stuck: rank 0 waits, before 0B[0-3], to receive the gradient for stage 0", min(stuck[1:])), stuck
+
+
+@pytest.mark.parametrize(
+    ("signal", "line"),
+    [
+        ("SIGKILL", r"rank 0 stops while it waits, .*: rank 1 \(process \d+ on \S+\) is gone, ended from outside"),
+        ("SIGSTOP", r"stuck: rank 1 \(process \d+ on \S+\) has said nothing for \d"),
+    ],
+)
+@pytest.mark.sampled(0.5, group="whole jobs")
+def test_a_rank_that_is_killed_or_stopped_is_named(signal: str, line: str, tmp_path: Path) -> None:
+    fault = f"import os, signal; os.kill(os.getpid(), signal.{signal})"
+    said = _failed(tmp_path / "loop.py", RUN, fault, *FLAGS, "--zero-bubble-watchdog-seconds", "3")
+    assert re.search(f"^{line}", said, re.MULTILINE), said
+
+
+def _supervised(rank: int) -> list[str | None]:
+    supervision, seen = Supervision(20.0), []
+    with HostDevice().on_host():
+        with pytest.raises(ZeroDivisionError), supervision.during("fails"):
+            raise ZeroDivisionError
+        seen.append(supervision.watch and supervision.watch.text())
+        with supervision.during("goes on"):
+            seen.append(supervision.watch and supervision.watch.text())
+        supervision.close()
+    return seen
+
+
+def test_it_ends_with_an_exception_and_begins_again_with_the_next_call(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_supervised) == [[None, "goes on"]] * 2
 
 
 def _watched(rank: int) -> tuple[str, set[str], bool]:

@@ -8,11 +8,18 @@ the loop                              until the step is validated
 ====================================  =============================================================================
 zeroes gradients                      zeroing waits; it runs right before the first backward
 changes learning rate, weight decay   a redone step uses the values of its own iteration; the loop's are kept for the next
-asks whether the step succeeded       it did: without loss scaling, which is rejected, no step is ever skipped
+asks whether the step succeeded       the last pipeline rank knows; others answer that it did
 asks for the gradient norm            the last pipeline rank has it and returns it; others return None, as ranks without
                                       parameters do, and a loop's own maximum over ranks is right
-saves a checkpoint, evaluates         the step is validated first
+asks for the loss scale               the last pipeline rank has updated it, others will before their first backward
+saves a checkpoint, evaluates         the step is validated first (the model's or the optimizer's state must be read before a
+                                      scheduler's, which does not validate)
 ====================================  =============================================================================
+
+With loss scaling a step is skipped if a gradient overflowed. Ranks that answered otherwise take back what their
+`OptimizerParamScheduler` advanced since. Their learning rates, counts of skipped iterations and loss scales that were logged in
+between stay as they were: those of the last pipeline rank are right. A scheduler that is not megatron-core's cannot be taken
+back, and is refused.
 
 A loop that all-reduces the norm or the outcome over the pipeline in every iteration makes all ranks wait for each other there:
 its numbers are right, but nothing is saved.
@@ -38,7 +45,8 @@ from megatron.zerobubble.optimizer.post_validation import PostValidation, Verdic
 __all__ = ["OptimisticSteps", "StepOutcome"]
 
 StepOutcome = tuple[bool, float | None, int | None]
-"""What megatron-core's `step()` returns: whether it stepped, the gradient norm, the number of zeros; None: not known here."""
+"""What megatron-core's `step()` returns: whether it stepped, the gradient norm, the number of zeros; None: not known here, or not
+stepped."""
 
 _KINDS = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer, ChainedOptimizer)
 _READS_WEIGHTS = ("state_dict", "sharded_state_dict", "state_dict_for_save_checkpoint", "save_parameter_state")
@@ -57,9 +65,12 @@ class OptimisticSteps:
         self._flags = flags
         self._chunks = list(chunks)
         self._optimizer: Any = None
+        self._scales_loss = False
         self._steps: PostValidation | None = None
         self._used: list[tuple[dict[str, Any], dict[str, Any]]] = []
         """(parameter group, its values when the step was taken)."""
+        self._advanced: list[tuple[Any, int]] = []
+        """(scheduler, increment) of megatron-core's schedulers since the step was taken."""
         self._zeroing: dict[int, Callable[[], None]] = {}
         self._undo: list[Callable[[], None]] = []
         schedule.hooks.before_gradients = self._before_gradients
@@ -83,11 +94,19 @@ class OptimisticSteps:
         """Call `zero`, which zeroes the gradients that `zeroed` holds, when they are not needed for a redone step any more."""
         self._zeroing[id(zeroed)] = zero
 
+    def advanced(self, scheduler: Any, increment: int) -> None:
+        """Note that an `OptimizerParamScheduler` has advanced: if the last step turns out to be skipped, that is taken back."""
+        groups = [group for group, _ in self._used]
+        drives = any(group is each for group in scheduler.optimizer.param_groups for each in groups)
+        if self.is_unvalidated and (drives or scheduler.optimizer is self._optimizer):
+            self._advanced.append((scheduler, increment))
+
     def step(self, optimizer: Any) -> StepOutcome:
         """Step, optimistically or not. All ranks of the world must call it at the same point.
 
         Raises:
-            ConfigError: the optimizer is not the model's, or its step cannot be split.
+            ConfigError: the optimizer is not the model's, its step cannot be split, or the learning rate of the step before it
+                cannot be taken back.
         """
         if self._steps is None:
             self._steps = self._take(optimizer)
@@ -98,10 +117,12 @@ class OptimisticSteps:
         if not self._steps.is_unvalidated:
             verdict = self._steps.validate()
             assert verdict is not None
-            return verdict.is_stepped, verdict.norm, int(verdict.zeros)
+            return (True, verdict.norm, int(verdict.zeros)) if verdict.is_stepped else (False, None, None)
         self._used = [(group, _values(group)) for group in optimizer.param_groups]
         known = self._steps.known
-        return (True, None, None) if known is None else (True, known.norm, int(known.zeros))
+        if known is None:
+            return True, None, None
+        return (False, None, None) if known.overflowed else (True, known.norm, int(known.zeros))
 
     def flush(self) -> None:
         """Validate the last step, if it was not: afterwards the weights are final. All ranks of the pipeline must call it."""
@@ -139,11 +160,6 @@ class OptimisticSteps:
                     f"post-validation cannot split the step of a {type(part).__name__}; leave it out, or use megatron-core's "
                     "Adam or SGD, plain or distributed"
                 )
-            if getattr(part, "grad_scaler", None):
-                raise ConfigError(
-                    "post-validation with loss scaling (fp16) is not supported in a stock training loop: whether a step is "
-                    "skipped is known only after the loop has advanced its learning rate. Use bf16, or pretrain_gpt.py"
-                )
         flags = self._flags
         steps = post_validation(
             optimizer,
@@ -153,6 +169,7 @@ class OptimisticSteps:
             snapshot_on_host=flags.post_validation_snapshot == "host",
         )
         self._optimizer = optimizer
+        self._scales_loss = any(getattr(part, "grad_scaler", None) for part in (optimizer, *_parts(optimizer)))
         self._validate_before(optimizer)
         return steps
 
@@ -165,13 +182,20 @@ class OptimisticSteps:
         if not self.is_unvalidated:
             return None
         assert self._steps is not None
-        changed = [(group, {name: group[name] for name in values if name in group}) for group, values in self._used]
-        for group, values in self._used:
+        used, self._used = self._used, []
+        advanced, self._advanced = self._advanced, []
+        changed = [(group, {name: group[name] for name in values if name in group}) for group, values in used]
+        if self._scales_loss and not advanced:
+            _check_unchanged(used)
+        for group, values in used:
             group.update(values)
         verdict = self._steps.validate()
         for group, values in changed:
             group.update(values)
-        self._used = []
+        if verdict is not None and not verdict.is_stepped:
+            for scheduler, increment in advanced:
+                scheduler.num_steps -= increment
+                scheduler.step(0)
         return verdict
 
     def _zero(self) -> None:
@@ -231,3 +255,16 @@ def _values(group: dict[str, Any]) -> dict[str, Any]:
         for name, value in group.items()
         if name not in ("params", "step")
     }
+
+
+def _check_unchanged(used: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    """Raise ConfigError if a parameter group has not the learning rate and weight decay that its step used."""
+    for group, values in used:
+        for name in ("lr", "weight_decay"):
+            if name in values and group.get(name) != values[name]:
+                raise ConfigError(
+                    f"after a step that may still be skipped, {name} changed from {float(values[name]):g} to "
+                    f"{float(group[name]):g} by something other than megatron-core's OptimizerParamScheduler: post-validation "
+                    "with loss scaling (fp16) cannot take that back. Use OptimizerParamScheduler or bf16, or leave out "
+                    "post-validation"
+                )

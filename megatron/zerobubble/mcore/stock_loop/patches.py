@@ -15,7 +15,8 @@ under V: `parallel_state.initialize_model_parallel`    also if the loop passes f
 under V: `parallel_state.is_pipeline_first_stage`,     the ends of the running chunk (`stage_questions`)
 `is_pipeline_last_stage`, `utils.get_pg_rank`
 with post-validation: `step` and `zero_grad` of        optimistic steps; zeroing waits until a step is validated
-optimizers, `DistributedDataParallel.zero_grad_buffer`
+optimizers, `DistributedDataParallel.zero_grad_buffer`,
+`OptimizerParamScheduler.step`                         and what it advanced is taken back if the step is skipped
 with a limit in bytes: `MegatronOptimizer.__init__`    whose state takes memory
 with a seed of weights:                                hands on which init method draws a weight
 `_initialize_affine_weight_cpu`
@@ -49,6 +50,7 @@ from megatron.core.optimizer.optimizer import (
     MegatronOptimizer,
     MixedPrecisionOptimizer,
 )
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
@@ -221,11 +223,12 @@ def _replacements(loop: StockLoop) -> list[tuple[Any, str, Any]]:
 
 
 def _validating(loop: StockLoop) -> list[tuple[Any, str, Any]]:
-    """With post-validation: what zeroes gradients."""
+    """With post-validation: what zeroes gradients, and what advances the learning rate."""
     zeroing = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer, ChainedOptimizer)
     return [
         *((owner, "zero_grad", _zeroing(loop, owner.zero_grad)) for owner in zeroing),
         (DistributedDataParallel, "zero_grad_buffer", _zeroing(loop, DistributedDataParallel.zero_grad_buffer)),
+        (OptimizerParamScheduler, "step", _advancing(loop, OptimizerParamScheduler.step)),
     ]
 
 
@@ -244,6 +247,15 @@ def _zeroing(loop: StockLoop, original: Callable[..., None]) -> Callable[..., No
         loop.zero(self, functools.partial(original, self, *args, **kwargs))
 
     return zero
+
+
+def _advancing(loop: StockLoop, original: Callable[[Any, int], None]) -> Callable[[Any, int], None]:
+    @functools.wraps(original)
+    def step(self: Any, increment: int) -> None:
+        original(self, increment)
+        loop.advanced(self, increment)
+
+    return step
 
 
 def _counting(loop: StockLoop, original: Callable[..., None]) -> Callable[..., None]:

@@ -311,6 +311,12 @@ class StockLoop:
         self._models.note_groups(running)
         return outcome
 
+    def advanced(self, scheduler: Any, increment: int) -> None:
+        """An `OptimizerParamScheduler` has advanced."""
+        for running in self._models:
+            if running.steps is not None:
+                running.steps.advanced(scheduler, increment)
+
     def zero(self, owner: Any, zero: Callable[[], None]) -> None:
         """Zero the gradients of `owner`, a chunk or an optimizer, at once or when its last step has been validated."""
         for running in self._models:
