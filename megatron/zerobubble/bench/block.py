@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 import gc
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -171,10 +170,9 @@ class _Block:
         self.num_iterations = request.num_warm_up + request.num_timed
         self.iterations = 0
         """Training iterations whose passes have begun."""
-        self._num_ticks = 0
         self._is_inside = False
-        self._model: Callable[[], Any] = lambda: None
-        """The first chunk of the model that trains, while it exists."""
+        self._model: Any = None
+        """The first chunk of the model that trains."""
         self._stock: PipelineSchedule | None = None
         """Records passes of megatron-core's own schedules."""
         self._profiler: Profiler | None = None
@@ -239,15 +237,13 @@ class _Block:
         self, original: Callable[..., list[Any]], schedule: PipelineSchedule | None, given: Mapping[str, Any]
     ) -> list[Any]:
         model = given["model"] if isinstance(given["model"], list) else [given["model"]]
-        trained = self._model()
-        if trained is not None and trained is not model[0]:
+        if self._model is not None and self._model is not model[0]:
             return original(**given)  # of a script with several models, the first one counts
         if schedule is None:
-            schedule = self._stock if trained is not None else self._recording(model)
-            assert schedule is not None
-            original = schedule.forward_backward_func
-        if trained is None:
-            self._begin(schedule, model, given)
+            self._stock = self._stock or _recording(model)
+            schedule, original = self._stock, self._stock.forward_backward_func
+        if self._model is None:
+            self._begin(schedule, model)
         self._before(schedule, model, given)
         self.iterations += 1
         results = self._passes(original, schedule, given)
@@ -256,27 +252,18 @@ class _Block:
             self._results = results
         return results
 
-    def _recording(self, model: Sequence[Any]) -> PipelineSchedule:
-        """megatron-core's own schedule with a recorder."""
-        contender = self._request.program.zero_bubble.schedule
-        ranks = parallel_state.get_pipeline_model_parallel_world_size()
-        if contender != STOCK:
-            raise ConfigError(
-                f"{self._request.program.name} trains with megatron-core's own schedule, not with {contender}, on "
-                f"{ranks} pipeline rank(s): give it two or more, and leave it to zerobubble bench to install the schedule"
-            )
-        spec = ZeroBubbleConfig(zero_bubble_schedule=STOCK).schedule_spec(
-            num_ranks=ranks, num_chunks=len(model), memory_limit=None
-        )
-        self._stock = PipelineSchedule(spec, model, store=None, config=get_model_config(model[0]))
-        return self._stock
-
     # -- what is measured -------------------------------------------------------------------------------------------------
 
-    def _begin(self, schedule: PipelineSchedule, model: Sequence[Any], given: Mapping[str, Any]) -> None:
-        """The first iteration of a model."""
-        self._model, self.iterations = weakref.ref(model[0]), 0
-        self._profiler = None
+    def _begin(self, schedule: PipelineSchedule, model: Sequence[Any]) -> None:
+        """The first iteration of the model."""
+        program = self._request.program
+        if schedule.spec.is_stock and program.zero_bubble.schedule != STOCK:
+            raise ConfigError(
+                f"{program.name} trains with megatron-core's own schedule, not with {program.zero_bubble.schedule}, on "
+                f"{schedule.spec.num_ranks} pipeline rank(s): give it two or more, and leave it to zerobubble bench to install "
+                "the schedule"
+            )
+        self._model = model[0]
         self._meter = MemoryMeter(schedule.device)
         schedule.recordings.choose({self._request.num_warm_up} if self._request.is_first else (), done=0)
         schedule.recordings.only_chosen = True
@@ -286,10 +273,9 @@ class _Block:
 
     def _before(self, schedule: PipelineSchedule, model: Sequence[Any], given: Mapping[str, Any]) -> None:
         """The end of one iteration and the begin of the next."""
-        if self.iterations > self._num_ticks:
+        if self.iterations > 0:
             before = time.perf_counter()
             self._tick()
-            self._num_ticks = self.iterations
             self._own_seconds += 0.0 if self._since is None else time.perf_counter() - before
         if self.iterations == self._request.num_warm_up:
             self._end_warm_up(schedule)
@@ -384,6 +370,14 @@ class _Block:
             plan=None if schedule.spec.is_stock else schedule.plan(sizes.num_microbatches).to_json(),
             measured=measured,
         )
+
+
+def _recording(model: Sequence[Any]) -> PipelineSchedule:
+    """megatron-core's own schedule with a recorder."""
+    spec = ZeroBubbleConfig(zero_bubble_schedule=STOCK).schedule_spec(
+        num_ranks=parallel_state.get_pipeline_model_parallel_world_size(), num_chunks=len(model), memory_limit=None
+    )
+    return PipelineSchedule(spec, model, store=None, config=get_model_config(model[0]))
 
 
 def _on_cuda() -> bool:
