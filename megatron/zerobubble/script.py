@@ -39,9 +39,10 @@ def run_script(
     with scripts.script_device(launch, on_cpu=on_cpu):
         install(flags, microbatch_tokens=microbatch_tokens)
         from megatron.zerobubble.job.failure import JobGuard
-        from megatron.zerobubble.mcore.stock_loop.patches import supervise_by
+        from megatron.zerobubble.mcore.stock_loop.patches import finish, supervise_by
 
         guard = JobGuard(job_store(launch), launch.rank, error_file=launch.error_file)
         supervise_by(guard)
         with guard:
             runpy.run_path(script, run_name="__main__")
+            finish()

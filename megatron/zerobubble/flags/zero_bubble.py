@@ -89,10 +89,10 @@ class ZeroBubbleConfig:
     between B and W, and each bucket is reduced (microbatches / K) times per step. Needs --use-distributed-optimizer. Default:
     off."""
     zero_bubble_trace: str | None = field(default=None, metadata={"metavar": "DIR"})
-    """Directory to write a trace to at the end of the run: trace.json (for Perfetto), report.json, and per recorded iteration its
-    plan and a timeline of measured vs. planned; with stock schedules, too. In a training loop of your own it is written after
-    the last of --zero-bubble-trace-iterations; without them after the iterations 2, 4, 7 and 12, and by uninstall. See
-    docs/reading-the-trace.md."""
+    """Directory to write a trace to at the end of the run: trace.json (for Perfetto), report.json, and per recorded iteration
+    its plan and a timeline of measured vs. planned; with stock schedules, too. In a training loop of your own it is written
+    after the last of --zero-bubble-trace-iterations; without them after the iterations 2, 4, 7 and 12, by uninstall, and at
+    the end of a script under zerobubble run. See docs/reading-the-trace.md."""
     zero_bubble_trace_iterations: str | None = field(default=None, metadata={"metavar": "N[,N...]"})
     """With --zero-bubble-trace: iterations to record, numbered as in progress lines, and in a loop of your own from 1 on.
     Default: the last recorded one; the second, fourth, seventh and twelfth iteration are recorded, and every twentieth from the

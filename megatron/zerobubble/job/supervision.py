@@ -86,7 +86,8 @@ class Supervision:
     def _start(self, store: Any, text: str) -> Watch:
         device = torch.device(torch.cuda.current_device())
         rank, world_size = c10d.get_rank(), c10d.get_world_size()
-        timeout_s: float = c10d._get_default_group()._get_backend(device).options._timeout.total_seconds()
+        options = getattr(c10d._get_default_group()._get_backend(device), "options", None)
+        timeout_s: float = getattr(options, "_timeout", c10d.default_pg_timeout).total_seconds()
         limit_s = self._limit_s or timeout_s / 2.0
         if limit_s >= timeout_s:
             raise ConfigError(

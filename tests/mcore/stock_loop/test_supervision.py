@@ -30,7 +30,7 @@ LOOP = f"""
 import importlib.util, pathlib, sys, time
 import torch.distributed as dist
 import megatron.zerobubble
-from megatron.zerobubble.cli import run
+from megatron.zerobubble.mcore.cpu.scripts import script_device
 from megatron.zerobubble.job.launch import read_launch
 
 spec = importlib.util.spec_from_file_location("example", {str(EXAMPLE)!r})
@@ -55,7 +55,7 @@ args = example.parse({SIZES!r}.split())
 """
 RUN = f"{LOOP}\nexample.train(args)\n"
 INSTALL = f"""{LOOP}
-with run._device(read_launch(), on_cpu=True):
+with script_device(read_launch(), on_cpu=True):
     megatron.zerobubble.install(schedule="zb-h1", watchdog_seconds=2.0)
     example.train(args)
 """

@@ -13,10 +13,12 @@ import pytest
 
 import megatron.zerobubble
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.partition.layer_costs import Model
 from tests.support.ranks import RankPool
 from tests.support.stock import example, train
 from tests.support.traces import check_trace_files
+from tests.training.launch import ROOT, launch
 
 FOUR = "--pipeline-model-parallel-size 4 --num-layers 8 --hidden-size 32 --num-microbatches 6"
 CHUNKS = f"{FOUR} --virtual-pipeline-model-parallel-size 2"
@@ -123,3 +125,23 @@ def test_the_flags_are_those_of_pretrain_gpt() -> None:
     args = parser.parse_args(["--enable-zero-bubble", "--zero-bubble-trace", "a", "--zero-bubble-trace-iterations", "3,4"])
     assert (args.zero_bubble_trace, args.zero_bubble_trace_iterations) == ("a", "3,4")
     megatron.zerobubble.uninstall()
+
+
+_SCRIPT = """
+import sys
+sys.path.insert(0, {folder!r})
+import stock_megatron_core as example
+example.train(example.parse(None))
+"""
+
+
+def test_a_script_that_ends_leaves_its_last_recorded_iteration(tmp_path: Path) -> None:
+    """Under `zerobubble run`, from a script that uninstalls nothing."""
+    script, folder = tmp_path / "script.py", tmp_path / "trace"
+    script.write_text(_SCRIPT.format(folder=str(ROOT / "examples")))
+    own = "--distributed-backend gloo --pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 32 --train-iters 4"
+    ours = ["--cpu", "--enable-zero-bubble", "--zero-bubble-trace", folder, "--zero-bubble-save-plan", tmp_path / "plan.json"]
+    done = launch([*ours, script, *own.split()], num_ranks=2, module="megatron.zerobubble.run")
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in folder.iterdir()) == ["plan-4.json", "report.json", "timeline-4.svg", "trace.json"]
+    assert Plan.from_json((tmp_path / "plan.json").read_bytes()).schedule == "zb-h1"

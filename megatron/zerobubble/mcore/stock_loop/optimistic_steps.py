@@ -73,6 +73,7 @@ class OptimisticSteps:
         """(scheduler, increment) of megatron-core's schedulers since the step was taken."""
         self._zeroing: dict[int, Callable[[], None]] = {}
         self._undo: list[Callable[[], None]] = []
+        self._waits = schedule.waits
         schedule.hooks.before_gradients = self._before_gradients
         for module in _nested(chunks):
             self._validate_before(module)
@@ -167,6 +168,7 @@ class OptimisticSteps:
             patience=flags.post_validation_patience,
             rollback=flags.post_validation_rollback,
             snapshot_on_host=flags.post_validation_snapshot == "host",
+            waits=self._waits,
         )
         self._optimizer = optimizer
         self._scales_loss = any(getattr(part, "grad_scaler", None) for part in (optimizer, *_parts(optimizer)))

@@ -65,7 +65,7 @@ from megatron.zerobubble.mcore.run_options import RunOptions
 from megatron.zerobubble.mcore.stock_loop.status import Status
 from megatron.zerobubble.mcore.stock_loop.stock_loop import StockLoop
 
-__all__ = ["expect_install", "install_options", "status", "stop_expecting", "supervise_by", "uninstall"]
+__all__ = ["expect_install", "finish", "install_options", "status", "stop_expecting", "supervise_by", "uninstall"]
 
 _log = logging.getLogger(__name__)
 
@@ -168,6 +168,15 @@ def uninstall() -> None:
         setattr(owner, name, original)
     atexit.unregister(loop.warn_if_unused)
     loop.close()
+
+
+def finish() -> None:
+    """At the end of a script: write the last trace and plan file, if one was asked for. Every rank must call it."""
+    loop = _installed()
+    if loop is None or not loop.has_groups:
+        return
+    if loop.options.flags.zero_bubble_trace is not None or loop.options.flags.zero_bubble_save_plan is not None:
+        uninstall()
 
 
 def status() -> Status | None:

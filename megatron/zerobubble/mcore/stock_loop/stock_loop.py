@@ -84,7 +84,12 @@ class StockLoop:
     @property
     def status(self) -> Status | None:
         """Of the model that was started or re-planned last; None before a model trains, and without its process groups."""
-        return self._status if self._models.has_groups else None
+        return self._status if self.has_groups else None
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether a model was started on process groups that exist."""
+        return self._models.has_groups
 
     # -- 1. a TransformerConfig is made -----------------------------------------------------------------------------------
 
