@@ -29,7 +29,7 @@ def train(rank: int, flags: str, evaluate_at: int = -1, save_at: int = -1, overf
         rank: of the pool.
         flags: of the example, zero-bubble flags among them.
         evaluate_at: iteration after whose step the loop evaluates.
-        save_at: iteration after whose step the loop reads the weights by `state_dict`.
+        save_at: iteration after whose step the loop reads the weights by `state_dict`; in fp32 it loads them after later ones.
         overflows: iterations in which a gradient of the last pipeline rank, of no other, is infinite.
 
     Returns:
@@ -133,6 +133,10 @@ def _train(loop: Any, args: Any, evaluate_at: int, save_at: int, overflows: Sequ
                 saved |= {
                     f"{number}.{name}": value.clone() for name, value in chunk_state.items() if isinstance(value, torch.Tensor)
                 }
+        if iteration > save_at and saved and not (args.bf16 or args.fp16):
+            for number, chunk in enumerate(chunks):
+                own = {name.partition(".")[2]: value for name, value in saved.items() if name.startswith(f"{number}.")}
+                chunk.load_state_dict(own, strict=False)
     return {"losses": losses, "norms": norms, "steps": steps, "saved": saved, "chunks": chunks, "scheduler": scheduler}
 
 

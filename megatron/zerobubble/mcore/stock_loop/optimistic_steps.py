@@ -49,7 +49,10 @@ StepOutcome = tuple[bool, float | None, int | None]
 stepped."""
 
 _KINDS = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer, ChainedOptimizer)
-_READS_WEIGHTS = ("state_dict", "sharded_state_dict", "state_dict_for_save_checkpoint", "save_parameter_state")
+_TOUCHES_WEIGHTS = (
+    *("state_dict", "sharded_state_dict", "state_dict_for_save_checkpoint", "save_parameter_state"),
+    *("load_state_dict", "load_parameter_state"),  # what is loaded must not be rolled back
+)
 
 
 class OptimisticSteps:
@@ -206,8 +209,8 @@ class OptimisticSteps:
             zero()
 
     def _validate_before(self, owner: Any) -> None:
-        """Validate before a checkpoint reads the weights of `owner`, a module or an optimizer."""
-        for name in _READS_WEIGHTS:
+        """Validate before a checkpoint reads or replaces the weights of `owner`, a module or an optimizer."""
+        for name in _TOUCHES_WEIGHTS:
             function = getattr(owner, name, None)
             if function is not None:
                 setattr(owner, name, self._flushing(function))
