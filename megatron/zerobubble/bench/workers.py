@@ -99,12 +99,18 @@ class Workers:
                 self._wait_for(f"{key}/failed")
             self._store.compare_set(f"{key}/failed", "", outcome.reason)
         self._store.add(f"{key}/ended", 1)
-        while self._store.add(f"{key}/ended", 0) < self._launch.world_size:
+        self._wait_for_all(f"{key}/ended")
+        if self._store.check([f"{key}/failed"]):
+            outcome = BlockFailure(self._store.get(f"{key}/failed").decode())
+        self._store.add(f"{key}/read", 1)
+        if self._launch.rank == 0:  # which may host the store, and leave after the last block
+            self._wait_for_all(f"{key}/read")
+        return outcome
+
+    def _wait_for_all(self, key: str) -> None:
+        while self._store.add(key, 0) < self._launch.world_size:
             self._check_interrupted()
             time.sleep(_POLL_S)
-        if self._store.check([f"{key}/failed"]):
-            return BlockFailure(self._store.get(f"{key}/failed").decode())
-        return outcome
 
     def _wait_for(self, key: str) -> None:
         """Give the rank that knows the cause time to report it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import socket
@@ -48,7 +49,7 @@ def _attempts(tmp_path: Path, job: dict[str, Any]) -> list[list[dict[str, Any]]]
     "Your own script",
     "in a loop of your own: ten in-process restarts by nvidia-resiliency-ext 0.4.1 after errors on either rank, ZB-H1 with "
     "per-token loss and ZBV, both with post-validation: the losses of an undisturbed run, nothing of a failed attempt stays",
-    "works over gloo, bit for bit; **not run on a GPU**",
+    "works over gloo, bit for bit, on megatron-core before 0.19; **not run on a GPU**",
 )
 @pytest.mark.parametrize(
     ("flags", "options"),
@@ -59,6 +60,8 @@ def _attempts(tmp_path: Path, job: dict[str, Any]) -> list[list[dict[str, Any]]]
 def test_a_restart_in_process_trains_as_an_undisturbed_run(tmp_path: Path, flags: str, options: dict[str, Any]) -> None:
     if not PACKAGE.is_dir():
         (pytest.fail if os.environ.get("CI") else pytest.skip)("nvidia-resiliency-ext was not fetched: make resiliency")
+    if importlib.util.find_spec("megatron.core.dist_checkpointing.strategies.nvrx") is not None:
+        pytest.skip("this megatron-core needs a newer nvidia-resiliency-ext")
     last = 1 if options["schedule"] == "zb-h1" else 0
     faults = [{"rank": last} | fault if fault["in"] == "loss_function" else fault for fault in FAULTS]
     job = {"flags": flags, "options": options | {"optimizer_post_validation": True}, "faults": faults}
