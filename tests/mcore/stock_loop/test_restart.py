@@ -49,7 +49,7 @@ def _attempts(tmp_path: Path, job: dict[str, Any]) -> list[list[dict[str, Any]]]
     "Your own script",
     "in a loop of your own: ten in-process restarts by nvidia-resiliency-ext 0.4.1 after errors on either rank, ZB-H1 with "
     "per-token loss and ZBV, both with post-validation: the losses of an undisturbed run, nothing of a failed attempt stays",
-    "works over gloo, bit for bit, on megatron-core before 0.19; **not run on a GPU**",
+    "works over gloo, bit for bit, on megatron-core 0.16.1; **not run on a GPU**",
 )
 @pytest.mark.parametrize(
     ("flags", "options"),
