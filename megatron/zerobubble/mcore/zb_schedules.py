@@ -251,7 +251,7 @@ class PipelineSchedule:
 
     def _clock_offset_ms(self) -> float:
         links = self._links or PipelineGroupLinks(parallel_state.get_pipeline_model_parallel_group())  # None: stock
-        with self.waits("compares its clock with those of its neighbors"):
+        with self._waits("compares its clock with those of its neighbors"):
             return clock_offset_ms(links, rank=self._rank, num_ranks=self.spec.num_ranks, device=self.device)
 
     # -- the call ---------------------------------------------------------------------------------------------------------
@@ -383,15 +383,14 @@ class PipelineSchedule:
         counted: torch.Tensor | int | None = num_tokens if self._config.calculate_per_token_loss else None
         with self.recorder.span(Activity.GRADIENTS):
             if self.hooks.token_count is not None:
-                with self.waits("waits for the number of tokens of the global batch"):
+                with self._waits("waits for the number of tokens of the global batch"):
                     counted = self.hooks.token_count.total()
             self._config.finalize_model_grads_func(
                 self._chunks, counted, pg_collection=pg_collection, force_all_reduce=force_all_reduce
             )
 
-    def waits(self, text: str, peer: int | None = None) -> AbstractContextManager[None]:
-        """Wrap a wait for other ranks, which the watchdog then knows; see `Watch.waits`."""
-        return nullcontext() if self.hooks.watch is None else self.hooks.watch.waits(text, peer)
+    def _waits(self, text: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.hooks.watch is None else self.hooks.watch.waits(text)
 
     def _check_model(self, model: Any) -> None:
         given = model if isinstance(model, list) else [model]

@@ -76,7 +76,7 @@ class OptimisticSteps:
         """(scheduler, increment) of megatron-core's schedulers since the step was taken."""
         self._zeroing: dict[int, Callable[[], None]] = {}
         self._undo: list[Callable[[], None]] = []
-        self._waits = schedule.waits
+        self._hooks = schedule.hooks
         schedule.hooks.before_gradients = self._before_gradients
         for module in _nested(chunks):
             self._validate_before(module)
@@ -164,14 +164,14 @@ class OptimisticSteps:
                     f"post-validation cannot split the step of a {type(part).__name__}; leave it out, or use megatron-core's "
                     "Adam or SGD, plain or distributed"
                 )
-        flags = self._flags
+        flags, watch = self._flags, self._hooks.watch
         steps = post_validation(
             optimizer,
             optimistic=True,
             patience=flags.post_validation_patience,
             rollback=flags.post_validation_rollback,
             snapshot_on_host=flags.post_validation_snapshot == "host",
-            waits=self._waits,
+            waits=None if watch is None else watch.waits,  # holds nothing of the model, which process groups outlive
         )
         self._optimizer = optimizer
         self._scales_loss = any(getattr(part, "grad_scaler", None) for part in (optimizer, *_parts(optimizer)))
