@@ -23,7 +23,7 @@ from typing import Any
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.dataclass_flags import add_group, flag_of
-from megatron.zerobubble.flags.targets import Target, check_targets
+from megatron.zerobubble.flags.targets import check_targets
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.job.launch import is_turned_off, read_launch
 from megatron.zerobubble.messages import quoted
@@ -158,8 +158,8 @@ def install(
 
     Raises:
         CompatibilityError: the installed megatron-core is not supported; the message lists the differences.
-        ConfigError: an option is not supported in a stock loop, `trace` cannot be written, or other options are already
-            installed.
+        ConfigError: an option is not supported in a stock loop, `trace` or `save_plan` cannot be written, or other options
+            are already installed.
         PlanError: the file is not a plan.
     """
     launch = read_launch()
@@ -200,11 +200,7 @@ def install(
             raise ConfigError("install got parsed flags and other arguments; give one of them")
         config = flags_of(args)
     check_supported(config)
-    targets = [
-        Target("--zero-bubble-trace", config.zero_bubble_trace),
-        Target("--zero-bubble-save-plan", config.zero_bubble_save_plan, is_file=True),
-    ]
-    check_targets(targets, tries=launch.rank == 0)
+    check_targets(config.written, tries=launch.rank == 0)
     if config.schedule == "stock":
         return
     from megatron.zerobubble.mcore.microbatches.ready import READY

@@ -59,8 +59,7 @@ def _training_state(optimizer: _Optimizer) -> TrainingState:
     return TrainingState(
         settings=sizes,
         chunks=[],
-        engine=None,
-        schedule=SimpleNamespace(forward_backward_func=passes, hooks=hooks, recorder=recorder),
+        engine=SimpleNamespace(schedule=SimpleNamespace(forward_backward_func=passes, hooks=hooks, recorder=recorder)),
         optimizer=optimizer,
         post_validation=None,
         scheduler=SimpleNamespace(step=lambda increment: None),

@@ -96,9 +96,8 @@ def parse_options(argv: Sequence[str], *, world_size: int, prog: str) -> Options
     if not has_script and (args.cpu or args.contender_flags):
         raise ConfigError("--cpu and --contender-flags are for a script: give -- SCRIPT and its flags after them")
     job = _script_job(args, rest, script, names) if has_script else _trainer_job(rest, world_size=world_size, prog=prog)
-    programs, notes, refused = _programs(
-        contenders, job, num_warm_up + num_timed + 1
-    )  # the next one's begin is the last one's end
+    num_iterations = num_warm_up + num_timed + 1  # the last timed one ends where the next one begins
+    programs, notes, refused = _programs(contenders, job, num_iterations)
     if not programs:
         raise ConfigError(f"no contender can run: {'; '.join(f'{name}: {why}' for name, why in refused.items())}")
     return Options(

@@ -37,6 +37,7 @@ from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.mcore.replanner import Measured, Replanner, measured_costs
 from megatron.zerobubble.mcore.state_memory import state_bytes
+from megatron.zerobubble.mcore.stock_loop.patches import ALL_SCHEDULES
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Plan
@@ -48,11 +49,6 @@ from megatron.zerobubble.profiling.profiler import Profiler
 
 __all__ = ["BlockRequest", "BlockResult", "Measurements", "Sizes", "run_block"]
 
-_STOCK_SCHEDULES = (
-    "forward_backward_pipelining_without_interleaving",
-    "forward_backward_pipelining_with_interleaving",
-    "forward_backward_no_pipelining",
-)
 _LOSS = "lm loss"
 """Megatron-LM's name of the loss in what the schedule returns."""
 
@@ -193,7 +189,7 @@ class _Block:
 
     def attach(self) -> None:
         """Route the training calls of every loop in this process through this object. For the life of the process."""
-        for name in _STOCK_SCHEDULES:
+        for name in ALL_SCHEDULES:
             setattr(schedules, name, self._around(getattr(schedules, name)))
         door: Any = PipelineSchedule.forward_backward_func
         PipelineSchedule.forward_backward_func = property(  # type: ignore[method-assign,assignment]

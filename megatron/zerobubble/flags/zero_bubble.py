@@ -14,6 +14,7 @@ from pathlib import Path
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.flags.memory_limit import MemoryLimit
 from megatron.zerobubble.flags.require import at_most, not_negative, one_of, positive
+from megatron.zerobubble.flags.targets import Target
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Plan
@@ -308,6 +309,14 @@ class ZeroBubbleConfig:
         if self.enable_zero_bubble:
             return "zb-h1" if self.zero_bubble_memory_limit is None else "zb"
         return "stock" if self.plan is None else self.plan.schedule
+
+    @property
+    def written(self) -> list[Target]:
+        """The file and the directory that a run writes."""
+        return [
+            Target("--zero-bubble-save-plan", self.zero_bubble_save_plan, is_file=True, is_replaced=True),
+            Target("--zero-bubble-trace", self.zero_bubble_trace),
+        ]
 
     def family(self, num_chunks: int) -> str:
         """The schedule's name in the plan registry; for `auto` that of the searched orders with the run's chunks.

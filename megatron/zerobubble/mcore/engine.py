@@ -155,7 +155,7 @@ class Engine:
 
     def end(self, *, num_microbatches: int) -> None:
         """Call it after the passes of a training iteration: at the end of a window of profiled ones it plans."""
-        if self.replanner is None or not self.is_due:
+        if self.replanner is None or not self.replanner.is_due(self.iterations):
             return
         self.replanner.after(self.iterations, num_microbatches)
         if self.options.flags.schedule == AUTO:
@@ -164,7 +164,7 @@ class Engine:
 
     def _advise(self, num_microbatches: int) -> None:
         """Under `auto`, show whether other chunks would be faster."""
-        contents, limit = self._contents(), self.options.flags.memory_limit
+        contents, limit = self._contents, self.options.flags.memory_limit
         costs = None if self.replanner is None else self.replanner.costs
         if dist.get_rank() != 0 or costs is None or len(set(contents.layer_kinds)) != 1:
             return
@@ -182,7 +182,7 @@ class Engine:
         """With --zero-bubble-balance-stages, show which layers per stage would be faster."""
         if not self.options.flags.zero_bubble_balance_stages:
             return
-        schedule, contents, costs = self.schedule, self._contents(), None if self.replanner is None else self.replanner.costs
+        schedule, contents, costs = self.schedule, self._contents, None if self.replanner is None else self.replanner.costs
         kinds, is_first = contents.layer_kinds, dist.get_rank() == 0
         if not kinds or kinds[0] in LETTERS:
             _log.warning("--zero-bubble-balance-stages: the model has no decoder of transformer layers to divide otherwise")
@@ -205,7 +205,9 @@ class Engine:
             except (ConfigError, PlanError) as error:
                 _log.warning("layouts: %s", error)
 
+    @functools.cached_property
     def _contents(self) -> StageContents:
+        """Gathered once; all ranks ask for it at the same points."""
         return StageContents.gather(self.chunks, self.schedule.spec.placement)
 
     def report(self) -> PipelineReport | None:
@@ -227,7 +229,7 @@ class Engine:
             show=self._show,
         )
         if flags.zero_bubble_trace is not None and replanner is not None:
-            contents = self._contents()
+            contents = self._contents
             if dist.get_rank() == 0:
                 write_layers_file(flags.zero_bubble_trace, contents, replanner, self.schedule.spec.placement)
         return seen

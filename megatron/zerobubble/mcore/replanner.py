@@ -11,13 +11,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.mcore.state_memory import usable_bytes
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
@@ -26,7 +25,6 @@ from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.links import unequal_links
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.objective import Objective
-from megatron.zerobubble.plan.planner import AUTO, costs_on, make_plan
 from megatron.zerobubble.plan.registry import executed_plan, initial_plan, plan_of
 from megatron.zerobubble.plan.search.assign import assign
 from megatron.zerobubble.plan.search.search import evaluations_per_second
@@ -124,7 +122,6 @@ class Replanner:
         headroom_bytes: called on every rank at the end of a window with its profile; returns the bytes left for activations,
             which are then the rank's limit. None: no limit in bytes.
         state_bytes: called at the end of a window; returns the bytes of weights, gradients and optimizer state on this rank.
-        is_auto: search among the orders of all schedules with the spec's placement, not only its own.
         on_plan: called on rank 0 of the world with every plan that is found, simulated with the measured costs.
     """
 
@@ -137,7 +134,6 @@ class Replanner:
         num_microbatches: int,
         headroom_bytes: Callable[[RankProfile], int] | None = None,
         state_bytes: Callable[[], int] = int,
-        is_auto: bool = False,
         on_plan: Callable[[Simulation], None] | None = None,
     ) -> None:
         self._schedule = schedule
@@ -145,7 +141,6 @@ class Replanner:
         self._options = options
         self._usual_num_microbatches = num_microbatches
         self._headroom_bytes, self._state_bytes = headroom_bytes, state_bytes
-        self._is_auto = is_auto
         self._unit_bytes = 0.0
         self._headroom: tuple[float, ...] | None = None
         """Per pipeline rank, in units of `_unit_bytes`; None without a limit in bytes."""
@@ -294,7 +289,7 @@ class Replanner:
             costs, limit = costs_within(costs, spec.placement, num_microbatches, self._headroom), 1.0
         share = 1.0 if num_microbatches == self._usual_num_microbatches else 0.1
         options = replace(self._options, budget=share * self._options.budget, memory_limit=limit)
-        found = self._found(num_microbatches, costs, options)
+        found = plan_of(spec.searched, num_microbatches, costs=costs, options=options)
         if costs.links is not None:  # which that search takes for equal
             found = replace(assign([found], costs, options), assignment=())  # all microbatches are equal
         found = executed_plan(spec, found)
@@ -302,19 +297,6 @@ class Replanner:
         if limit is None or max(peak_memory(current, costs)) <= limit + MEMORY_TOLERANCE:
             plans.append(current)
         return min(plans, key=lambda plan: self._options.objective.of(simulate(plan, costs)))
-
-    def _found(self, num_microbatches: int, costs: CostModel, options: SearchOptions) -> Plan:
-        """The best plan of the spec's schedule, or with `auto` of all schedules that place stages as it does."""
-        spec = self._schedule.spec
-        found = plan_of(spec.searched, num_microbatches, costs=costs, options=options)
-        if not self._is_auto:
-            return found
-        costs_of = costs_on(spec.placement, costs.plain)
-        with suppress(PlanError):  # of schedules with this number of chunks there is only the one that was searched
-            sizes = {"num_ranks": spec.num_ranks, "num_microbatches": num_microbatches}
-            other = make_plan(AUTO, **sizes, costs_of=costs_of, options=options).simulation.plan
-            found = min(found, other, key=lambda plan: options.objective.of(simulate(plan, costs)))
-        return found
 
 
 def make_replanner(
@@ -359,7 +341,6 @@ def make_replanner(
         num_microbatches=num_microbatches,
         headroom_bytes=headroom_bytes if flags.limits_bytes else None,
         state_bytes=state_bytes,
-        is_auto=flags.schedule == AUTO,
         on_plan=on_plan,
     )
 

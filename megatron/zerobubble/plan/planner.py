@@ -35,18 +35,6 @@ AUTO_MEMORY_LIMIT = 1.0
 CostsOf = Callable[[Placement], CostModel]
 """Placement -> its costs. Raises PlanError for a placement whose costs are unknown."""
 
-
-def costs_on(placement: Placement, costs: CostModel) -> CostsOf:
-    """Known costs of one placement; those of all others are unknown."""
-
-    def costs_of(wanted: Placement) -> CostModel:
-        if wanted != placement:
-            raise PlanError(f"no costs are known for {wanted.num_stages} stages with {wanted.name} placement")
-        return costs
-
-    return costs_of
-
-
 _FAMILIES = (
     ("1f1b", 1),
     ("interleaved-1f1b", 2),

@@ -52,13 +52,11 @@ def check_settings(settings: Settings, *, is_first: bool = True) -> None:
 
 def written(settings: Settings) -> list[Target]:
     """The files and directories that a run writes."""
-    logs, zero_bubble = settings.logging, settings.zero_bubble
     return [
         Target("--save", settings.checkpoint.save),
-        Target("--metrics-jsonl", logs.metrics_jsonl, is_file=True),
+        Target("--metrics-jsonl", settings.logging.metrics_jsonl, is_file=True),
         Target("--data-cache-path", settings.data.data_cache_path, is_also_read=True),
-        Target("--zero-bubble-save-plan", zero_bubble.zero_bubble_save_plan, is_file=True, is_replaced=True),
-        Target("--zero-bubble-trace", zero_bubble.zero_bubble_trace),
+        *settings.zero_bubble.written,
     ]
 
 

@@ -68,12 +68,10 @@ def build_training_state(
     if settings.precision.fp16:
         setup.config.grad_scale_func = optimizer.scale_loss
     _count_parameters(built.chunks)
-    engine = _engine(settings, job, built, setup.config, optimizer)
     return TrainingState(
         settings=settings,
         chunks=built.chunks,
-        engine=engine,
-        schedule=engine.schedule,
+        engine=_engine(settings, job, built, setup.config, optimizer),
         optimizer=optimizer,
         post_validation=None if spec.is_stock else _post_validation(settings, job, optimizer),
         scheduler=scheduler,

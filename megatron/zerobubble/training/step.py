@@ -74,8 +74,6 @@ class TrainingState:
     """The model chunks of this rank, each wrapped in DistributedDataParallel."""
     engine: Any
     """The `Engine`, which runs the model."""
-    schedule: Any
-    """The engine's `PipelineSchedule`: its `forward_backward_func` runs all passes of an iteration."""
     optimizer: Any
     """megatron-core's optimizer."""
     post_validation: PostValidation | None
@@ -88,6 +86,11 @@ class TrainingState:
     """Device of this rank's parameters and activations."""
     on_host: Callable[[], AbstractContextManager[object]]
     """Context manager to enter around optimizer steps and checkpoints: the CPU stands in for CUDA (see `mcore.cpu.device`)."""
+
+    @property
+    def schedule(self) -> Any:
+        """The engine's `PipelineSchedule`: its `forward_backward_func` runs all passes of an iteration."""
+        return self.engine.schedule
 
     def close(self) -> None:
         """End the threads and close the links of schedule and post-validation."""

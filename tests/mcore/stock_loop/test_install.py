@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -370,6 +371,7 @@ def test_flags_that_choose_no_schedule_install_nothing() -> None:
         (lambda: megatron.zerobubble.install(argparse.Namespace(lr=1.0)), "add_zero_bubble_args"),
         (lambda: megatron.zerobubble.install(example().parse([]), schedule="zbv"), "give one of them"),
         (lambda: megatron.zerobubble.install(schedule="zbw"), "zbw.*zbv"),
+        (lambda: megatron.zerobubble.install(schedule="zb", save_plan="/no/plan.json"), "save-plan /no/plan.json: /no is not a"),
         (lambda: megatron.zerobubble.install(schedule="zb", replan=5), "no argument 'replan'; .* zero_bubble_replan_interval"),
         (
             lambda: megatron.zerobubble.install(schedule="zb-h1", zero_bubble_replan_interval=5),
@@ -415,6 +417,15 @@ def test_parsed_flags_that_are_never_installed_end_in_an_error(sizes: tuple[int,
     megatron.zerobubble.install(args)
     assert get_forward_backward_func(1, None) is example().get_forward_backward_func(1, None)
     assert isinstance(get_forward_backward_func(2, None), installing._PatchedSchedule)
+
+
+@pytest.mark.usefixtures("clean")
+def test_any_supported_flag_is_an_argument(tmp_path: Path) -> None:
+    megatron.zerobubble.install(schedule="zb", zero_bubble_replan_interval=5000, save_plan=tmp_path / "plan.json")
+    loop = installing._installed()
+    assert loop is not None
+    flags = loop.options.flags
+    assert (flags.zero_bubble_replan_interval, flags.zero_bubble_save_plan) == (5000, str(tmp_path / "plan.json"))
 
 
 @pytest.mark.usefixtures("clean")

@@ -6,13 +6,16 @@ import re
 import sys
 import threading
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.job.supervision import Supervision
 from megatron.zerobubble.mcore.cpu.device import HostDevice
+from megatron.zerobubble.runtime.watch import Watch
 from tests.support.ranks import RankPool
 from tests.support.stock import EXAMPLE, train
 from tests.training.launch import launch
@@ -129,6 +132,23 @@ def _supervised(rank: int) -> list[str | None]:
 
 def test_it_ends_with_an_exception_and_begins_again_with_the_next_call(two_ranks: RankPool) -> None:
     assert two_ranks.run(_supervised) == [[None, "goes on"]] * 2
+
+
+def _waits(rank: int) -> list[str]:
+    seen, waits = [], Watch.waits
+
+    def noted(watch: Watch, text: str, peer: int | None = None) -> AbstractContextManager[None]:
+        seen.append(text)
+        return waits(watch, text, peer)
+
+    with mock.patch.object(Watch, "waits", noted):
+        train(rank, f"{SIZES} --train-iters 2", schedule="zb-h1", watchdog_seconds=20.0, optimizer_post_validation=True)
+    return seen
+
+
+def test_waits_of_post_validation_are_known(two_ranks: RankPool) -> None:
+    for rank, seen in enumerate(two_ranks.run(_waits)):
+        assert f"waits to receive gradient statistics from rank {1 - rank}" in seen
 
 
 def _watched(rank: int) -> tuple[str, set[str], bool]:

@@ -7,7 +7,6 @@ stages would take: those of a layer, the embedding and the head follow from them
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
@@ -23,6 +22,9 @@ __all__ = ["chunk_advice"]
 _WORTH = 0.01
 """Least gain, as a share of the iteration time, that is worth a line."""
 
+_SHARE = 0.1
+"""Of the budget of a search: other ranks wait, and their own search would come first in a run with those chunks."""
+
 
 def chunk_advice(plan: Plan, layers: StageLayers, costs: CostModel, options: SearchOptions) -> str | None:
     """One line with what other chunks would take and the flags for them; None: no others are faster by 1 %.
@@ -36,18 +38,24 @@ def chunk_advice(plan: Plan, layers: StageLayers, costs: CostModel, options: Sea
     costs = costs.plain
     running = simulate(plan, costs)
     limit = max(running.peak_memory) if options.memory_limit is None else options.memory_limit
+
+    def layers_of(placement: Placement) -> StageLayers:
+        if placement == plan.placement:
+            raise ConfigError("it was searched already")
+        return StageLayers.spread(layers.num_layers, placement)
+
     try:
         result = make_plan(
             AUTO,
             num_ranks=plan.num_ranks,
             num_microbatches=plan.num_microbatches,
-            costs_of=PartCosts.from_stages(costs, layers).costs_of(partial(StageLayers.spread, layers.num_layers)),
-            options=replace(options, memory_limit=limit),
+            costs_of=PartCosts.from_stages(costs, layers).costs_of(layers_of),
+            options=replace(options, memory_limit=limit, budget=_SHARE * options.budget),
         )
     except (ConfigError, PlanError):
         return None
     now, then = (options.objective.of(each) for each in (running, result.simulation))
-    if result.simulation.plan.placement == plan.placement or then >= now * (1 - _WORTH):
+    if then >= now * (1 - _WORTH):
         return None
     return (
         f"by the measured times {result.name} with {_start(result.simulation.plan.placement)} would take {then / now:.2f} of "

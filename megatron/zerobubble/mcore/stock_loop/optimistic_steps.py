@@ -40,6 +40,7 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.mcore.post_validation.optimizer import post_validation
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
+from megatron.zerobubble.optimizer.parts import parts_of
 from megatron.zerobubble.optimizer.post_validation import PostValidation, Verdict
 
 __all__ = ["OptimisticSteps", "StepOutcome"]
@@ -92,7 +93,7 @@ class OptimisticSteps:
 
     def owns(self, zeroed: Any) -> bool:
         """Whether these are the model's gradients: one of its chunks, its optimizer or a part of that."""
-        return zeroed is self._optimizer or any(zeroed is each for each in (*self._chunks, *_parts(self._optimizer)))
+        return zeroed is self._optimizer or any(zeroed is each for each in (*self._chunks, *parts_of(self._optimizer)))
 
     def defer(self, zeroed: Any, zero: Callable[[], None]) -> None:
         """Call `zero`, which zeroes the gradients that `zeroed` holds, when they are not needed for a redone step any more."""
@@ -158,7 +159,7 @@ class OptimisticSteps:
         return () if self._steps is None else self._steps.closers()
 
     def _take(self, optimizer: Any) -> PostValidation:
-        for part in (optimizer, *_parts(optimizer)):
+        for part in (optimizer, *parts_of(optimizer)):
             if type(part) not in _KINDS:
                 raise ConfigError(
                     f"post-validation cannot split the step of a {type(part).__name__}; leave it out, or use megatron-core's "
@@ -174,7 +175,7 @@ class OptimisticSteps:
             waits=None if watch is None else watch.waits,  # holds nothing of the model, which process groups outlive
         )
         self._optimizer = optimizer
-        self._scales_loss = any(getattr(part, "grad_scaler", None) for part in (optimizer, *_parts(optimizer)))
+        self._scales_loss = any(getattr(part, "grad_scaler", None) for part in parts_of(optimizer))
         self._validate_before(optimizer)
         return steps
 
@@ -227,12 +228,7 @@ class OptimisticSteps:
 
 def trains(optimizer: Any, chunks: Sequence[nn.Module], *, without_any: bool = True) -> bool:
     """Whether the optimizer has parameters of the model of `chunks`; `without_any`: the answer for one without parameters."""
-    if any(
-        chunk is each
-        for part in _parts(optimizer) or (optimizer,)
-        for chunk in getattr(part, "model_chunks", ())
-        for each in chunks
-    ):
+    if any(chunk is each for part in parts_of(optimizer) for chunk in getattr(part, "model_chunks", ()) for each in chunks):
         return True
     weights = [weight for chunk in chunks for weight in chunk.parameters()]
     own = {id(each) for each in (*weights, *(getattr(weight, "main_param", None) for weight in weights)) if each is not None}
@@ -247,10 +243,6 @@ def _nested(chunks: Sequence[Any]) -> Iterator[Any]:
         while module is not None:
             yield module
             module = getattr(module, "module", None)
-
-
-def _parts(optimizer: Any) -> Sequence[Any]:
-    return getattr(optimizer, "chained_optimizers", ())
 
 
 def _values(group: dict[str, Any]) -> dict[str, Any]:

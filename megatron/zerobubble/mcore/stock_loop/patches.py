@@ -65,12 +65,22 @@ from megatron.zerobubble.mcore.run_options import RunOptions
 from megatron.zerobubble.mcore.stock_loop.status import Status
 from megatron.zerobubble.mcore.stock_loop.stock_loop import StockLoop
 
-__all__ = ["expect_install", "finish", "install_options", "status", "stop_expecting", "supervise_by", "uninstall"]
+__all__ = [
+    "ALL_SCHEDULES",
+    "expect_install",
+    "finish",
+    "install_options",
+    "status",
+    "stop_expecting",
+    "supervise_by",
+    "uninstall",
+]
 
 _log = logging.getLogger(__name__)
 
 _SCHEDULES = ("forward_backward_pipelining_without_interleaving", "forward_backward_pipelining_with_interleaving")
-_ALL_SCHEDULES = (*_SCHEDULES, "forward_backward_no_pipelining")
+ALL_SCHEDULES = (*_SCHEDULES, "forward_backward_no_pipelining")
+"""Functions of `schedules` from which `get_forward_backward_func` chooses."""
 
 
 class _PatchedSchedule:
@@ -104,13 +114,13 @@ def expect_install(check: Callable[[], None]) -> None:
     """Call `check`, which raises an error, before each run of a schedule of megatron-core until `install` or `uninstall`."""
     if _installed() is None:
         stop_expecting()
-        for name in _ALL_SCHEDULES:
+        for name in ALL_SCHEDULES:
             setattr(schedules, name, _AwaitingInstall(check, getattr(schedules, name)))
 
 
 def stop_expecting() -> None:
     """Undo `expect_install`."""
-    for name in _ALL_SCHEDULES:
+    for name in ALL_SCHEDULES:
         schedule = getattr(schedules, name)
         if isinstance(schedule, _AwaitingInstall):
             setattr(schedules, name, schedule.original)
