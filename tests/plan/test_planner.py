@@ -101,10 +101,8 @@ def test_the_bound_is_one_of_all_placements(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("times", [(1, 1, 1, 0), (1, 2, 0.01, 0), (1, 1, 1, 1), (1, 0.2, 2, 0.5), (3, 1, 0.2, 2), (1, 3, 1, 3)])
-@pytest.mark.parametrize(
-    ("searched", "others"), [("zb", ["1f1b"]), ("zbv", ["1f1b-v"]), ("zb-interleaved", ["interleaved-1f1b"])]
-)
-def test_with_given_chunks_no_other_schedule_is_faster(searched: str, others: list[str], times: tuple[float, ...]) -> None:
+@pytest.mark.parametrize(("searched", "fused"), [("zb", "1f1b"), ("zbv", "1f1b-v"), ("zb-interleaved", "interleaved-1f1b")])
+def test_with_given_chunks_no_other_schedule_is_faster(searched: str, fused: str, times: tuple[float, ...]) -> None:
     """So `auto` in a run searches one family; F, B, W and a message take `times`. Without a budget: the orders it begins with."""
     forward, backward, wgrad, message = times
 
@@ -119,4 +117,4 @@ def test_with_given_chunks_no_other_schedule_is_faster(searched: str, others: li
         options = SearchOptions(memory_limit=1.5, budget=0.0)
         return make_plan(name, num_ranks=4, num_microbatches=8, costs_of=costs_of, options=options).simulation.makespan_ms
 
-    assert makespan(searched) <= min(map(makespan, others))
+    assert makespan(searched) <= makespan(fused)
