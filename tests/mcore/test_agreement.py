@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore import agreement, zb_schedules
-from megatron.zerobubble.mcore.agreement import Given, Record, check_same, content_digest, differences, refuse
+from megatron.zerobubble.mcore.agreement import Given, Record, check_same, content_digest, differences
 from megatron.zerobubble.mcore.replanner import Replanner, Window
 from megatron.zerobubble.mcore.stock_loop import same_options
 from megatron.zerobubble.plan.ir import Plan
@@ -86,17 +86,6 @@ def test_every_rank_raises_the_same_line() -> None:
         found[0] == f"ranks were not given the same: --lr is 1 on {host} (rank 0 and 1 more) and 2 on {host} (rank 2); give one"
     )
     assert set(found) == {found[0]}
-
-
-@pytest.mark.parametrize("refusing", [0, 2])
-def test_no_rank_waits_for_one_that_refused(refusing: int) -> None:
-    def ends(store: Any) -> None:
-        refuse(store, "--lr 7\nis too large", rank=refusing, world_size=3)
-
-    others = [rank for rank in range(3) if rank != refusing]
-    found = on_threads(ends, *(comparing(rank, "1") for rank in others))
-    assert found[1] == found[2]
-    assert found[1] == f"rank {refusing} on {socket.gethostname()} has ended before it joined the job: --lr 7 is too large"
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:

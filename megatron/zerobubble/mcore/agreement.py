@@ -39,7 +39,6 @@ __all__ = [
     "content_digest",
     "differences",
     "program_digest",
-    "refuse",
     "text_digest",
     "turn",
     "versions",
@@ -54,8 +53,6 @@ _LONGEST_PAUSE_S = 0.05
 """Seconds between two looks at the store."""
 _READ_S = 5.0
 """Seconds that rank 0, whose host may have the store, waits for the others to read its verdict."""
-_LINGER_S = 30.0
-"""The same for a rank 0 that has a reason of its own: the others may still be starting."""
 _LEAVE_S = 2.0
 """Seconds that it then lets the others end: a torchrun that loses the store first shows an error of its own."""
 
@@ -88,7 +85,7 @@ class Record:
 def check_same(
     store: Any, values: Mapping[str, Given], *, rank: int, ranks: Sequence[int], remedy: str, timeout_s: float = _PATIENCE_S
 ) -> None:
-    """Compare what some ranks were given. All of them must call this, once per store, or `refuse`.
+    """Compare what some ranks were given. All of them must call this, once per store.
 
     It needs no process group. Each rank writes about 100 bytes to the store, and each different record is there once.
 
@@ -101,7 +98,7 @@ def check_same(
         timeout_s: how long to wait for the slowest rank.
 
     Raises:
-        ConfigError: on every rank, with the same line: values differ, or a rank refused or did not come.
+        ConfigError: on every rank, with the same line: values differ, or a rank did not come.
     """
     text = json.dumps({name: [given.text, given.digest] for name, given in values.items()})
     digest = text_digest(text)
@@ -110,9 +107,8 @@ def check_same(
         store.set(f"rank/{rank}", json.dumps([socket.gethostname(), digest]))
         store.add("arrived", 1)
         if rank == ranks[0]:
-            _until(lambda: store.add("arrived", 0) == len(ranks) or store.check([_VERDICT]), timeout_s)
-            if not store.check([_VERDICT]):
-                store.compare_set(_VERDICT, "", _verdict(store, ranks, remedy))
+            _until(lambda: store.add("arrived", 0) == len(ranks), timeout_s)
+            store.set(_VERDICT, _verdict(store, ranks, remedy))
         elif not _until(lambda: store.check([_VERDICT]), timeout_s + _READ_S):
             raise ConfigError(f"rank {ranks[0]}, which compares what ranks were given, has not come; see the output of its host")
         verdict = store.get(_VERDICT).decode()
@@ -126,18 +122,6 @@ def check_same(
         ) from error
     if verdict != _AGREED:
         raise ConfigError(verdict)
-
-
-def refuse(store: Any, reason: str, *, rank: int, world_size: int) -> None:
-    """Instead of `check_same`, on a rank that ends because of a user error: the others raise its reason, without a wait.
-
-    Rank 0, whose host may have the store, lets the others read it, for at most 30 seconds.
-    """
-    reason = f"rank {rank} on {socket.gethostname()} has ended before it joined the job: {reason}"
-    store.compare_set(_VERDICT, "", one_line(reason))
-    store.add("read", 1)
-    if rank == 0 and _until(lambda: store.add("read", 0) >= world_size, _LINGER_S):
-        time.sleep(_LEAVE_S)
 
 
 def _until(condition: Callable[[], bool], timeout_s: float) -> bool:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.job.exit import exit_with_error
 from megatron.zerobubble.job.launch import read_launch
+from megatron.zerobubble.job.rendezvous import announce_exit
 from megatron.zerobubble.training.arguments import parse_arguments
-from megatron.zerobubble.training.initialize import announce_exit
 
 if TYPE_CHECKING:
     from megatron.zerobubble.job.launch import Launch

@@ -21,11 +21,12 @@ from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.job.exit import exit_with_error
 from megatron.zerobubble.job.failure import JobGuard
 from megatron.zerobubble.job.launch import Launch
-from megatron.zerobubble.job.rendezvous import connect
+from megatron.zerobubble.job.rendezvous import announce_exit, connect
 from megatron.zerobubble.job.watchdog import watchdog
 from megatron.zerobubble.mcore.compat import destroy_model_parallel
 from megatron.zerobubble.profiling.marks import Marks
 from megatron.zerobubble.runtime.watch import Watch
+from megatron.zerobubble.training.checkpoint.resume import start_from
 from megatron.zerobubble.training.checkpoint.save import save_checkpoint
 from megatron.zerobubble.training.checkpoint.shared import check_save_directory
 from megatron.zerobubble.training.config.settings import Settings
@@ -38,7 +39,6 @@ from megatron.zerobubble.training.estimate.flops import flops_per_sample
 from megatron.zerobubble.training.garbage import collecting_by_hand
 from megatron.zerobubble.training.initialize import (
     Job,
-    announce_exit,
     choose_device,
     join_job,
     set_up_logging,
@@ -46,9 +46,7 @@ from megatron.zerobubble.training.initialize import (
 from megatron.zerobubble.training.metrics.logger import MetricsLogger
 from megatron.zerobubble.training.metrics.progress_line import IterationRecord
 from megatron.zerobubble.training.metrics.run_summary import description, summary_lines
-from megatron.zerobubble.training.restarts.attempt import Attempt, join_attempt, leave_attempt
-from megatron.zerobubble.training.restarts.resume import start_from
-from megatron.zerobubble.training.same_settings import check_same_settings
+from megatron.zerobubble.training.same_settings import check_same_settings, values_of
 from megatron.zerobubble.training.setup import build_training_state
 from megatron.zerobubble.training.step import ForwardStepProvider, ModelProvider, StepResult, Trainer, TrainingState, evaluate
 
@@ -111,12 +109,13 @@ def pretrain(
         tokenizer = build_tokenizer(settings.tokenizer)
         check_data_matches(settings, tokenizer, is_first=launch.rank == 0)
         host = choose_device(settings, launch)
+        values = values_of(settings, launch)
     except UserError as error:
         leave(error, before_exit=partial(announce_exit, launch))
     timeout_minutes = settings.parallel.distributed_timeout_minutes
-    connection = connect(launch, timeout_minutes=timeout_minutes)
     try:
-        check_same_settings(settings, launch, connection)
+        connection = connect(launch, timeout_s=60.0 * timeout_minutes)
+        check_same_settings(values, settings, launch, connection)
     except UserError as error:
         leave(error)
     watch = Watch(host.device)
@@ -127,7 +126,6 @@ def pretrain(
     with guard, watch.phase("is between two phases"), dog:
         with watch.phase("joins the job"):
             job = join_job(settings, launch, host, connection=connection, watch=watch)
-            attempt = join_attempt(job)
             check_save_directory(settings.checkpoint.save)
         with watch.phase("builds the model"):
             training_state = build_training_state(
@@ -138,17 +136,16 @@ def pretrain(
                 forward_step_provider=forward_step_provider,
             )
         with watch.phase("prepares data, checkpoint and logs"):
-            run = _Run(training_state, job, tokenizer, attempt)
+            run = _Run(training_state, job, tokenizer)
         run.run()
         with watch.phase("leaves the job"):
             _tear_down(job)
-            leave_attempt(attempt, launch)
 
 
 class _Run:
     """One call of `pretrain`, after the training state is built."""
 
-    def __init__(self, training_state: TrainingState, job: Job, tokenizer: Any, attempt: Attempt) -> None:
+    def __init__(self, training_state: TrainingState, job: Job, tokenizer: Any) -> None:
         self.training_state = training_state
         self.trainer = Trainer(training_state)
         self.engine = training_state.engine
@@ -161,10 +158,10 @@ class _Run:
         self.datasets: Datasets = build_datasets(self.settings, tokenizer, reads=any(self.reads_by_chunk))
         run = self.settings.run
         self.early_exit = EarlyExit(job.store, handles_signal=run.exit_signal_handler, after_minutes=run.exit_duration_in_mins)
-        self.run_id = attempt.job
+        self.run_id = job.attempt.job
         self.progress = TrainingProgress()
         with job.watch.phase("loads the checkpoint"):
-            restored = start_from(training_state, attempt)
+            restored = start_from(training_state, job.attempt)
         if restored is not None:
             self.progress = TrainingProgress(restored.iteration, restored.consumed_samples)
             self.engine.resume(iteration=restored.iteration, consumed_samples=restored.consumed_samples)

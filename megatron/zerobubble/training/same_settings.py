@@ -15,9 +15,9 @@ from megatron.zerobubble.errors import DataError
 from megatron.zerobubble.flags.dataclass_flags import flag_of
 from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.job.rendezvous import Connection
-from megatron.zerobubble.mcore.agreement import Given, check_same, content_digest, refuse, text_digest, versions
+from megatron.zerobubble.mcore.agreement import Given, check_same, content_digest, text_digest, versions
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.initialize import AGREEMENT, resolved_backend
+from megatron.zerobubble.training.initialize import resolved_backend
 
 __all__ = ["BY_CONTENT", "GIVEN_OR_NOT", "PER_HOST", "check_same_settings", "values_of"]
 
@@ -34,23 +34,16 @@ _TOKENIZER_FILES = (".json", ".txt", ".model", ".jinja", ".py")
 _REMEDY = "start every host with the same flags, files and packages"
 
 
-def check_same_settings(settings: Settings, launch: Launch, connection: Connection) -> None:
-    """Compare the settings of all ranks. All ranks must call this, after `connect` and before `join_job`.
+def check_same_settings(values: dict[str, Given], settings: Settings, launch: Launch, connection: Connection) -> None:
+    """Compare the `values_of` all ranks. All ranks must call this, after `connect` and before `join_job`.
 
     Raises:
-        ConfigError: they differ, or another rank has refused; the same line on every rank.
-        DataError: a file cannot be read.
+        ConfigError: they differ; the same line on every rank.
     """
     if launch.world_size == 1:
         return
-    store = connection.of(AGREEMENT)
-    try:
-        values = values_of(settings, launch)
-    except DataError as error:
-        refuse(store, str(error), rank=launch.rank, world_size=launch.world_size)
-        raise
     check_same(
-        store,
+        connection.of("agreement"),
         values,
         rank=launch.rank,
         ranks=range(launch.world_size),
