@@ -118,7 +118,7 @@ def _remove_stale(root: Path, own: Path) -> None:
 
 
 def _new_id(job: Job) -> str:
-    return job.store.compare_set("restarts/job", "", uuid.uuid4().hex[:16]).decode()
+    return job.store.compare_set("restarts/job", "", uuid.uuid4().hex[:16]).decode(errors="replace")
 
 
 def _kept_id(folder: Path) -> str | None:
