@@ -129,10 +129,21 @@ def test_a_rank_that_was_killed_is_named_by_those_that_lost_it(tmp_path: Path) -
     """Its process is gone, and it has recorded nothing."""
     store, said, left = torch.distributed.HashStore(), io.StringIO(), []
     gone = subprocess.Popen([sys.executable, "-c", "pass"])
-    process = replace(this_process(str(tmp_path / "error.json")), pid=gone.pid, born="1")
+    process = replace(this_process(), pid=gone.pid, born="1")
     gone.wait()
     publish(store, 1, replace(beat("saves", **WAITS), process=process))  # type: ignore[arg-type]
-    guard = JobGuard(store, 0, world_size=2, leave=left.append, stream=said, pause=_no_pause)  # type: ignore[arg-type]
+    files = [tmp_path / str(rank) / "error.json" for rank in range(2)]
+    for file in files:
+        file.parent.mkdir()
+    guard = JobGuard(
+        store,  # type: ignore[arg-type]
+        0,
+        world_size=2,
+        leave=left.append,
+        stream=said,
+        error_file=str(files[0]),
+        pause=_no_pause,
+    )
     with pytest.raises(TransferError), guard:
         raise TransferError("send failed")
     assert left == [1]
@@ -140,7 +151,7 @@ def test_a_rank_that_was_killed_is_named_by_those_that_lost_it(tmp_path: Path) -
         r"rank 0 stops: rank 1 \(process \d+ on \S+\) is gone, ended from outside; when last heard of, it saves\n",
         said.getvalue(),
     )
-    assert str(read_error_file(tmp_path / "error.json")).startswith("rank 1 (process")
+    assert str(read_error_file(files[1])).startswith("rank 1 (process")
     failure = who_failed(store)  # type: ignore[arg-type]
     assert failure is not None
     assert failure.rank == 1

@@ -94,6 +94,18 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     assert found[0].startswith("of 3 ranks these have not come to compare what they were given: 2; see the output of their hosts")
 
 
+@pytest.mark.parametrize("key", ["rank/2", "values/2"])
+def test_what_no_rank_has_written_is_one_line(key: str) -> None:
+    def forging(store: Any) -> None:
+        store.set("values/2", "[" * 100_000 if key == "values/2" else "{}")
+        store.set("rank/2", '["node", "2"]' if key == "values/2" else "\x1b")
+        store.add("arrived", 1)
+
+    first, second, _ = on_threads(comparing(0, "1"), comparing(1, "1"), forging)
+    assert first == second
+    assert first.startswith("what ranks were given cannot be compared: something else has written to the job's store; ")
+
+
 def test_a_first_rank_that_does_not_come_is_named() -> None:
     with mock.patch.object(agreement, "_READ_S", 0.0):
         (found,) = on_threads(comparing(1, "1", timeout_s=0.2))

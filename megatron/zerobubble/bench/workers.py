@@ -101,7 +101,7 @@ class Workers:
         self._store.add(f"{key}/ended", 1)
         self._wait_for_all(f"{key}/ended")
         if self._store.check([f"{key}/failed"]):
-            outcome = BlockFailure(self._store.get(f"{key}/failed").decode())
+            outcome = BlockFailure(self._store.get(f"{key}/failed").decode(errors="replace"))
         self._store.add(f"{key}/read", 1)
         if self._launch.rank == 0:  # which may host the store, and leave after the last block
             self._wait_for_all(f"{key}/read")

@@ -28,7 +28,8 @@ import torch
 from megatron.zerobubble.errors import TransferError, UserError
 from megatron.zerobubble.job.error_file import write_error_file
 from megatron.zerobubble.job.heartbeats import Beat, departed
-from megatron.zerobubble.job.key_value_store import Store
+from megatron.zerobubble.job.key_value_store import Store, read_value, typed
+from megatron.zerobubble.job.siblings import error_file_beside
 
 __all__ = ["JobGuard", "RankFailure", "first_to_fail", "who_failed"]
 
@@ -122,7 +123,8 @@ class JobGuard:
         failure = first_to_fail(self._store, rank, line)
         if failure.rank in gone:
             # torchrun compares times in whole seconds, in which the ranks that it ends itself may end, too
-            write_error_file(gone[failure.rank].process.error_file, failure.line)
+            beside = error_file_beside(self._error_file, own_rank=self._rank, rank=failure.rank)
+            write_error_file(beside, failure.line)
         if failure.rank != self._rank and has_lost_a_peer:
             report = f"rank {self._rank} stops{doing}: {failure.line}\n"
         elif isinstance(error, UserError):
@@ -155,8 +157,8 @@ def first_to_fail(store: Store, rank: int, line: str) -> RankFailure:
     """Record that `rank` failed and its reason, unless another rank did before; return the failure that is on record."""
     own = RankFailure(rank, line)
     try:
-        return _read(store.compare_set(_KEY, "", json.dumps(own)))
-    except (RuntimeError, ValueError):  # the store is gone with the rank that hosted it
+        return _read(store.compare_set(_KEY, "", json.dumps(own._asdict()))) or own
+    except RuntimeError:  # the store is gone with the rank that hosted it
         return own
 
 
@@ -165,8 +167,8 @@ def who_failed(store: Store) -> RankFailure | None:
     return _read(store.get(_KEY)) if store.check([_KEY]) else None
 
 
-def _read(text: bytes) -> RankFailure:
-    return RankFailure(*json.loads(text))
+def _read(text: bytes) -> RankFailure | None:
+    return read_value(text, "the first failure", lambda fields: typed(RankFailure, fields))
 
 
 def _gone(rank: int, beat: Beat) -> str:

@@ -63,7 +63,6 @@ class Pulse:
         interval_s: seconds between two beats.
         watch: this rank's activity.
         stillness: for how long it has not changed.
-        error_file: where torchrun expects the reason of this rank's failure.
         alarm_key: key that is in the store after an alarm.
         long_s: seconds after which a wait is so long that the rank looks at its connections.
     """
@@ -77,14 +76,13 @@ class Pulse:
         interval_s: float,
         watch: Watch,
         stillness: Stillness,
-        error_file: str | None,
         alarm_key: str,
         long_s: float,
     ) -> None:
         self._store, self._rank, self._world_size, self.interval_s = store, rank, world_size, interval_s
         self._watch, self._stillness, self._alarm_key = watch, stillness, alarm_key
         self._long_s = long_s
-        self._process = this_process(error_file)
+        self._process = this_process()
         self._stragglers = Stragglers()
         self._count = 0
         self.next_rank = (rank + 1) % world_size

@@ -35,10 +35,11 @@ from types import TracebackType
 
 from megatron.zerobubble.job.error_file import write_error_file
 from megatron.zerobubble.job.failure import first_to_fail, who_failed
-from megatron.zerobubble.job.heartbeats import Beat, kill, published, this_process
-from megatron.zerobubble.job.key_value_store import Store
+from megatron.zerobubble.job.heartbeats import Beat, published
+from megatron.zerobubble.job.key_value_store import Store, read_value, typed
 from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.job.pulse import Pulse, Stillness
+from megatron.zerobubble.job.siblings import error_file_beside, kill_if_stopped
 from megatron.zerobubble.job.verdict import HangVerdict, decide
 from megatron.zerobubble.runtime.threads import start_thread
 from megatron.zerobubble.runtime.watch import Doing, Watch
@@ -126,7 +127,6 @@ class Watchdog:
             interval_s=min(_LONGEST_INTERVAL_S, limit_s / 10.0),
             watch=watch,
             stillness=self._stillness,
-            error_file=error_file,
             alarm_key=_STUCK,
             long_s=limit_s / 2.0,
         )
@@ -201,9 +201,10 @@ class Watchdog:
         until = time.monotonic() + _GRACE_S + 3.0 * self._pulse.interval_s
         while not self._store.check([_VERDICT]) and time.monotonic() < until:
             time.sleep(0.05)
+        found = None
         if self._store.check([_VERDICT]):
-            return HangVerdict(**json.loads(self._store.get(_VERDICT)))
-        return HangVerdict(rank=self._rank, reason=f"rank {self._rank} waited for the reason in vain")
+            found = read_value(self._store.get(_VERDICT), "the alarm's reason", lambda fields: typed(HangVerdict, fields))
+        return found or HangVerdict(rank=self._rank, reason=f"rank {self._rank} waited for the reason in vain")
 
     def _decide(self) -> HangVerdict:
         """Look at all beats twice: those of a rank that is stopped do not change."""
@@ -251,19 +252,13 @@ class Watchdog:
         self._wait_for_others(self._world_size - verdict.num_silent)
         if verdict.rank != self._rank:
             if verdict.num_silent:
-                self._kill(verdict)
+                beside = error_file_beside(self._error_file, own_rank=self._rank, rank=verdict.rank)
+                write_error_file(beside, verdict.reason)
+                kill_if_stopped(verdict.rank)
             time.sleep(_AFTERWARDS_S)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         self._leave(1)
-
-    def _kill(self, verdict: HangVerdict) -> None:
-        """Kill the named rank, if its process is on this machine and does not answer; its reason is left for torchrun."""
-        process = published(self._store, [verdict.rank]).get(verdict.rank)
-        if process is None or process.process.host != this_process(None).host:
-            return
-        write_error_file(process.process.error_file, verdict.reason)
-        kill(process.process)
 
     def _wait_for_others(self, num_ranks: int) -> None:
         """Wait until that number of ranks has reported: torchrun ends the others at the first exit code."""

@@ -26,6 +26,7 @@ import xxhash
 from torch.distributed import distributed_c10d as c10d
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.job.key_value_store import UNREADABLE
 from megatron.zerobubble.messages import one_line, shown
 from megatron.zerobubble.plan.communication import Program
 from megatron.zerobubble.version import __version__
@@ -111,7 +112,7 @@ def check_same(
             store.set(_VERDICT, _verdict(store, ranks, remedy))
         elif not _until(lambda: store.check([_VERDICT]), timeout_s + _READ_S):
             raise ConfigError(f"rank {ranks[0]}, which compares what ranks were given, has not come; see the output of its host")
-        verdict = store.get(_VERDICT).decode()
+        verdict = store.get(_VERDICT).decode(errors="replace")
         store.add("read", 1)
         if verdict != _AGREED and rank == ranks[0]:  # the store may end with this rank, or with its host
             _until(lambda: store.add("read", 0) >= store.add("arrived", 0), _READ_S)
@@ -121,7 +122,7 @@ def check_same(
             f"the store in which rank {rank} compares what it was given is gone: see the output of the other hosts ({error})"
         ) from error
     if verdict != _AGREED:
-        raise ConfigError(verdict)
+        raise ConfigError(one_line(verdict))
 
 
 def _until(condition: Callable[[], bool], timeout_s: float) -> bool:
@@ -144,10 +145,13 @@ def _verdict(store: Any, ranks: Sequence[int], remedy: str) -> str:
             f"of {len(ranks)} ranks these have not come to compare what they were given: {named}; see the output of their hosts, "
             f"and {remedy}"
         )
-    entries = [json.loads(store.get(f"rank/{rank}")) for rank in ranks]
-    by_digest = {digest: json.loads(store.get(f"values/{digest}")) for digest in dict.fromkeys(each[1] for each in entries)}
-    values = {digest: {name: Given(*pair) for name, pair in found.items()} for digest, found in by_digest.items()}
-    found = differences([Record(rank, host, values[digest]) for rank, (host, digest) in zip(ranks, entries, strict=True)])
+    try:
+        entries = [json.loads(store.get(f"rank/{rank}")) for rank in ranks]
+        by_digest = {digest: json.loads(store.get(f"values/{digest}")) for digest in dict.fromkeys(each[1] for each in entries)}
+        values = {digest: {name: Given(*pair) for name, pair in found.items()} for digest, found in by_digest.items()}
+        found = differences([Record(rank, host, values[digest]) for rank, (host, digest) in zip(ranks, entries, strict=True)])
+    except UNREADABLE:
+        return f"what ranks were given cannot be compared: something else has written to the job's store; {remedy}"
     return one_line(f"ranks were not given the same: {'; '.join(found)}; {remedy}") if found else _AGREED
 
 
