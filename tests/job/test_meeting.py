@@ -56,7 +56,7 @@ def test_a_process_of_an_earlier_attempt_is_left_out() -> None:
     """Rank 1 has come, dies while rank 2 is missing, and another process comes as rank 1."""
     store = dist.HashStore()
     with ThreadPoolExecutor(4) as pool:
-        stale = pool.submit(meeting._follow, store, launch(1), meeting._Word("stale", "node1", None), time.monotonic() + 0.3)
+        stale = pool.submit(meeting._follow, store, launch(1), meeting._Word("stale", "node1", ""), time.monotonic() + 0.3)
         leader = pool.submit(meet, store, launch(0), timeout_s=20.0)
         assert stale.result() is None
         others = [pool.submit(meet, store, launch(rank), timeout_s=20.0) for rank in (1, 2)]
@@ -69,7 +69,7 @@ def test_a_live_process_takes_its_rank_back_from_one_that_ends() -> None:
     with ThreadPoolExecutor(3) as pool:
         own = pool.submit(meet, store, launch(1, num_ranks=2), timeout_s=20.0)
         time.sleep(0.2)
-        meeting._arrive(store, 1, meeting._Word("late", "node9", None))
+        meeting._arrive(store, 1, meeting._Word("late", "node9", ""))
         leader = pool.submit(meet, store, launch(0, num_ranks=2), timeout_s=20.0)
         assert own.result() == leader.result()
 

@@ -234,10 +234,10 @@ def test_an_error_is_reported_with_the_activity() -> None:
     watch = Watch(CPU)
     with pytest.raises(ZeroDivisionError), watch.passes(forward_only=False):
         fail_after(watch.awaited)
-    assert str(watch.text()).startswith("waits, before 0B2, to receive the gradient")
+    assert str(watch.last().text).startswith("waits, before 0B2, to receive the gradient")
     with watch.doing("steps"):
         pass
-    assert watch.text() is None
+    assert watch.last() is None
 
 
 @pytest.mark.gpu

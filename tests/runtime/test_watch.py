@@ -34,10 +34,10 @@ def test_a_wait_in_a_phase_has_no_limit_of_its_own(watch: Watch) -> None:
             doing = watch.current()
             assert doing is not None
             assert (doing.is_limited, doing.is_waiting, doing.waits_for) == (False, True, None)
-        assert watch.text() == "saves"
+        assert watch.last().text == "saves"
 
 
 def test_after_an_error_the_wait_is_the_last_report(watch: Watch) -> None:
     with pytest.raises(ZeroDivisionError), watch.waits("waits for rank 1", 1):
         raise ZeroDivisionError
-    assert watch.text() == "waits for rank 1"
+    assert watch.last().text == "waits for rank 1"

@@ -19,7 +19,7 @@ from megatron.zerobubble.job.key_value_store import Store, read_value, typed
 from megatron.zerobubble.job.tcp_connections import Connections
 from megatron.zerobubble.machine import process_state
 
-__all__ = ["Beat", "Process", "departed", "publish", "published", "this_process"]
+__all__ = ["Beat", "Process", "is_gone", "publish", "published", "this_process"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +55,8 @@ class Beat:
     """For how many seconds `doing` has not changed."""
     silence_of_next_s: float
     """For how many seconds it has not heard of the next rank."""
+    interval_s: float
+    """Seconds from one beat to the next, as intended."""
     busy_s: float
     """Time of all its ops so far, in seconds."""
     num_iterations: int
@@ -101,16 +103,8 @@ def _beat(fields: Any) -> Beat:
     return typed(Beat, fields | {"process": process, "connections": connections})
 
 
-def departed(store: Store, world_size: int) -> dict[int, Beat]:
-    """The last beats of ranks of this machine whose processes are gone before their work ended."""
-    here = this_process().host
-    beats = published(store, range(world_size))
-    return {
-        rank: beat for rank, beat in beats.items() if beat.process.host == here and not beat.is_last and _is_gone(beat.process)
-    }
-
-
-def _is_gone(process: Process) -> bool:
+def is_gone(process: Process) -> bool:
+    """Whether a process of this machine is not there any more."""
     state = process_state(process.pid)
     return bool(process.born) and (state is None or state.start != process.born or state.is_zombie)
 

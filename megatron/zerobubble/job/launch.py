@@ -20,6 +20,7 @@ __all__ = [
     "launcher_environment",
     "master",
     "read_launch",
+    "store_name",
     "use_agent_store",
 ]
 
@@ -129,3 +130,9 @@ def master() -> tuple[str, int] | None:
     if not port.isdecimal():
         raise ConfigError(f"the environment variable MASTER_PORT is {port!r}, not a number; start the job with torchrun")
     return host, int(port)
+
+
+def store_name() -> str:
+    """The store at which the ranks meet, in messages."""
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    return "the job's store" if host is None else f"the job's store on {host}, port {port} (MASTER_ADDR, MASTER_PORT),"

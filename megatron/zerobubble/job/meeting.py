@@ -14,12 +14,13 @@ import json
 import socket
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, TypeVar
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.job.key_value_store import read_value, typed
 from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.messages import one_line
 
@@ -35,6 +36,8 @@ _REFUSES_S = 30.0
 """Seconds for which a rank that ends waits until its reason is read."""
 _LATE_S = 5.0
 """Seconds by which the others wait longer than rank 0, which knows who is missing."""
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +74,19 @@ class _Word(NamedTuple):
 
     word: str
     host: str
-    reason: str | None
-    """Why it ends instead of joining."""
+    reason: str
+    """Why it ends instead of joining; empty if it joins."""
+
+
+class _Proposal(NamedTuple):
+    """What rank 0 answers."""
+
+    name: str
+    """Of the attempt."""
+    reason: str
+    """Why the job ends; empty for an attempt."""
+    words: dict  # type: ignore[type-arg]
+    """Rank, as text -> the word of the process that this is about."""
 
 
 def meet(store: Any, launch: Launch, *, timeout_s: float) -> Attempt:
@@ -86,7 +100,7 @@ def meet(store: Any, launch: Launch, *, timeout_s: float) -> Attempt:
     Raises:
         ConfigError: on every rank, with the same line: a rank refused or did not come.
     """
-    own = _Word(_new_word(), socket.gethostname(), None)
+    own = _Word(_new_word(), socket.gethostname(), "")
     if launch.rank == 0:
         return _Leader(store, launch, own).lead(time.monotonic() + timeout_s)
     found = _follow(store, launch, own, time.monotonic() + timeout_s + _LATE_S)
@@ -128,13 +142,13 @@ class _Leader:
         name = ""
         while True:
             self._look()
-            refused = [(rank, each) for rank, each in self._words.items() if each.reason is not None]
+            refused = [(rank, each) for rank, each in self._words.items() if each.reason]
             if refused:
                 self._end(_refusal(*refused[0]))
             words = {rank: each.word for rank, each in self._words.items()}
             if len(words) == self._launch.world_size:
                 if words != proposed:
-                    proposed, name = words, self._propose(words, reason=None)
+                    proposed, name = words, self._propose(words, reason="")
                 if self._store.add(_came(name), 0) == self._launch.world_size - 1:
                     return self._agree(name)
             if time.monotonic() > until:
@@ -148,11 +162,13 @@ class _Leader:
             self._arrivals = arrivals
             here = [rank for rank in self._ranks if self._store.check([_key(rank)])]
             texts = self._store.multi_get([_key(rank) for rank in here])
-            self._words |= {rank: _Word(*json.loads(text)) for rank, text in zip(here, texts, strict=True)}
+            found = {rank: _read(text, f"the word of rank {rank}", _Word) for rank, text in zip(here, texts, strict=True)}
+            self._words |= {rank: word for rank, word in found.items() if word is not None}
 
-    def _propose(self, words: Mapping[int, str], *, reason: str | None) -> str:
+    def _propose(self, words: Mapping[int, str], *, reason: str) -> str:
         name = _new_word()
-        self._store.set("proposal", json.dumps([name, reason, {str(rank): word for rank, word in words.items()}]))
+        proposal = _Proposal(name, reason, {str(rank): word for rank, word in words.items()})
+        self._store.set("proposal", json.dumps(proposal._asdict()))
         return name
 
     def _agree(self, name: str) -> Attempt:
@@ -160,7 +176,7 @@ class _Leader:
         number = max(before, self._launch.restart_count)
         job = self._store.compare_set("job", "", _new_word()).decode()
         attempt = Attempt(name=name, job=job, number=number, is_known=before > 0 or number == 0)
-        self._store.set(_agreed(name), json.dumps([job, number, attempt.is_known]))
+        self._store.set(_agreed(name), json.dumps(asdict(attempt)))
         return attempt
 
     def _end(self, reason: str) -> None:
@@ -178,7 +194,7 @@ class _Leader:
         raise ConfigError(reason)
 
     def _missing(self) -> str:
-        if self._own.reason is not None:
+        if self._own.reason:
             return _refusal(0, self._own)
         missing = [rank for rank in self._ranks if rank not in self._words]
         named = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
@@ -192,27 +208,30 @@ def _follow(store: Any, launch: Launch, own: _Word, until: float) -> Attempt | N
     _arrive(store, launch.rank, own)
     while time.monotonic() < until:
         if store.check(["proposal"]):
-            name, reason, words = json.loads(store.get("proposal"))
-            if words.get(str(launch.rank)) == own.word:
-                if reason is not None:
+            proposal = _read(store.get("proposal"), "the proposal", _Proposal)
+            if proposal is not None and proposal.words.get(str(launch.rank)) == own.word:
+                if proposal.reason:
                     store.set(_knows(own), "")
-                    raise ConfigError(reason)
-                if name != agreed_to:
-                    agreed_to = name
-                    store.add(_came(name), 1)
-                if store.check([_agreed(name)]):
-                    job, number, is_known = json.loads(store.get(_agreed(name)))
-                    return Attempt(name=name, job=job, number=number, is_known=is_known)
+                    raise ConfigError(one_line(proposal.reason))
+                if proposal.name != agreed_to:
+                    agreed_to = proposal.name
+                    store.add(_came(agreed_to), 1)
+                if store.check([_agreed(agreed_to)]):
+                    return _read(store.get(_agreed(agreed_to)), "the attempt", Attempt)
         looks += 1
-        if looks % int(_AGAIN_S / _PAUSE_S) == 0 and json.loads(store.get(_key(launch.rank)))[0] != own.word:
+        if looks % int(_AGAIN_S / _PAUSE_S) == 0 and store.get(_key(launch.rank)) != json.dumps(own._asdict()).encode():
             _arrive(store, launch.rank, own)
         time.sleep(_PAUSE_S)
     return None
 
 
 def _arrive(store: Any, rank: int, own: _Word) -> None:
-    store.set(_key(rank), json.dumps(own))
+    store.set(_key(rank), json.dumps(own._asdict()))
     store.add("arrivals", 1)
+
+
+def _read(text: bytes, what: str, kind: Callable[..., Value]) -> Value | None:
+    return read_value(text, what, lambda fields: typed(kind, fields))
 
 
 def _refusal(rank: int, word: _Word) -> str:

@@ -10,6 +10,7 @@ import threading
 import time
 from types import FrameType
 
+from megatron.zerobubble.job.failure import RankFailure, who_failed
 from megatron.zerobubble.job.heartbeats import Beat, publish, published, this_process
 from megatron.zerobubble.job.key_value_store import Store
 from megatron.zerobubble.job.stragglers import Stragglers
@@ -96,6 +97,8 @@ class Pulse:
         """Seconds that the store has not answered; the watchdog's other thread counts them."""
         self.is_alarm = False
         """Whether the alarm has been raised, by any rank."""
+        self.failure: RankFailure | None = None
+        """The first rank that has failed."""
         self.depends = False
         """Whether what this rank did at its last beat may last because of others."""
         self.place = ""
@@ -108,6 +111,7 @@ class Pulse:
             while not over.wait(self.interval_s if self._count else 0.0):
                 self._publish(is_last=False)
                 self.is_alarm = self._store.check([self._alarm_key])
+                self.failure = who_failed(self._store)
                 heard = published(self._store, [self.next_rank]).get(self.next_rank)
                 now = time.monotonic()
                 passed_s = min(now - looked, 2.0 * self.interval_s)
@@ -145,6 +149,7 @@ class Pulse:
             is_shared=doing is None or doing.is_shared,
             still_s=still_s,
             silence_of_next_s=self.next_silent_s,
+            interval_s=self.interval_s,
             busy_s=self._watch.busy_s,
             num_iterations=self._watch.num_iterations,
             connections=own_connections() if is_waiting and still_s >= self._long_s else Connections(),

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.job.key_value_store import Store
-from megatron.zerobubble.job.launch import Launch, has_agent_store, master, use_agent_store
+from megatron.zerobubble.job.launch import Launch, has_agent_store, master, store_name, use_agent_store
 from megatron.zerobubble.job.meeting import Attempt, meet, refuse
 
 __all__ = ["Connection", "announce_exit", "connect", "share_store"]
@@ -83,7 +83,7 @@ def connect(launch: Launch, *, timeout_s: float = _TIMEOUT_S, hosts_store: bool 
     try:
         return Connection(store, meet(_part(store, "meeting"), launch, timeout_s=timeout_s))
     except dist.DistError as error:
-        raise ConfigError(f"{_where()} is gone: see the output of that host ({_first_line(error)})") from error
+        raise ConfigError(f"{store_name()} is gone: see the output of that host ({_first_line(error)})") from error
 
 
 def announce_exit(launch: Launch, error: UserError) -> None:
@@ -129,7 +129,7 @@ def _reach(launch: Launch, timeout_s: float) -> Any:
         else:
             store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
     except (dist.DistError, OSError, ValueError) as error:
-        raise ConfigError(f"{_where()} cannot be reached within {timeout_s:.0f} s ({_first_line(error)})") from error
+        raise ConfigError(f"{store_name()} cannot be reached within {timeout_s:.0f} s ({_first_line(error)})") from error
     return _part(store, f"megatron-zerobubble/{launch.run_id}/{launch.world_size}")
 
 
@@ -137,11 +137,6 @@ def _part(store: Any, name: str) -> Any:
     from torch.distributed import distributed_c10d as c10d
 
     return c10d.PrefixStore(name, store)
-
-
-def _where() -> str:
-    address = master()
-    return "the job's store" + ("" if address is None else f" on {address[0]}, port {address[1]} (MASTER_ADDR, MASTER_PORT),")
 
 
 def _first_line(error: Exception) -> str:

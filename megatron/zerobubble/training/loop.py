@@ -121,7 +121,7 @@ def pretrain(
     watch = Watch(host.device)
     world_size = 0 if settings.watchdog_s is None else launch.world_size
     guard = JobGuard(connection.of(), launch.rank, error_file=launch.error_file, world_size=world_size)
-    guard.doing = watch.text
+    guard.doing = watch.last
     dog = watchdog(launch, connection.of(), watch, limit_s=settings.watchdog_s, timeout_minutes=timeout_minutes)
     with guard, watch.phase("is between two phases"), dog:
         with watch.phase("joins the job"):
