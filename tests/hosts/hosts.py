@@ -18,6 +18,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -32,6 +33,8 @@ LOCAL = Path("/mnt/local")
 """A folder that every host has, with files of its own."""
 _TEMPORARY = Path("/mnt/tmp")
 _PREFIX = "zbh"
+_MOMENT_S = 5.0
+"""Seconds that it may take until the end of an agent is written down."""
 _INIT = """
 set -e
 hostname "$1"
@@ -106,7 +109,7 @@ class Hosts:
         self._inits: dict[int, subprocess.Popen[str]] = {}
         self._spaces: dict[int, str] = {}
         """The process namespace of each host."""
-        self._num_started = 0
+        self._agents: list[Agent] = []
 
     def __enter__(self) -> Hosts:
         _remove_stale()
@@ -120,6 +123,9 @@ class Hosts:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for host in list(self._inits):
             self.kill(host)
+        until = time.monotonic() + _MOMENT_S
+        while not all(agent.outcome for agent in self._agents) and time.monotonic() < until:
+            time.sleep(0.01)
         for network in ("switch", *self.names):
             _ip("netns", "delete", _network(network), check=False)
 
@@ -171,8 +177,7 @@ class Hosts:
 
     def start(self, host: int, argv: Sequence[object], variables: Mapping[str, str], *, is_cold: bool = False) -> Agent:
         """Start torchrun on a host."""
-        self._num_started += 1
-        files = [self._folder / f"{self.names[host]}.{self._num_started}.{end}" for end in ("stdout", "stderr", "ended")]
+        files = [self._folder / f"{self.names[host]}.{len(self._agents)}.{end}" for end in ("stdout", "stderr", "ended")]
         request = {
             "init": _child(self._inits[host].pid),
             "argv": list(map(str, argv)),
@@ -184,7 +189,8 @@ class Hosts:
         assert server.stdin is not None
         server.stdin.write(json.dumps(request) + "\n")
         server.stdin.flush()
-        return Agent(*files)
+        self._agents.append(Agent(*files))
+        return self._agents[-1]
 
     def processes(self, host: int) -> list[int]:
         """Processes of a host, but for init's: the agent and its ranks."""
@@ -192,23 +198,23 @@ class Hosts:
         for path in Path("/proc").iterdir():
             with suppress(OSError):
                 is_here = path.name.isdecimal() and os.readlink(path / "ns/pid") == self._spaces[host]
-                if is_here and (path / "comm").read_text().strip() not in ("sleep", "bash") and not _is_zombie(int(path.name)):
+                if (
+                    is_here
+                    and (path / "comm").read_text().strip() not in ("sleep", "bash")
+                    and _parent(int(path.name)) is not None
+                ):
                     found.append(int(path.name))
         return found
 
     def ranks(self, host: int) -> list[int]:
         """Processes of a host that the agent has started, or which were left by it. The agent's parent is outside."""
         found = self.processes(host)
-        return [pid for pid in found if _parent(pid) in {*found, _child(self._inits[host].pid)}] if self.is_up(host) else []
+        return [pid for pid in found if _parent(pid) in {*found, _child(self._inits[host].pid)}] if host in self._inits else []
 
     def find(self, host: int, number: int) -> int:
         """The process of a host that has this number there."""
         status = {pid: Path(f"/proc/{pid}/status").read_text() for pid in self.processes(host)}
         return next(pid for pid, text in status.items() if re.search(rf"^NSpid:.*\b{number}$", text, re.MULTILINE))
-
-    def is_up(self, host: int) -> bool:
-        """Whether the host has not been killed."""
-        return host in self._inits
 
     def kill(self, host: int) -> None:
         """All processes of the host die at once. Their connections are closed, if the link is up."""
@@ -251,17 +257,13 @@ def _server() -> subprocess.Popen[str]:
     return server
 
 
-def _is_zombie(pid: int) -> bool:
-    """Whether a process has ended, and its parent has not asked for its exit code."""
-    return _stat(pid)[0] == "Z"
-
-
-def _parent(pid: int) -> int:
-    return int(_stat(pid)[1])
-
-
-def _stat(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+def _parent(pid: int) -> int | None:
+    """The parent of a process; None: it has ended."""
+    try:
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except OSError:
+        return None
+    return None if state == "Z" else int(parent)
 
 
 def _child(pid: int) -> int:

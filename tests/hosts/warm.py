@@ -13,16 +13,19 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from tests.training.launch import ROOT
 from tests.training.warm_start import become_torchrun, preload
 
 _NAMESPACES = 0x40000000 | 0x04000000 | 0x00020000 | 0x20000000
 """Of the network, the host's name, mounts and, for children, processes: linux/sched.h."""
-CLOCK = "ZB_TEST_CLOCK_S"
-"""Environment variable: by how many seconds the host's clock is ahead."""
+AHEAD, VERSION = "ZB_TEST_AHEAD_S", "ZB_TEST_VERSION"
+"""Environment variables: by how many seconds the host's clock is ahead, and the version of torch that it has."""
 
 
 def serve() -> None:
@@ -41,21 +44,24 @@ def _run(request: dict[str, Any]) -> None:
     os.chdir(ROOT)
     agent = os.fork()
     if agent == 0:
-        _set_clock(float(request["env"].get(CLOCK, 0)))
+        _differ(request["env"])
         become_torchrun(request)
     code = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
     ended = Path(request["ended"])
-    ended.with_suffix(".part").write_text(f"{time.time()} {code}")
-    ended.with_suffix(".part").rename(ended)
+    with suppress(FileNotFoundError):  # nobody waits any more
+        ended.with_suffix(".part").write_text(f"{time.time()} {code}")
+        ended.with_suffix(".part").rename(ended)
     os._exit(0)
 
 
-def _set_clock(ahead_s: float) -> None:
-    """Let Python's time be another one in this process and those that it forks."""
-    real, real_ns = time.time, time.time_ns
-    if ahead_s:
+def _differ(variables: dict[str, str]) -> None:
+    """Let time, and torch's version, be other ones in this process and those that it forks."""
+    if AHEAD in variables:
+        real, real_ns, ahead_s = time.time, time.time_ns, float(variables[AHEAD])
         time.time = lambda: real() + ahead_s
         time.time_ns = lambda: real_ns() + int(1e9 * ahead_s)
+    if VERSION in variables:
+        torch.__version__ = variables[VERSION]
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import traceback
 from contextlib import suppress
 from typing import Any
@@ -69,6 +70,7 @@ def become_torchrun(request: dict[str, Any]) -> None:
             os.close(opened)
         os.environ.clear()
         os.environ.update(request["env"])
+        tempfile.tempdir = None
         if request.get("is_cold"):
             os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *request["argv"]])
         from torch.distributed.run import main
