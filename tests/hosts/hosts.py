@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from tests.training.launch import ROOT, environment
 
-__all__ = ["LOCAL", "Agent", "Hosts", "missing"]
+__all__ = ["LOCAL", "Agent", "Hosts", "missing", "networks"]
 
 LOCAL = Path("/mnt/local")
 """A folder that every host has, with files of its own."""
@@ -276,6 +276,11 @@ def _network(name: str) -> str:
 
 def _ip(*arguments: str, check: bool = True) -> str:
     return subprocess.run(["ip", *arguments], check=check, capture_output=True, text=True).stdout
+
+
+def networks() -> set[str]:
+    """The networks of this process."""
+    return set(re.findall(rf"^{_PREFIX}{os.getpid()}-(\S+)", _ip("netns", "list"), re.MULTILINE))
 
 
 def _remove_stale() -> None:

@@ -81,7 +81,6 @@ class Trial:
     host: int
     rank: int
     """The one that enters the phase, on that host."""
-    max_restarts: int = 0
 
 
 @dataclass(frozen=True)
@@ -109,6 +108,8 @@ class Outcome:
     hosts: tuple[OnHost, ...]
     num_left: int
     """Ranks that are still there after LONGEST_S."""
+    num_restarts: int
+    """By torchrun, as ranks count them."""
     resumed_at: int
     """Iteration of the newest checkpoint, from which the job went on; 0: there was none yet."""
     has_same_losses: bool
@@ -130,7 +131,8 @@ class Outcome:
     def is_as_promised(self) -> bool:
         """All promises but the time."""
         ends_well = all(host.code == 0 for host in self.hosts)
-        ended = ends_well if self.trial.max_restarts or FAULTS[self.trial.kind].ends_well else not ends_well
+        kind = FAULTS[self.trial.kind]
+        ended = ends_well == kind.ends_well and self.num_restarts == (1 if kind.max_restarts else 0)
         is_whole = self.has_same_losses and self.has_whole_checkpoints and self.num_left == 0
         return ended and is_whole and not self.is_hang and all(host.is_named in (True, None) for host in self.hosts)
 
@@ -158,6 +160,8 @@ class Kind:
     is_gone: bool = False
     """Whether the host of the fault does not survive it."""
     ends_well: bool = False
+    max_restarts: int = 0
+    """torchrun's. The job goes on by itself after one restart."""
     num_hosts: int = 2
     """At least."""
     promised_s: float = PROMISED_S
@@ -188,6 +192,10 @@ def _fill(hosts: Hosts, trial: Trial, pid: int) -> None:
 FAULTS = {
     "one rank killed": Kind(do=lambda hosts, trial, pid: _send([pid], signal.SIGKILL)),
     "all ranks of a host killed": Kind(do=lambda hosts, trial, pid: _send(hosts.ranks(trial.host), signal.SIGKILL)),
+    "one rank killed, restarts": Kind(do=lambda hosts, trial, pid: _send([pid], signal.SIGKILL), ends_well=True, max_restarts=3),
+    "all ranks of a host killed, restarts": Kind(
+        do=lambda hosts, trial, pid: _send(hosts.ranks(trial.host), signal.SIGKILL), ends_well=True, max_restarts=3
+    ),
     "a rank stopped": Kind(do=lambda hosts, trial, pid: _send([pid], signal.SIGSTOP)),
     "a host killed": Kind(do=lambda hosts, trial, pid: hosts.kill(trial.host), is_gone=True),
     "power lost": Kind(do=_lose_power, is_gone=True),
@@ -208,6 +216,7 @@ FAULTS = {
 }
 """What happens to one host, by name."""
 PHASES_OF = {"disk full": ["saves"]}
+"""Where not all of them."""
 
 
 def _side(trial: Trial) -> set[int]:
@@ -264,6 +273,7 @@ def run(trial: Trial, folder: Path) -> Outcome | None:
         trial=trial,
         hosts=on_hosts,
         num_left=num_left,
+        num_restarts=max(int(each) for agent in agents for each in ["0", *re.findall(r"restart (\d+) of", agent.screen)]),
         resumed_at=resumed_at,
         has_same_losses=losses == undisturbed(trial.layout),
         has_whole_checkpoints=checkpoint.main(["verify", str(folder / "saved")]) == 0,
@@ -271,8 +281,12 @@ def run(trial: Trial, folder: Path) -> Outcome | None:
 
 
 def _torchrun(trial: Trial, host: int, name: str) -> list[str]:
-    layout = LAYOUTS[trial.layout]
-    common = [f"--nnodes={layout.num_hosts}", f"--nproc-per-node={layout.ranks_per_host}", f"--max-restarts={trial.max_restarts}"]
+    layout, max_restarts = LAYOUTS[trial.layout], FAULTS[trial.kind].max_restarts
+    common = [
+        f"--nnodes={layout.num_hosts}",
+        f"--nproc-per-node={layout.ranks_per_host}",
+        f"--max-restarts={max_restarts}",
+    ]
     if trial.rendezvous == "static":
         return [*common, f"--node-rank={host}", "--master-addr=node0", f"--master-port={_PORT}"]
     return [*common, "--rdzv-backend=c10d", f"--rdzv-endpoint=node0:{_PORT}", f"--rdzv-id={name}"]
@@ -336,7 +350,7 @@ def _on_host(trial: Trial, host: int, agent: Agent, rank_s: float | None, moment
 def _is_named(trial: Trial, host: int, lines: list[str]) -> bool | None:
     """Whether the reason that a host's user reads last is the right one, and no rank that lost another one is blamed before."""
     kind, layout = FAULTS[trial.kind], LAYOUTS[trial.layout]
-    if trial.max_restarts or kind.ends_well or (kind.is_gone and host == trial.host):
+    if kind.ends_well or (kind.is_gone and host == trial.host):
         return None
     blamed = [line for line in lines if re.match(r"rank \d+ failed", line)] + lines[-1:]
     if kind.is_error and host == trial.host:
