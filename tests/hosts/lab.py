@@ -273,7 +273,7 @@ def run(trial: Trial, folder: Path) -> Outcome | None:
         trial=trial,
         hosts=on_hosts,
         num_left=num_left,
-        num_restarts=max(int(each) for agent in agents for each in ["0", *re.findall(r"restart (\d+) of", agent.screen)]),
+        num_restarts=max(int(each) for agent in agents for each in ["0", *re.findall(r"restart (\d+):", agent.screen)]),
         resumed_at=resumed_at,
         has_same_losses=losses == undisturbed(trial.layout),
         has_whole_checkpoints=checkpoint.main(["verify", str(folder / "saved")]) == 0,
