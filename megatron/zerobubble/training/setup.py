@@ -82,9 +82,8 @@ def build_training_state(
 
 
 def _model_setup(settings: Settings, job: Job, *, vocab_size: int) -> ModelSetup:
-    placement, layout = settings.schedule_spec.placement, None
-    if settings.model.hybrid_layer_pattern is None:  # else the pattern has the layers of each stage
-        layout = pipeline_layout(settings.stage_layers(placement), placement, num_mtp_layers=settings.model.mtp_num_layers or 0)
+    placement = settings.schedule_spec.placement
+    layout = pipeline_layout(settings.stage_layers(placement), placement, num_mtp_layers=settings.model.mtp_num_layers or 0)
     config = mcore_config.transformer_config(settings, on_gpu=not job.host.enabled, layout=layout)
     return ModelSetup(
         settings=settings,

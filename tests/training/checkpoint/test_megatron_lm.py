@@ -21,7 +21,6 @@ from megatron.zerobubble.training.checkpoint.directory import TRACKER, iteration
 from megatron.zerobubble.training.checkpoint.load import RestoredProgress, load_checkpoint
 from megatron.zerobubble.training.checkpoint.save import SaveStrategy, save_checkpoint
 from megatron.zerobubble.training.step import TrainingState
-from tests.support.hybrid import HAS_HYBRID_MODEL, WHY_NOT
 from tests.support.training_states import train, training_state_of
 
 pytestmark = [
@@ -120,14 +119,3 @@ def test_generators_are_set_as_they_were(tmp_path: Path) -> None:
     with training_state_of(0, ["--load", str(tmp_path)]) as training_state:
         load_checkpoint(training_state)
         assert torch.equal(torch.rand(3), expected)
-
-
-@pytest.mark.skipif(not HAS_HYBRID_MODEL, reason=WHY_NOT)
-def test_a_checkpoint_of_a_gpt_is_not_loaded_into_a_hybrid_model(tmp_path: Path) -> None:
-    with training_state_of(0, ["--save", str(tmp_path), "--num-layers", "4"]) as training_state:
-        train(training_state, first=1, last=2)
-        save_checkpoint(training_state, run="a", iteration=2, consumed_samples=16)
-    flags = ["--hybrid-layer-pattern", "*-*-", "--num-layers", "4", "--load", str(tmp_path)]
-    refused = pytest.raises(CheckpointError, match=r"was saved with --hybrid-layer-pattern None, this run has \*-\*-")
-    with training_state_of(0, flags) as training_state, refused:
-        load_checkpoint(training_state)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from unittest import mock
 
@@ -100,23 +99,6 @@ def test_a_dense_gpt_is_the_published_formula_with_half_the_scores() -> None:
     layers, hidden, sequence, vocabulary = 24, 1024, 2048, 50304
     published = 72 * 8 * sequence * layers * hidden**2 * (1 + sequence / (12 * hidden) + vocabulary / (12 * layers * hidden))
     assert iteration_flops(model, vocab_size=50257) == pytest.approx(published, rel=1e-12)
-
-
-def test_a_gpt_in_hybrid_letters_has_the_same_flops() -> None:
-    plain = settings()
-    hybrid = dataclasses.replace(plain, model=dataclasses.replace(plain.model, num_layers=None, hybrid_layer_pattern="*-*|-*-"))
-    assert flops_per_sample(hybrid, vocab_size=VOCABULARY) == flops_per_sample(plain, vocab_size=VOCABULARY)
-
-
-def test_a_mamba_layer_is_its_projections_and_its_recurrence() -> None:
-    """The widths of megatron-core's MambaMixer: e = 2h channels, 8 groups of 128 states, heads of 64 channels."""
-    plain = settings()
-    hybrid = dataclasses.replace(plain, model=dataclasses.replace(plain.model, num_layers=None, hybrid_layer_pattern="M"))
-    hidden, inner, states = 32, 64, 8 * 128
-    projections = hidden * (2 * inner + 2 * states + 1) + inner * hidden
-    flops = flops_per_sample(hybrid, vocab_size=VOCABULARY)
-    assert flops.linears == 6 * 16 * (projections + 4 * (inner + 2 * states) + 3 * inner * 128)
-    assert flops.scores == 0
 
 
 def test_flops_of_an_iteration_do_not_depend_on_the_number_of_ranks() -> None:

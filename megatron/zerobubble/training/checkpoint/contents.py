@@ -43,8 +43,8 @@ SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_a
 SCHEDULER = "opt_param_scheduler"
 """Key of the learning-rate schedule in the common state."""
 MODEL_FLAGS = (
-    *("num_layers", "hybrid_layer_pattern", "hidden_size", "num_attention_heads"),
-    *("swiglu", "normalization", "position_embedding_type", "multi_latent_attention"),
+    *("num_layers", "hidden_size", "num_attention_heads", "swiglu", "normalization"),
+    *("position_embedding_type", "multi_latent_attention"),
 )
 """Flags of the model in the header, which must be those of the run that loads."""
 
@@ -111,15 +111,9 @@ def layout_of(training_state: TrainingState) -> dict[str, Any]:
 
 
 def model_of(training_state: TrainingState) -> dict[str, Any]:
-    """The `MODEL_FLAGS` of this run; a hybrid model's pattern without stages."""
+    """The `MODEL_FLAGS` of this run."""
     settings = training_state.settings
-    hybrid = settings.hybrid_pattern(training_state.schedule.spec.placement)
-    own = {
-        "num_layers": settings.num_layers,
-        "hybrid_layer_pattern": None if hybrid is None else hybrid.layers,
-        "multi_latent_attention": settings.mla.multi_latent_attention,
-    }
-    return own | {name: getattr(settings.model, name) for name in MODEL_FLAGS if name not in own}
+    return {name: getattr(settings.mla if hasattr(settings.mla, name) else settings.model, name) for name in MODEL_FLAGS}
 
 
 def _rng_states() -> dict[str, torch.Tensor]:

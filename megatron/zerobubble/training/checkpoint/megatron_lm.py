@@ -70,7 +70,7 @@ def _flags(settings: Settings) -> dict[str, Any]:
     }
     chunks = settings.num_chunks
     return {name: value for name, value in flags.items() if isinstance(value, _PLAIN)} | {
-        "num_layers": settings.num_layers,
+        "num_layers": settings.model.num_layers,
         "world_size": settings.world_size,
         "data_parallel_size": settings.data_parallel_size,
         "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,

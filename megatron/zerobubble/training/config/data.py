@@ -124,7 +124,6 @@ class DataConfig:
         problems = {
             f"--context-parallel-size {context}: ranks share one sequence, not several": context > 1,
             "--multi-latent-attention": mla.multi_latent_attention,
-            "--hybrid-layer-pattern": model.hybrid_layer_pattern is not None,
             "--mtp-num-layers": model.mtp_num_layers,
             "--attention-backend local, which has no packed sequences; choose auto": model.attention_backend == "local",
         }

@@ -80,7 +80,6 @@ class MlaConfig:
                 model.rotary_seq_len_interpolation_factor is not None
             ),
             "--add-qkv-bias: its projections have no bias": model.add_qkv_bias,
-            "--hybrid-layer-pattern": model.hybrid_layer_pattern is not None,
         }
         refuse("--multi-latent-attention does not go with", problems)
         size = parallel.tensor_model_parallel_size

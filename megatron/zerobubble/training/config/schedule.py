@@ -45,7 +45,7 @@ def check_schedule(settings: Settings) -> None:
 def check_layers(settings: Settings) -> None:
     """Raise unless the layers divide over the stages."""
     given, ranks = settings.parallel.num_layers_per_virtual_pipeline_stage, settings.pipeline_size
-    per_rank, over = divmod(settings.num_layers, ranks)
+    per_rank, over = divmod(settings.model.num_layers, ranks)
     if given is not None and over == 0 and per_rank % given and not settings.parallel.allow_padding_num_layers:
         raise ConfigError(
             f"--num-layers-per-virtual-pipeline-stage {given} does not divide the {per_rank} layers of a pipeline rank; "
@@ -54,7 +54,7 @@ def check_layers(settings: Settings) -> None:
     layers = settings.stage_layers(settings.placement)
     if given is not None and max(layers.per_stage) != given:
         raise ConfigError(
-            f"--num-layers-per-virtual-pipeline-stage {given}: {settings.num_layers} layers on {ranks} pipeline ranks make "
+            f"--num-layers-per-virtual-pipeline-stage {given}: {settings.model.num_layers} layers on {ranks} pipeline ranks make "
             f"stages of {max(layers.per_stage)}; give that or less"
         )
     if settings.zero_bubble.zero_bubble_balance_stages and settings.zero_bubble.schedule == "stock":

@@ -11,13 +11,12 @@ backward pass does it twice more, for the input gradient (B) and the weight grad
       MLA          q is projected through --q-lora-rank, k and v through --kv-lora-rank + the rotated part (arXiv 2405.04434, 2.1)
     MLP            2 * h * f, and 3 * h * f with SwiGLU
     experts        topk MLPs of the expert's width, the shared expert, and h * E of the router
-    Mamba-2        h * (2e + 2 * G * N + H) + e * h + c * (e + 2 * G * N) + 3 * e * N         (arXiv 2405.21060, section 7.1)
     MTP layer      2h * h, one more layer like the last, and one more head (arXiv 2412.19437, section 2.2)
 
 Causal attention needs half of the scores, so that half is counted, as Megatron-LM's log does and the benchmarks of W, which
-follow the paper's table, do not. A linear recurrence of N states is 3 multiply-adds per state and channel: decay, input, output.
-Left out, as everywhere: normalization, activations, softmax, biases, embedding look-ups. For a dense GPT with f = 4h this is
-formula 3 of arXiv 2104.04473 without recomputation, 72 s l h^2 (1 + s/6h + V/12lh) per sample, with half its scores.
+follow the paper's table, do not. Left out, as everywhere: normalization, activations, softmax, biases, embedding look-ups. For a
+dense GPT with f = 4h this is formula 3 of arXiv 2104.04473 without recomputation, 72 s l h^2 (1 + s/6h + V/12lh) per sample, with
+half its scores.
 
 Standard library only.
 """
@@ -26,14 +25,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.zerobubble.plan.partition.hybrid_pattern import EXPERTS, MAMBA
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.estimate.layer_sizes import (
-    MAMBA_STATE,
+    ATTENTION,
+    EXPERTS,
     attention_widths,
     kinds_per_layer,
     layer_weights,
-    mamba_width,
     routed_weights,
 )
 
@@ -48,7 +46,7 @@ class Flops:
     """FLOPs of the forward and backward passes, by where they are."""
 
     linears: float
-    """GEMMs with weights inside the layers, and what Mamba layers have in place of scores."""
+    """GEMMs with weights inside the layers."""
     scores: float
     """Attention scores and the sums of values that they weigh: these grow with the square of the sequence length."""
     head: float
@@ -85,15 +83,15 @@ def flops_per_sample(settings: Settings, *, vocab_size: int) -> Flops:
     linears = sum(_linear_macs(settings, kind) for kind in kinds) + num_mtp_layers * 2 * model.hidden_size**2
     heads = (1 + num_mtp_layers) * model.hidden_size * settings.padded_vocab_size(vocab_size)
     each = 2.0 * _BACKWARD_AND_FORWARD * model.seq_length
-    return Flops(linears=each * linears, scores=each * kinds.count("*") * _score_macs(settings), head=each * heads)
+    return Flops(linears=each * linears, scores=each * kinds.count(ATTENTION) * _score_macs(settings), head=each * heads)
 
 
 def _linear_macs(settings: Settings, kind: str) -> int:
-    """Multiply-adds per token of the weights of one layer, forward, and of Mamba's recurrence."""
+    """Multiply-adds per token of the weights of one half of a layer, forward."""
     macs = layer_weights(settings, kind)
     if kind == EXPERTS:
         macs += settings.moe.moe_router_topk * routed_weights(settings)
-    return macs + (3 * mamba_width(settings) * MAMBA_STATE if kind == MAMBA else 0)
+    return macs
 
 
 def _score_macs(settings: Settings) -> float:

@@ -1,36 +1,31 @@
-"""Weights of the linears of each kind of layer, from the flags: what FLOPs and memory are estimated from.
+"""Weights of the linears of each half of a layer, from the flags: what FLOPs and memory are estimated from.
 
-A kind is a letter of --hybrid-layer-pattern; a transformer layer of a GPT is two of them. A weight is one multiply-add per token
-that passes it. Biases and the weights of normalization layers are left out. Standard library only.
+A layer is attention and an MLP, or attention and experts. A weight is one multiply-add per token that passes it. Biases and the
+weights of normalization layers are left out. Standard library only.
 """
 
 from __future__ import annotations
 
-from megatron.zerobubble.plan.partition.hybrid_pattern import EXPERTS, MAMBA, HybridPattern
 from megatron.zerobubble.training.config.settings import Settings
 
-__all__ = ["MAMBA_STATE", "attention_widths", "kinds_per_layer", "layer_weights", "mamba_width", "routed_weights"]
+__all__ = ["ATTENTION", "EXPERTS", "attention_widths", "kinds_per_layer", "layer_weights", "routed_weights"]
 
-MAMBA_STATE, _MAMBA_HEAD, _MAMBA_GROUPS, _MAMBA_EXPAND, _MAMBA_CONV = 128, 64, 8, 2, 4
-"""megatron-core's defaults, which no flag of ours changes: states per channel N, channels per head, groups G, e = expand * h,
-width of the convolution c."""
+ATTENTION, EXPERTS, _MLP = "*", "E", "-"
+"""Halves of a layer, by megatron-core's letters."""
 
 
 def kinds_per_layer(settings: Settings) -> tuple[str, ...]:
-    """Per layer, as stages count them, its kinds: two letters for a transformer layer of a GPT, one in a hybrid pattern."""
-    pattern = settings.model.hybrid_layer_pattern
-    if pattern is not None:
-        return tuple(HybridPattern.parse(pattern).layers)
-    return tuple("*" + (EXPERTS if has_experts else "-") for has_experts in settings.moe_layer_pattern)
+    """The two halves of every layer."""
+    return tuple(ATTENTION + (EXPERTS if has_experts else _MLP) for has_experts in settings.moe_layer_pattern)
 
 
 def layer_weights(settings: Settings, kind: str) -> int:
-    """Weights that every token passes in a layer of `kind`: without routed experts, of which `routed_weights` is one."""
-    if kind == "*":
+    """Weights that every token passes in a half of `kind`: without routed experts, of which `routed_weights` is one."""
+    if kind == ATTENTION:
         return _latent_weights(settings) if settings.mla.multi_latent_attention else _attention_weights(settings)
     if kind == EXPERTS:
         return _shared_weights(settings)
-    return _mamba_weights(settings) if kind == MAMBA else _mlp_weights(settings, settings.model.mlp_width)
+    return _mlp_weights(settings, settings.model.mlp_width)
 
 
 def routed_weights(settings: Settings) -> int:
@@ -47,11 +42,6 @@ def attention_widths(settings: Settings) -> tuple[int, int, int]:
         return query, query, heads * mla.v_head_dim
     groups = model.num_query_groups if model.group_query_attention else heads
     return heads * model.head_width, groups * model.head_width, heads * model.head_width
-
-
-def mamba_width(settings: Settings) -> int:
-    """Channels of a Mamba layer."""
-    return _MAMBA_EXPAND * settings.model.hidden_size
 
 
 def _attention_weights(settings: Settings) -> int:
@@ -77,9 +67,3 @@ def _shared_weights(settings: Settings) -> int:
     shared = moe.moe_shared_expert_intermediate_size or 0
     gate = hidden if shared and moe.moe_shared_expert_gate else 0
     return _mlp_weights(settings, shared) + gate + hidden * (moe.num_experts or 0)
-
-
-def _mamba_weights(settings: Settings) -> int:
-    hidden, inner, states = settings.model.hidden_size, mamba_width(settings), _MAMBA_GROUPS * MAMBA_STATE
-    projections = hidden * (2 * inner + 2 * states + inner // _MAMBA_HEAD) + inner * hidden
-    return projections + _MAMBA_CONV * (inner + 2 * states)

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.zerobubble.plan.partition.hybrid_pattern import EXPERTS, MAMBA
 from megatron.zerobubble.plan.simulate import Simulation
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.estimate.layer_sizes import (
+    ATTENTION,
+    EXPERTS,
     attention_widths,
     kinds_per_layer,
     layer_weights,
-    mamba_width,
     routed_weights,
 )
 
@@ -96,7 +96,7 @@ def stage_weights(settings: Settings, *, vocab_size: int) -> tuple[int, ...]:
 
 
 def _own_weights(settings: Settings, kind: str) -> int:
-    """Weights of a layer on one of its ranks."""
+    """Weights of a half of a layer on one of its ranks."""
     weights = layer_weights(settings, kind) // settings.parallel.tensor_model_parallel_size
     if kind == EXPERTS:
         shards = settings.moe.expert_model_parallel_size * settings.expert_tensor_parallel_size
@@ -115,7 +115,7 @@ def state_bytes_per_weight(settings: Settings) -> float:
 
 
 def layer_activation_bytes(settings: Settings, kind: str) -> float:
-    """Bytes that one layer of `kind` keeps of one microbatch on each tensor-parallel rank, from F until B."""
+    """Bytes that one half of a layer, of `kind`, keeps of one microbatch on each tensor-parallel rank, from F until B."""
     model, parallel = settings.model, settings.parallel
     tokens = settings.batch.micro_batch_size * model.seq_length / parallel.context_parallel_size
     size, tensor = _dtype_bytes(settings), parallel.tensor_model_parallel_size
@@ -125,10 +125,8 @@ def layer_activation_bytes(settings: Settings, kind: str) -> float:
         return tokens * size * model.hidden_size / (each or 1) / around / 2.0  # of a layer's two halves
     mask = model.hidden_size if model.hidden_dropout > 0 else 0
     outside = size * 2 * model.hidden_size + mask  # inputs of the normalization and of the first linear
-    if kind == "*":
+    if kind == ATTENTION:
         return tokens * (outside / around + _attention_bytes(settings) / tensor)
-    if kind == MAMBA:
-        return tokens * (outside / around + size * 6 * mamba_width(settings) / tensor)
     width = model.mlp_width * (3 if model.swiglu else 2)
     if kind == EXPERTS:
         moe = settings.moe

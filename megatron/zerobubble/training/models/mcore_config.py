@@ -81,8 +81,7 @@ def _shape(settings: Settings) -> dict[str, Any]:
     )
     return {
         **{name: getattr(model, name) for name in names},
-        **({} if model.hybrid_layer_pattern is None else {"is_hybrid_model": True}),
-        "num_layers": settings.num_layers,
+        "num_layers": model.num_layers,
         "layernorm_epsilon": model.norm_epsilon,
         "recompute_modules": list(model.recompute_modules) or None,
         "num_query_groups": model.num_query_groups if model.group_query_attention else None,
