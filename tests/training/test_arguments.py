@@ -265,7 +265,7 @@ def test_bad_flags_are_refused_in_one_line(flags: str, world_size: int, message:
 
 
 def test_missing_flags_are_listed() -> None:
-    with pytest.raises(ConfigError, match="required: --hidden-size, --num-attention-heads"):
+    with pytest.raises(ConfigError, match="required: --num-layers, --hidden-size, --num-attention-heads"):
         settings_from_argv([], world_size=1)
 
 
