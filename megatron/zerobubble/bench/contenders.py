@@ -89,7 +89,6 @@ class Contender:
                 exit_interval=None,
                 exit_duration_in_mins=None,
                 exit_signal_handler=False,
-                skip_train=False,
             ),
             optim=replace(job.optim, lr_decay_iters=job.optim.lr_decay_iters or job.run.train_iters),
             checkpoint=CheckpointConfig(),

@@ -73,11 +73,11 @@ def _dry_run(settings: Settings, launch: Launch, *, prog: str) -> None:
 
     with quiet_third_parties():
         from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer
-        from megatron.zerobubble.training.estimate.dry_run import dry_run_report
+        from megatron.zerobubble.training.dry_run import dry_run_report
 
         try:
-            tokenizer = build_tokenizer(settings.tokenizer)
-            report = dry_run_report(settings, vocab_size=tokenizer.vocab_size)
+            build_tokenizer(settings.tokenizer)
+            report = dry_run_report(settings)
         except UserError as error:
             exit_with_error(error, rank=launch.rank, prog=prog, error_file=launch.error_file)
     sys.stdout.write(f"{report}\n")

@@ -34,7 +34,6 @@ from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer, c
 from megatron.zerobubble.training.data.microbatch_lengths import num_tokens
 from megatron.zerobubble.training.data.samples import Datasets, build_datasets, chunk_iterators, chunk_reads
 from megatron.zerobubble.training.early_exit import EarlyExit
-from megatron.zerobubble.training.estimate.flops import flops_per_sample
 from megatron.zerobubble.training.garbage import collecting_by_hand
 from megatron.zerobubble.training.initialize import (
     Job,
@@ -168,14 +167,7 @@ class _Run:
         if restored is not None:
             self.progress = TrainingProgress(restored.iteration, restored.consumed_samples)
             self.engine.resume(iteration=restored.iteration, consumed_samples=restored.consumed_samples)
-        self.metrics = MetricsLogger(
-            self.settings,
-            rank=job.launch.rank,
-            start_iteration=self.progress.iteration,
-            flops_per_sample=None  # of documents they differ
-            if self.settings.data.reads_documents
-            else flops_per_sample(self.settings, vocab_size=tokenizer.vocab_size).total,
-        )
+        self.metrics = MetricsLogger(self.settings, rank=job.launch.rank, start_iteration=self.progress.iteration)
         evaluates = run.eval_iters > 0
         self.actions = (
             _Action(self._evaluate, interval=run.eval_interval if evaluates else None, at_end=evaluates),
@@ -188,9 +180,8 @@ class _Run:
         """Iterate, evaluate, save, log a summary."""
         _log.info("%s", description(self.settings, on_cpu=self.job.host.enabled))
         phase = self.job.watch.phase
-        if not self.settings.run.skip_train:
-            with collecting_by_hand(is_manual=self.settings.run.manual_gc), phase("trains, between the passes of two iterations"):
-                self._train()
+        with collecting_by_hand(is_manual=self.settings.run.manual_gc), phase("trains, between the passes of two iterations"):
+            self._train()
         with phase("ends the run"):
             self._end()
 
@@ -273,8 +264,8 @@ class _Run:
         self.metrics.log(validation_loss=loss, iteration=self.progress.iteration)
 
     def _save(self) -> None:
-        progress, saves = self.progress, self.settings.checkpoint.save is not None and not self.settings.run.skip_train
-        if not saves or progress.saved_iteration == progress.iteration:
+        progress = self.progress
+        if self.settings.checkpoint.save is None or progress.saved_iteration == progress.iteration:
             return
         self.metrics.log()
         with self.job.watch.phase(f"saves the checkpoint of iteration {progress.iteration}"):

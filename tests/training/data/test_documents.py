@@ -265,12 +265,6 @@ def test_documents_without_labels(tmp_path: Path) -> None:
         settings(short, "--variable-seq-lengths")
 
 
-def test_a_split_that_is_not_read_may_be_empty(prefix: str) -> None:
-    given = settings(prefix, "--variable-seq-lengths", "--skip-train", "--eval-iters", "3", "--split", "0,1,0")
-    datasets = build_datasets(given, build_tokenizer(given.tokenizer), reads=True)
-    assert (datasets.train, len(datasets.valid)) == (None, 12)
-
-
 def test_equal_lengths_are_known_without_a_dataset(prefix: str) -> None:
     given = settings(prefix)
     assert microbatch_lengths(None, given, consumed=0, num_microbatches=2, rank=0) == [(32, 2 * 32.0**2)] * 2
@@ -306,10 +300,6 @@ def test_equal_lengths_are_known_without_a_dataset(prefix: str) -> None:
         (
             "--variable-seq-lengths --reset-position-ids",
             "--reset-position-ids is for samples that run across documents, and --variable-seq-lengths keeps documents apart",
-        ),
-        (
-            "--pack-sequences --log-throughput",
-            "--log-throughput counts the FLOPs of samples of --seq-length tokens, and with --pack-sequences they differ",
         ),
         ("--pad-length-multiple 4", "--pad-length-multiple 4 needs --variable-seq-lengths"),
         ("--pad-length-multiple 0", "--pad-length-multiple 0 must be greater than 0"),

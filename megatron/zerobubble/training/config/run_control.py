@@ -29,8 +29,6 @@ class RunConfig:
     no limit."""
     exit_signal_handler: bool = False
     """On SIGTERM, finish the next iteration, save a checkpoint, and exit without a final evaluation (preemption)."""
-    skip_train: bool = False
-    """Only load a checkpoint and evaluate it; train and save nothing."""
     seed: int = 1234
     """Seed of weight initialization, data order and dropout."""
     init_by_rank: bool = False
@@ -49,8 +47,8 @@ class RunConfig:
     """With --manual-gc, the number of iterations from one collection to the next; 0: none between iterations."""
 
     dry_run: bool = False
-    """Check the flags, print the settings, the plan, the stages and the memory that each rank is predicted to need, and end. It
-    needs neither torchrun nor a GPU nor other ranks."""
+    """Check the flags, print the settings, the plan and the stages, and end. It needs neither torchrun nor a GPU nor other
+    ranks."""
     dry_run_world_size: int | None = None
     """With --dry-run, the number of ranks of the job. Default: that of the environment variable WORLD_SIZE, or else one
     data-parallel replica."""

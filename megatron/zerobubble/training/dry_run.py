@@ -1,7 +1,7 @@
 """--dry-run: what the flags ask for, in full, without a process group, a GPU or a model.
 
-The report has the settings, the plan with equal passes, the stages, and the memory that they are going to need. It ends where a
-run would begin: all checks of the flags have passed then.
+The report has the settings, the plan with equal passes, and the stages. It ends where a run would begin: all checks of the flags
+have passed then.
 """
 
 from __future__ import annotations
@@ -18,22 +18,15 @@ from megatron.zerobubble.plan.render.plan_summary import headline, measures
 from megatron.zerobubble.plan.render.text import render_text
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.estimate.flops import iteration_flops
-from megatron.zerobubble.training.estimate.memory_estimate import estimate_memory, stage_weights
 
 __all__ = ["dry_run_report", "settings_lines"]
 
-_GIB, _WIDTH, _MOST_DRAWN = 2.0**30, 160, 400
-"""Bytes, columns of a timeline, and passes of a rank up to which it is drawn."""
+_WIDTH, _MOST_DRAWN = 160, 400
+"""Columns of a timeline, and passes of a rank up to which it is drawn."""
 
 
-def dry_run_report(settings: Settings, *, vocab_size: int) -> str:
-    """The report, in lines.
-
-    Args:
-        settings: checked flags.
-        vocab_size: the tokenizer's vocabulary size, before padding.
-    """
+def dry_run_report(settings: Settings) -> str:
+    """The report on checked flags, in lines."""
     note = ""
     if settings.zero_bubble.schedule == AUTO:
         note = "schedule auto: the order that is profiled; the run then chooses for its own times\n"
@@ -43,14 +36,7 @@ def dry_run_report(settings: Settings, *, vocab_size: int) -> str:
     lines += ["plan, if F, B and W take the same time", note + headline(plan)]
     if max(map(len, plan.ops)) <= _MOST_DRAWN:
         lines += [render_text(simulation.rows, max_width=_WIDTH)]
-    lines += [measures(simulation), "", "stages", *_stages(settings, plan, vocab_size), ""]
-    lines += ["memory per rank, predicted (GiB; without temporary tensors, communication buffers and the CUDA context)"]
-    lines += [f"{'pipeline rank':>13} {'weights':>14} {'state':>9} {'activations':>12} {'total':>9}"]
-    for rank, each in enumerate(estimate_memory(settings, simulation, vocab_size=vocab_size)):
-        sizes = (each.state_bytes / _GIB, each.activation_bytes / _GIB, each.total_bytes / _GIB)
-        lines.append(f"{rank:>13} {each.weights:>14,} {sizes[0]:>9.3f} {sizes[1]:>12.3f} {sizes[2]:>9.3f}")
-    most = "at most " if settings.data.reads_documents else ""
-    lines += ["", _job(settings), f"FLOPs per iteration: {most}{iteration_flops(settings, vocab_size=vocab_size):.4g}"]
+    lines += [measures(simulation), "", "stages", *_stages(settings, plan), "", _job(settings)]
     return "\n".join([*lines, "dry run: the flags are valid; nothing was started"])
 
 
@@ -84,13 +70,13 @@ def _plan(settings: Settings) -> Plan:
     return executed_plan(spec, initial_plan(spec, settings.num_microbatches))
 
 
-def _stages(settings: Settings, plan: Plan, vocab_size: int) -> list[str]:
-    counts, weights = settings.stage_layers(settings.placement).per_stage, stage_weights(settings, vocab_size=vocab_size)
-    lines, first = [f"{'stage':>5} {'pipeline rank':>13} {'layers':>12} {'weights':>14}"], 0
+def _stages(settings: Settings, plan: Plan) -> list[str]:
+    counts = settings.stage_layers(settings.placement).per_stage
+    lines, first = [f"{'stage':>5} {'pipeline rank':>13} {'layers':>12}"], 0
     for stage, count in enumerate(counts):
         layers = f"{first + 1}-{first + count}" if count else "none"
         ends = " + embedding" * (stage == 0) + " + head" * (stage == len(counts) - 1)
-        lines.append(f"{stage:>5} {plan.placement.stage_to_rank[stage]:>13} {layers:>12} {weights[stage]:>14,}{ends}")
+        lines.append(f"{stage:>5} {plan.placement.stage_to_rank[stage]:>13} {layers:>12}{ends}")
         first += count
     return lines
 
