@@ -159,12 +159,6 @@ def test_batch_and_data_parallelism() -> None:
         (P4 + V + "--zero-bubble-max-pending-backward 2p", 4, "are both given"),
         (P4 + "--num-layers-per-virtual-pipeline-stage 3", 4, "does not divide the 2 layers .* choose from 1, 2"),
         (P4 + "--num-layers-per-virtual-pipeline-stage 1 --global-batch-size 6", 4, "divisible by the pipeline size 4, got 6"),
-        (
-            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 --no-overlap-p2p-communication "
-            "--global-batch-size 2",
-            2,
-            "leave out --no-overlap-p2p-communication",
-        ),
         ("--num-layers-per-virtual-pipeline-stage 1", 4, "needs --pipeline-model-parallel-size of at least 2, got 1"),
         (P4, 6, r"6 rank\(s\), which is not divisible by .* 1 x .* 4 = 4"),
         ("--global-batch-size 6", 4, "--global-batch-size 6 is not divisible by --micro-batch-size 1 x .* 4 = 4; 8 would be"),

@@ -54,24 +54,14 @@ class ModelConfig:
     """Base period of rotary position embeddings."""
     rotary_percent: float = 1.0
     """Fraction of the channels of an attention head that rotary position embeddings rotate, in (0, 1]."""
-    rotary_interleaved: bool = False
-    """Rotary position embeddings rotate pairs of adjacent channels instead of the two halves of an attention head."""
-    rotary_seq_len_interpolation_factor: float | None = None
-    """Linear interpolation factor of rotary positions for sequences longer than those of pretraining. Default: none."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Normalization layer."""
-    norm_epsilon: float = 1e-5
-    """Epsilon of the normalization layers."""
     qk_layernorm: bool = False
     """Normalize queries and keys before the attention scores."""
     swiglu: bool = False
     """Use SwiGLU (gated linear units with SiLU) in the MLP instead of GELU."""
-    squared_relu: bool = False
-    """Use squared ReLU in the MLP instead of GELU."""
     add_bias_linear: bool = field(default=True, metadata={"flag": "--disable-bias-linear"})
     """Linear layers without bias. By default they have one."""
-    add_qkv_bias: bool = False
-    """Give the QKV projection a bias even with --disable-bias-linear."""
     untie_embeddings_and_output_weights: bool = False
     """Give the output layer its own weights. By default it shares those of the word embeddings."""
     make_vocab_size_divisible_by: int = 128
@@ -104,8 +94,6 @@ class ModelConfig:
     mtp_num_layers: int | None = None
     """Number of multi-token prediction (MTP) layers. They run on the stage that computes the loss, and each predicts one more
     future token. Default: none."""
-    mtp_loss_scaling_factor: float = 0.1
-    """Weight of the mean MTP loss in the total loss, with --mtp-num-layers."""
     gradient_accumulation_fusion: bool = True
     """Do not fuse gradient accumulation into the wgrad GEMM. By default Apex's kernel does, on GPUs where Apex is installed."""
     masked_softmax_fusion: bool = True
@@ -121,8 +109,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         positive(self, "num_layers", "hidden_size", "num_attention_heads", "seq_length", "num_query_groups")
         positive(self, "ffn_hidden_size", "kv_channels", "make_vocab_size_divisible_by", "recompute_num_layers")
-        positive(self, "mtp_num_layers", "mtp_loss_scaling_factor")
-        positive(self, "norm_epsilon", "init_method_std", "rotary_base", "rotary_seq_len_interpolation_factor")
+        positive(self, "mtp_num_layers", "init_method_std", "rotary_base")
         at_most(self, 10_000, "num_layers", "mtp_num_layers")
         at_most(self, _WIDEST, "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels")
         at_most(self, 2**31 - 1, "seq_length", "max_position_embeddings", "make_vocab_size_divisible_by", "recompute_num_layers")
@@ -144,8 +131,6 @@ class ModelConfig:
             raise ConfigError(
                 f"--max-position-embeddings {self.max_position_embeddings} is less than --seq-length {self.seq_length}"
             )
-        if self.swiglu and self.squared_relu:
-            raise ConfigError("--swiglu and --squared-relu are both given; the MLP has one activation")
         if self.attention_backend == "local" and self.transformer_impl == "transformer_engine":
             raise ConfigError(
                 "--attention-backend local is megatron-core's own attention, which --transformer-impl transformer_engine does "

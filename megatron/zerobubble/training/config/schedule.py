@@ -82,11 +82,6 @@ def check_batch(settings: Settings) -> None:
         )
     if settings.zero_bubble.schedule != "stock" or settings.num_chunks == 1:
         return
-    if ranks == 2 and not settings.parallel.overlap_p2p_communication:
-        raise ConfigError(
-            "the interleaved schedule on 2 pipeline ranks needs overlapped communication (without it megatron-core mixes up "
-            "the two directions between them); leave out --no-overlap-p2p-communication"
-        )
     if microbatches % ranks:
         raise ConfigError(
             f"the interleaved schedule needs a number of microbatches divisible by the pipeline size {ranks}, got "

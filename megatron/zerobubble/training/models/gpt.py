@@ -42,7 +42,6 @@ def model_provider(setup: ModelSetup, pre_process: bool, post_process: bool, vp_
         position_embedding_type=model.position_embedding_type,
         rotary_percent=model.rotary_percent,
         rotary_base=model.rotary_base,
-        seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
         mtp_block_spec=mtp_layers(setup.config, vp_stage=vp_stage),
         vp_stage=vp_stage,
     )
