@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -108,10 +107,7 @@ def test_the_host_waits_once_in_an_iteration_and_never_in_the_passes(run: Any, n
 
 
 def test_no_other_thread_waits_for_the_device(run: Any) -> None:
-    """On NCCL. With gloo two threads copy messages through host memory, and wait for their copies."""
     assert not [sync for sync in run("zbv, bf16").syncs if sync["part"].startswith("<")]
-    calls = Counter(sync["call"] for sync in run("zb-h1, gloo").syncs if sync["part"].startswith("<"))
-    assert set(calls) == {"Event.synchronize"}
 
 
 def test_everything_around_the_iterations_runs_too(tmp_path: Path) -> None:
