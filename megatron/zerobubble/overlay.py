@@ -39,7 +39,7 @@ _SUPPORTED = (
     *("zero_bubble_planning_seconds", "zero_bubble_p2p_max_ctas", "zero_bubble_torch_attention"),
     *("zero_bubble_trace", "zero_bubble_trace_iterations", "zero_bubble_save_plan", "zero_bubble_balance_stages"),
     "zero_bubble_watchdog_seconds",
-    *("enable_optimizer_post_validation", "post_validation_patience", "post_validation_rollback", "post_validation_snapshot"),
+    *("enable_optimizer_post_validation", "post_validation_patience", "post_validation_snapshot"),
 )
 """Fields of `ZeroBubbleConfig` that a stock training loop supports."""
 
