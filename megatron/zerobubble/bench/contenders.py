@@ -84,7 +84,6 @@ class Contender:
             run=replace(
                 job.run,
                 train_iters=num_iterations,
-                dry_run=False,
                 eval_iters=0,
                 exit_interval=None,
                 exit_duration_in_mins=None,

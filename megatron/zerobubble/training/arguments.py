@@ -9,7 +9,6 @@ import argparse
 import difflib
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NoReturn
 
 from megatron.zerobubble.errors import ConfigError, PlanError, UserError
@@ -84,8 +83,7 @@ def settings_from_argv(argv: Sequence[str], *, world_size: int, rank: int = 0, p
 
     Args:
         argv: the flags.
-        world_size: number of ranks of the job. --dry-run plans for another one: for its own flag's, and without torchrun for
-            one data-parallel replica.
+        world_size: number of ranks of the job.
         rank: this process' rank. Rank 0 checks more than the others (`check.check_settings`).
         prog: program name in the usage.
 
@@ -114,9 +112,6 @@ def _checked(words: Sequence[str], parser: argparse.ArgumentParser, *, world_siz
         parser.error(f"unrecognized arguments: {shown(' '.join(unknown))}{_hint(unknown, parser)}")
     groups: dict[str, Any] = {name: from_namespace(config_class, namespace) for name, config_class in _GROUPS.items()}
     settings = Settings(**groups, world_size=world_size)
-    if settings.run.dry_run:
-        default = world_size if world_size > 1 else settings.model_parallel_size
-        settings = replace(settings, world_size=settings.run.dry_run_world_size or default)
     check_settings(settings, is_first=is_first)
     return settings
 

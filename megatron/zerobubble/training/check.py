@@ -46,7 +46,7 @@ def check_settings(settings: Settings, *, is_first: bool = True) -> None:
     check_data(settings, reads_all=is_first)
     settings.checkpoint.check()
     schedule.check_trace(settings)
-    check_targets(written(settings), tries=is_first and not settings.run.dry_run)  # which may plan for another machine
+    check_targets(written(settings), tries=is_first)
     schedule.check_watchdog(settings)
 
 
