@@ -40,18 +40,18 @@ class Settings:
     """Multi-latent attention."""
     moe: MoeConfig
     """Mixture of experts."""
-    precision: PrecisionConfig
-    """Precision and loss scaling."""
-    fp8: Fp8Config
-    """GEMMs in FP8."""
+    batch: BatchConfig
+    """Microbatch and global batch size."""
     parallel: ParallelConfig
     """Tensor, pipeline, context and data parallelism."""
     zero_bubble: ZeroBubbleConfig
     """Pipeline schedule, planner and post-validation."""
-    batch: BatchConfig
-    """Microbatch and global batch size."""
     optim: OptimConfig
     """Optimizer and learning rate."""
+    precision: PrecisionConfig
+    """Precision and loss scaling."""
+    fp8: Fp8Config
+    """GEMMs in FP8."""
     data: DataConfig
     """Datasets."""
     tokenizer: TokenizerConfig
