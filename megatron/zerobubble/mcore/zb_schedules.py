@@ -245,8 +245,7 @@ class PipelineSchedule:
 
         Every rank of the world must call them, in this order.
         """
-        unequal = () if self.unequal is None else (self.unequal.exchange, self.unequal.same_plans)
-        owners = (self._links, *unequal, self.hooks.token_count)
+        owners = (self._links, None if self.unequal is None else self.unequal.exchange, self.hooks.token_count)
         return [owner.close for owner in owners if owner is not None]
 
     def _clock_offset_ms(self) -> float:

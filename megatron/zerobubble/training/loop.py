@@ -29,7 +29,6 @@ from megatron.zerobubble.runtime.watch import Watch
 from megatron.zerobubble.training.checkpoint.save import save_checkpoint
 from megatron.zerobubble.training.checkpoint.shared import check_save_directory
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.data.announced_lengths import announce_lengths
 from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer, check_data_matches
 from megatron.zerobubble.training.data.microbatch_lengths import num_tokens
 from megatron.zerobubble.training.data.samples import Datasets, build_datasets, chunk_iterators, chunk_reads
@@ -212,13 +211,6 @@ class _Run:
     def _iterate(self, data_iterator: Any) -> None:
         settings = self.settings
         self.engine.begin(num_microbatches=settings.num_microbatches, micro_batch_size=settings.batch.micro_batch_size)
-        announce_lengths(
-            self.training_state.schedule.unequal,
-            self.datasets.train,
-            self.settings,
-            iteration=self.progress.iteration,
-            consumed=self.progress.consumed_samples,
-        )
         begin = self.marks.now()
         results = self.trainer.iterate(data_iterator)
         end = self.marks.now()

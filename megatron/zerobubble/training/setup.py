@@ -24,7 +24,7 @@ from megatron.zerobubble.mcore.run_options import RunOptions
 from megatron.zerobubble.mcore.state_memory import state_bytes
 from megatron.zerobubble.optimizer.post_validation import PostValidation
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.data.announced_lengths import lengths_of_batch
+from megatron.zerobubble.training.data.microbatch_lengths import lengths_of_batch
 from megatron.zerobubble.training.initialize import Job, set_up_model_parallel
 from megatron.zerobubble.training.models import mcore_config
 from megatron.zerobubble.training.step import ForwardStepProvider, ModelProvider, ModelSetup, TrainingState

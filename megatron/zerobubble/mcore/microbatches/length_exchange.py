@@ -15,7 +15,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.zerobubble.errors import ConfigError, ExecutionError
+from megatron.zerobubble.mcore.agreement import program_digest
 from megatron.zerobubble.messages import quoted
+from megatron.zerobubble.plan.communication import Program
 
 __all__ = [
     "GIVE_LENGTHS",
@@ -125,6 +127,17 @@ class LengthExchange:
     def fail(self, num_microbatches: int) -> None:
         """Instead of a call, on a rank that cannot read its microbatches: the others raise an error and do not wait for it."""
         self._gathered(num_microbatches, [_FAILED] + [0.0] * (2 * num_microbatches - 1))
+
+    def check_same(self, program: Program) -> None:
+        """Raise ConfigError on all ranks if they have planned an iteration differently. All ranks of the world must call it."""
+        digests: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(digests, program_digest(program), group=self._group)
+        other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+        if other is not None:
+            raise ConfigError(
+                f"ranks 0 and {other} have planned an iteration of {program.plan.num_microbatches} microbatches of unequal "
+                "length differently: give all ranks the same options and versions"
+            )
 
     def _gathered(self, num_microbatches: int, values: list[float]) -> list[list[float]]:
         """The values of all ranks."""
