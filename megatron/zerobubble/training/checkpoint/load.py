@@ -151,8 +151,7 @@ def _load_from(training_state: TrainingState, directory: Path, manifest: Manifes
     loads_optimizer = flags.load_optim and not flags.finetune
     if loads_optimizer:
         _check_optimizer(common, training_state, directory)
-    layout = layout_of(training_state)
-    same_layout = all(layout[name] == size for name, size in ({"context": 1} | header["layout"]).items())
+    same_layout = header["layout"] == layout_of(training_state)
     loads_rng = flags.load_rng and not flags.finetune and same_layout
     with training_state.on_host():
         wanted = model_state(training_state)
