@@ -267,10 +267,6 @@ class UnequalMicrobatches:
         spec = self._spec if self._spec.shard_gradients is None else replace(self._spec, loaded_plan=base)
         return MicrobatchPlanner(spec, base.num_microbatches, options=options, base=base)
 
-    def close(self) -> None:
-        """Destroy the group. Every rank of the world must call it."""
-        self.exchange.close()
-
 
 def _read(iterator: Any, num_microbatches: int) -> list[Any]:
     items: list[Any] = []
