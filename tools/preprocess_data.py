@@ -2,8 +2,6 @@
 """Tokenize text into an indexed dataset for megatron-core: PREFIX.bin and PREFIX.idx, with PREFIX.corpus.json beside them.
 
     python tools/preprocess_data.py --input books.jsonl --json-keys text --append-eod --output-prefix data/books
-    python tools/preprocess_data.py --input books.jsonl.gz --tokenizer-type HuggingFaceTokenizer --tokenizer-model DIRECTORY \\
-        --append-eod --output-prefix data/books
     python tools/preprocess_data.py --python-stdlib --output-prefix data/python-stdlib
 
 A document is one value of a JSON line, or with --python-stdlib one source file of the Python standard library: real text that
@@ -36,7 +34,6 @@ def main(argv: list[str] | None = None) -> int:
     begin = time.perf_counter()
     try:
         tokenizer = from_namespace(TokenizerConfig, options)
-        tokenizer.check()
         num_bytes = None if options.python_stdlib else _size(options.input)
         with _Progress(num_bytes, options.log_interval) as progress:
             info = preprocess(
@@ -165,7 +162,7 @@ def preprocess(
         num_documents, num_tokens = _write(map(encoder, documents), temporary, encoder.dtype, progress)
         info = CorpusInfo(
             tokenizer_type=tokenizer.tokenizer_type,
-            vocab_size=encoder.vocab_size if tokenizer.known_vocab_size is None else tokenizer.known_vocab_size,
+            vocab_size=tokenizer.known_vocab_size,
             num_documents=num_documents,
             num_tokens=num_tokens,
         )

@@ -96,10 +96,8 @@ def test_a_bar_in_a_terminal(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--tokenizer-type SentencePieceTokenizer", "--tokenizer-type SentencePieceTokenizer needs --tokenizer-model"),
         ("--tokenizer-type NullTokenizer", "--tokenizer-type NullTokenizer needs --vocab-size"),
         ("--tokenizer-type NullTokenizer --vocab-size 9", r"texts\.jsonl, line 1 cannot be tokenized: invalid literal for int"),
-        ("--tokenizer-type SentencePieceTokenizer --tokenizer-model absent", "--tokenizer-model absent: there is no such file"),
         ("--output-prefix /dev/null/data", "/dev/null: Not a directory|/dev/null: File exists"),
         ("--input .", r"--input \. does not exist; give a file"),
     ],

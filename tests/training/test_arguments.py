@@ -220,7 +220,6 @@ def test_batch_and_data_parallelism() -> None:
         ("--optimizer sgd --use-distributed-optimizer", 4, "leave it out with --optimizer sgd"),
         ("--recompute-granularity full", 4, "needs --recompute-method"),
         ("--tokenizer-type NullTokenizer", 4, "NullTokenizer needs --vocab-size"),
-        ("--tokenizer-type HuggingFaceTokenizer", 4, "needs --tokenizer-model"),
         ("--vocab-size 100", 4, "--vocab-size 100 is too small for ByteLevelTokenizer"),
         ("--transformer-impl transformer_engine", 4, "needs the package transformer_engine, which is not installed"),
         ("--attention-backend local --transformer-impl transformer_engine", 4, "is megatron-core's own attention"),

@@ -37,8 +37,7 @@ BASES = {
     "experts": MODEL + "--num-experts 4 ",
     "latent": MODEL + "--multi-latent-attention --save none --load none ",
     "trace": MODEL + P4 + "--zero-bubble-schedule zb --zero-bubble-trace . ",
-    "files": MODEL.replace("--mock-data ", "")
-    + "--tokenizer-type SentencePieceTokenizer --tokenizer-model none --data-path none ",
+    "files": MODEL.replace("--mock-data ", "") + "--tokenizer-type NullTokenizer --vocab-size 9 --data-path none ",
 }
 VALUES = [
     *("inf", "-inf", "nan", "1e400", "1e308", "5e-324", "-0.0", "0", "-1", "1", "3", "0.5", "0x10"),

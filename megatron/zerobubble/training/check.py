@@ -40,7 +40,6 @@ def check_settings(settings: Settings, *, is_first: bool = True) -> None:
     data.check_documents(settings.optim)
     data.check_lengths(model, settings.moe, parallel, zero_bubble)
     data.check_packing(model, settings.mla, parallel, micro_batch_size=settings.batch.micro_batch_size)
-    settings.tokenizer.check()
     settings.optim.check(parallel, train_iters=settings.run.train_iters)
     settings.optim.check_sharding(parallel, model, zero_bubble, ranks=settings.gradient_reduction_size)
     check_data(settings, reads_all=is_first)

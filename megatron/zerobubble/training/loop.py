@@ -29,9 +29,10 @@ from megatron.zerobubble.runtime.watch import Watch
 from megatron.zerobubble.training.checkpoint.save import save_checkpoint
 from megatron.zerobubble.training.checkpoint.shared import check_save_directory
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer, check_data_matches
+from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer
 from megatron.zerobubble.training.data.microbatch_lengths import num_tokens
 from megatron.zerobubble.training.data.samples import Datasets, build_datasets, chunk_iterators, chunk_reads
+from megatron.zerobubble.training.data.token_ids import check_small_dataset
 from megatron.zerobubble.training.early_exit import EarlyExit
 from megatron.zerobubble.training.garbage import collecting_by_hand
 from megatron.zerobubble.training.initialize import (
@@ -107,7 +108,8 @@ def pretrain(
     )
     try:
         tokenizer = build_tokenizer(settings.tokenizer)
-        check_data_matches(settings, tokenizer, is_first=launch.rank == 0)
+        if launch.rank == 0:
+            check_small_dataset(settings, tokenizer)
         host = choose_device(settings, launch)
     except UserError as error:
         leave(error, before_exit=partial(announce_exit, launch))

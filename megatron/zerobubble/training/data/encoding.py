@@ -14,7 +14,7 @@ from megatron.zerobubble.training.data.texts import Document
 with quiet_third_parties():
     from megatron.core.datasets.indexed_dataset import DType
 
-    from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer, end_of_document
+    from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer
 
 __all__ = ["Encoded", "Encoder"]
 
@@ -34,9 +34,6 @@ class Encoder:
     Args:
         config: the tokenizer.
         appends_eod: whether to append an end-of-document token to each document.
-
-    Raises:
-        UserError: the tokenizer cannot be loaded, or has no end-of-document token to append.
     """
 
     def __init__(self, config: TokenizerConfig, *, appends_eod: bool) -> None:
@@ -46,7 +43,7 @@ class Encoder:
         self.dtype = DType.optimal_dtype(self.vocab_size)
         """numpy's type of the token ids."""
         self._tokenize = tokenizer.tokenize
-        self._suffix = [end_of_document(tokenizer, "--append-eod looks")] if appends_eod else []
+        self._suffix = [int(tokenizer.eod)] if appends_eod else []
 
     def __call__(self, document: Document) -> Encoded:
         """The document's tokens. Raises DataError, with the document's place, if it cannot be tokenized."""
