@@ -13,8 +13,7 @@ import pytest
 from megatron.zerobubble.errors import DataError
 from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
 from megatron.zerobubble.training.data.corpus import read_corpus_info
-from megatron.zerobubble.training.data.texts import json_texts, stdlib_texts
-from tools.preprocess_data import main
+from tools.preprocess_data import json_texts, main, stdlib_texts
 
 with quiet_third_parties():
     from megatron.core.datasets.indexed_dataset import IndexedDataset

@@ -19,9 +19,8 @@ from megatron.zerobubble.training import config
 from megatron.zerobubble.training.arguments import settings_from_argv
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.config.tokenizer import TokenizerConfig
-from megatron.zerobubble.training.data.texts import Document
 from tests.training.launch import TINY_BATCH, TINY_MODEL, launch_warm
-from tools.preprocess_data import preprocess
+from tools.preprocess_data import Document, preprocess
 
 with quiet_third_parties():
     from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer
