@@ -11,8 +11,7 @@ from megatron.zerobubble.training.models.mcore_config import transformer_config
 
 pytestmark = pytest.mark.claims(
     "Layers",
-    "MLA with tensor parallelism without `--sequence-parallel`, grouped-query attention, `--hybrid-layer-pattern`, norms "
-    "without `--q-lora-rank`",
+    "MLA with tensor parallelism without `--sequence-parallel`, grouped-query attention, norms without `--q-lora-rank`",
     "rejected",
 )
 
