@@ -159,7 +159,7 @@ def test_the_deepseek_like_model_has_flags_that_go_together(cluster: Cluster, te
     place = flags.index("--data-path")
     settings = settings_from_argv([*flags[:place], *flags[place + 2 :], "--mock-data"], world_size=4)
     assert settings.mla.multi_latent_attention
-    assert settings.moe_layer_pattern == (0, *(1,) * (settings.num_layers - 1))
+    assert settings.moe_layer_pattern == (0, *(1,) * (settings.model.num_layers - 1))
 
 
 def test_an_unknown_model_is_an_error(cluster: Cluster) -> None:

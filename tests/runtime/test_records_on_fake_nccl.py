@@ -28,6 +28,14 @@ from tests.support.fake_nccl.ranks import run_ranks
 from tests.support.fake_nccl.tracing import TracedOps
 from tests.support.programs import FAMILIES
 
+pytestmark = pytest.mark.claims(
+    "Schedules",
+    "on the double of NCCL: recorder, memory meter, clock, link times; post-validation; real training steps with DDP, the "
+    "distributed optimizer and sharded gradients, every torch op traced",
+    "works on the double; **not run on a GPU**",
+    also=("optimizer/test_post_validation_on_fake_nccl.py", "mcore/ddp/test_zero2_on_fake_nccl.py"),
+)
+
 CUDA = torch.device("cuda", 0)
 SEEDS = range(6)
 

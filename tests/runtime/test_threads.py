@@ -1,7 +1,4 @@
-"""Every thread of ours has its rank's GPU as its current device before it calls CUDA.
-
-The threads that issue and stage transfers: `test_staging_on_fake_nccl`.
-"""
+"""Every thread of ours has its rank's GPU as its current device before it calls CUDA."""
 
 from __future__ import annotations
 

@@ -45,7 +45,6 @@ def test_the_schedule_of_the_learning_rate(flags: str, warmup: int, decay: int) 
     [
         ("", "the following arguments are required: --train-iters"),
         ("--train-iters 3 --lr-warmup-iters 3", "warm-up of 3 iterations must be shorter than the decay of 3"),
-        ("--train-iters 3 --dry-run-world-size 4", "--dry-run-world-size needs --dry-run"),
     ],
 )
 def test_what_does_not_go_together(flags: str, message: str) -> None:

@@ -11,8 +11,7 @@ from megatron.zerobubble.training.models.mcore_config import transformer_config
 
 pytestmark = pytest.mark.claims(
     "Layers",
-    "MLA with tensor parallelism without `--sequence-parallel`, grouped-query attention, `--hybrid-layer-pattern`, norms "
-    "without `--q-lora-rank`",
+    "MLA with tensor parallelism without `--sequence-parallel`, grouped-query attention, norms without `--q-lora-rank`",
     "rejected",
 )
 
@@ -36,9 +35,6 @@ def settings(flags: str) -> Settings:
         (MLA + "--kv-lora-rank 0", "--kv-lora-rank 0 must be greater than 0"),
         (MLA + "--qk-pos-emb-head-dim 5", "--qk-pos-emb-head-dim 5 is odd"),
         (MLA + "--group-query-attention --num-query-groups 2", "does not go with --group-query-attention"),
-        (MLA + "--rotary-interleaved", "does not go with --rotary-interleaved"),
-        (MLA + "--rotary-seq-len-interpolation-factor 2", "give --rotary-scaling-factor"),
-        (MLA + "--add-qkv-bias", "its projections have no bias"),
         (MLA + "--qk-layernorm", "give --q-lora-rank, or leave it out"),
         (MLA + TP, "needs --sequence-parallel: without it nothing sums the gradient of the key"),
         (

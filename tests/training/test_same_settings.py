@@ -126,16 +126,6 @@ def test_other_data_of_one_name_is_refused_and_the_same_data_of_another_name_is_
     assert compared(own, [*BASE, "--data-path", corpus]) == ["", ""]
 
 
-def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
-    flags = []
-    for host, content in (("a", "{}"), ("b", '{"x": 1}')):
-        (tmp_path / host).mkdir()
-        (tmp_path / host / "tokenizer.json").write_text(content)
-        flags.append([*MOCK, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path / host)])
-    with mock.patch("megatron.zerobubble.training.config.tokenizer.TokenizerConfig.check"):
-        assert_named(compared(*flags), "--tokenizer-model", r"\S+ \(content \w{8}\)", r"\S+ \(content \w{8}\)")
-
-
 @pytest.mark.parametrize("package", list(same_settings.versions()))
 def test_another_version_is_refused(package: str) -> None:
     own = same_settings.versions()
@@ -151,15 +141,12 @@ def test_what_may_differ_between_hosts(tmp_path: Path) -> None:
     assert compared([*MOCK, *first], [*MOCK, *second]) == ["", ""]
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    tokens = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tmp_path / "a")]
-    (tmp_path / "a").write_text("")
-    with mock.patch("megatron.zerobubble.training.config.tokenizer.TokenizerConfig.check"):
-        settings = settings_from_argv([*MOCK, *tokens], world_size=2)
-    denied = PermissionError(13, "Permission denied", str(tmp_path / "a"))
+def test_a_file_that_cannot_be_read_is_named(corpus: str) -> None:
+    settings = settings_from_argv([*BASE, "--data-path", corpus], world_size=2)
+    denied = PermissionError(13, "Permission denied", f"{corpus}.idx")
     with (
         mock.patch.object(same_settings, "content_digest", side_effect=denied),
-        pytest.raises(DataError, match="a cannot be read: Permission denied"),
+        pytest.raises(DataError, match=r"idx cannot be read: Permission denied"),
     ):
         values_of(settings, LAUNCH)
 

@@ -129,8 +129,6 @@ class _Comparison:
             list(self._outcomes.values()),
             baseline=self._options.baseline,
             tokens=sizes.tokens if sizes is not None and job.has_full_sequences else None,
-            flops=job.flops,
-            peak_tflops=self._options.peak_tflops,
             num_ranks=self._launch.world_size,
             num_cores=os.cpu_count() if self._device() == "CPU" else None,
             pipeline_size=1 if sizes is None else sizes.pipeline,

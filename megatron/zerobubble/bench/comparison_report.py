@@ -20,7 +20,7 @@ FORMAT = "zerobubble-bench/1"
 
 _COLUMNS = (
     *("contender", "ms/iteration", "95 %", "speed-up", "95 %", "predicted", "reached", "tokens/s", "tokens/s/rank"),
-    *("TFLOP/s/rank", "MFU", "bubble", "predicted bubble", "peak MiB", "x baseline", "activations MiB", "predicted MiB", "loss"),
+    *("bubble", "predicted bubble", "peak MiB", "x baseline", "activations MiB", "predicted MiB", "loss"),
 )
 
 
@@ -64,8 +64,6 @@ def _cells(row: Row) -> list[str]:
         "-" if row.reached is None or is_baseline else f"{row.reached:.0%}",
         _digits(row.tokens_per_s),
         _digits(row.tokens_per_s_per_rank),
-        _digits(row.tflops_per_rank),
-        "-" if row.utilization is None else f"{row.utilization:.1%}",
         "-" if outcome.bubble is None else f"{outcome.bubble:.1%}",
         "-" if outcome.predicted_bubble is None else f"{outcome.predicted_bubble:.1%}",
         _mib(row.peak_bytes),
@@ -119,8 +117,6 @@ def _row_json(row: Row) -> dict[str, Any]:
         "reached": row.reached,
         "tokens_per_s": row.tokens_per_s,
         "tokens_per_s_per_rank": row.tokens_per_s_per_rank,
-        "tflops_per_rank": row.tflops_per_rank,
-        "utilization": row.utilization,
         "peak_bytes": row.peak_bytes,
         "memory_ratio": row.memory_ratio,
     }

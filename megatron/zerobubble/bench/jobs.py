@@ -6,7 +6,6 @@ Imports no torch.
 from __future__ import annotations
 
 import contextlib
-import functools
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -82,16 +81,6 @@ class TrainerJob:
         """Whether all microbatches have --seq-length tokens."""
         return not self.settings.data.reads_documents
 
-    @functools.cached_property
-    def flops(self) -> float | None:
-        """FLOPs of an iteration of all ranks; None for documents, whose FLOPs differ."""
-        from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer
-        from megatron.zerobubble.training.estimate.flops import iteration_flops
-
-        if self.settings.data.reads_documents:
-            return None
-        return iteration_flops(self.settings, vocab_size=build_tokenizer(self.settings.tokenizer).vocab_size)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptJob:
@@ -111,7 +100,6 @@ class ScriptJob:
     loss_causes = "Dropout does this, and weights that the script draws rank by rank: they depend on the layers of a rank."
     has_unequal_lengths = False
     has_full_sequences = True
-    flops = None
 
     def program(self, contender: Contender, *, num_iterations: int) -> tuple[Program, str | None]:
         """See `TrainerJob`. How long the script trains is its own."""

@@ -113,10 +113,6 @@ class Row:
     """Over the baseline, by the planner."""
     tokens_per_s: float | None
     tokens_per_s_per_rank: float | None
-    tflops_per_rank: float | None
-    """Floating-point operations of the model per second and rank, in 10^12; None if they are not known."""
-    utilization: float | None
-    """Model FLOPs utilization: `tflops_per_rank` over --peak-tflops; None without it."""
     memory_ratio: float | None
     """Peak memory over the baseline's: everything allocated, or on the CPU state and activations."""
 
@@ -155,8 +151,6 @@ class Table:
         *,
         baseline: str,
         tokens: int | None,
-        flops: float | None,
-        peak_tflops: float | None,
         num_ranks: int,
         num_cores: int | None,
         pipeline_size: int,
@@ -169,8 +163,6 @@ class Table:
             outcomes: one per contender.
             baseline: name of the one that speed-ups are relative to.
             tokens: per iteration, of all ranks together; None if it differs.
-            flops: floating-point operations of the model per iteration, of all ranks together.
-            peak_tflops: what one device can do, in 10^12 floating-point operations per second.
             num_ranks: ranks of the job.
             num_cores: CPU cores that the ranks of one machine share; None on GPUs.
             pipeline_size: pipeline ranks.
@@ -182,7 +174,6 @@ class Table:
         for outcome in outcomes:
             ms = interval([1000.0 * each for each in outcome.seconds.values()]) if outcome.seconds else None
             rate = None if ms is None or tokens is None else tokens / ms.value * 1000.0
-            tflops = None if flops is None or ms is None else flops / ms.value / 1e9 / num_ranks
             predicted = None
             if base.predicted_ms is not None and outcome.predicted_ms:
                 predicted = base.predicted_ms / outcome.predicted_ms
@@ -195,8 +186,6 @@ class Table:
                     predicted_speed_up=predicted,
                     tokens_per_s=rate,
                     tokens_per_s_per_rank=None if rate is None else rate / num_ranks,
-                    tflops_per_rank=tflops,
-                    utilization=None if tflops is None or peak_tflops is None else tflops / peak_tflops,
                     memory_ratio=own / theirs if own is not None and theirs else None,
                 )
             )

@@ -34,7 +34,6 @@ from megatron.zerobubble.version import __version__
 __all__ = [
     "Given",
     "Record",
-    "SameUnequalPlans",
     "check_same",
     "check_same_program",
     "content_digest",
@@ -245,26 +244,3 @@ def turn(name: str) -> Any:
     store = c10d._get_default_store()
     number = store.add(f"zerobubble/{name}/turns of {dist.get_rank()}", 1)
     return c10d.PrefixStore(f"zerobubble/{name}/{number}", store)
-
-
-class SameUnequalPlans:
-    """Compares the plans of single iterations over the world, on the thread that makes them. Every rank must construct it."""
-
-    def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo")
-
-    def check(self, program: Program) -> None:
-        """Raise ConfigError on all ranks if their programs differ. All ranks must call it for the same iterations, in order."""
-        found = torch.zeros(dist.get_world_size(), dtype=torch.int64)
-        found[dist.get_rank()] = int(program_digest(program)[:15], 16)  # 60 bits: int64 has a sign
-        dist.all_reduce(found, group=self._group)
-        others = [rank for rank, digest in enumerate(found) if digest != found[0]]
-        if others:
-            raise ConfigError(
-                f"ranks 0 and {others[0]} have planned an iteration of {program.plan.num_microbatches} microbatches of unequal "
-                "length differently: give all ranks the same options and versions"
-            )
-
-    def close(self) -> None:
-        """Destroy the group. Every rank must call it."""
-        dist.destroy_process_group(self._group)

@@ -71,7 +71,7 @@ def choose_device(settings: Settings, launch: Launch) -> HostDevice:
     """Choose and set up the device of this rank: a GPU if torch finds one, else the CPU with gloo.
 
     With NCCL each rank of a machine has a GPU of its own; with gloo ranks share GPUs if there are too few, and their transfers go
-    through host memory (`runtime.staging`). On the CPU this installs the host-device layer and lets the allocator retain freed
+    through host memory (`runtime.p2p`). On the CPU this installs the host-device layer and lets the allocator retain freed
     memory (`mcore.cpu.malloc`). Call it before any process group exists.
 
     Raises:

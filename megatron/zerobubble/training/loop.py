@@ -30,12 +30,11 @@ from megatron.zerobubble.training.checkpoint.resume import start_from
 from megatron.zerobubble.training.checkpoint.save import save_checkpoint
 from megatron.zerobubble.training.checkpoint.shared import check_save_directory
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.data.announced_lengths import announce_lengths
-from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer, check_data_matches
+from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer
 from megatron.zerobubble.training.data.microbatch_lengths import num_tokens
 from megatron.zerobubble.training.data.samples import Datasets, build_datasets, chunk_iterators, chunk_reads
+from megatron.zerobubble.training.data.token_ids import check_small_dataset
 from megatron.zerobubble.training.early_exit import EarlyExit
-from megatron.zerobubble.training.estimate.flops import flops_per_sample
 from megatron.zerobubble.training.garbage import collecting_by_hand
 from megatron.zerobubble.training.initialize import (
     Job,
@@ -107,7 +106,8 @@ def pretrain(
     )
     try:
         tokenizer = build_tokenizer(settings.tokenizer)
-        check_data_matches(settings, tokenizer, is_first=launch.rank == 0)
+        if launch.rank == 0:
+            check_small_dataset(settings, tokenizer)
         host = choose_device(settings, launch)
         values = values_of(settings, launch)
     except UserError as error:
@@ -165,14 +165,7 @@ class _Run:
         if restored is not None:
             self.progress = TrainingProgress(restored.iteration, restored.consumed_samples)
             self.engine.resume(iteration=restored.iteration, consumed_samples=restored.consumed_samples)
-        self.metrics = MetricsLogger(
-            self.settings,
-            rank=job.launch.rank,
-            start_iteration=self.progress.iteration,
-            flops_per_sample=None  # of documents they differ
-            if self.settings.data.reads_documents
-            else flops_per_sample(self.settings, vocab_size=tokenizer.vocab_size).total,
-        )
+        self.metrics = MetricsLogger(self.settings, rank=job.launch.rank, start_iteration=self.progress.iteration)
         evaluates = run.eval_iters > 0
         self.actions = (
             _Action(self._evaluate, interval=run.eval_interval if evaluates else None, at_end=evaluates),
@@ -185,9 +178,8 @@ class _Run:
         """Iterate, evaluate, save, log a summary."""
         _log.info("%s", description(self.settings, on_cpu=self.job.host.enabled))
         phase = self.job.watch.phase
-        if not self.settings.run.skip_train:
-            with collecting_by_hand(is_manual=self.settings.run.manual_gc), phase("trains, between the passes of two iterations"):
-                self._train()
+        with collecting_by_hand(is_manual=self.settings.run.manual_gc), phase("trains, between the passes of two iterations"):
+            self._train()
         with phase("ends the run"):
             self._end()
 
@@ -218,13 +210,6 @@ class _Run:
     def _iterate(self, data_iterator: Any) -> None:
         settings = self.settings
         self.engine.begin(num_microbatches=settings.num_microbatches, micro_batch_size=settings.batch.micro_batch_size)
-        announce_lengths(
-            self.training_state.schedule.unequal,
-            self.datasets.train,
-            self.settings,
-            iteration=self.progress.iteration,
-            consumed=self.progress.consumed_samples,
-        )
         begin = self.marks.now()
         results = self.trainer.iterate(data_iterator)
         end = self.marks.now()
@@ -270,8 +255,8 @@ class _Run:
         self.metrics.log(validation_loss=loss, iteration=self.progress.iteration)
 
     def _save(self) -> None:
-        progress, saves = self.progress, self.settings.checkpoint.save is not None and not self.settings.run.skip_train
-        if not saves or progress.saved_iteration == progress.iteration:
+        progress = self.progress
+        if self.settings.checkpoint.save is None or progress.saved_iteration == progress.iteration:
             return
         self.metrics.log()
         with self.job.watch.phase(f"saves the checkpoint of iteration {progress.iteration}"):
