@@ -6,7 +6,7 @@ are close in time, so that a machine which is slow for minutes slows both.
 
 A prediction is the simulator's time for the contender's order with measured times of the passes, plus the measured time of the
 optimizer step. Stages that were not measured under the contender itself, as with megatron-core's own schedules, get theirs from
-the parts of the model as measured under another contender (`plan.partition.part_costs`).
+the parts of the model as measured under another contender (`plan.partition.layer_costs`).
 """
 
 from __future__ import annotations

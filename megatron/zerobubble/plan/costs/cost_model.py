@@ -179,6 +179,11 @@ class CostModel:
         )
 
     @property
+    def lists(self) -> dict[str, tuple[float, ...]]:
+        """The five lists per stage, by the names of their fields."""
+        return {name: getattr(self, name) for name in COST_LISTS}
+
+    @property
     def activations(self) -> Activations:
         """The activation memory of the stages alone."""
         return Activations(activation=self.activation, activation_after_backward=self.activation_after_backward)
