@@ -146,9 +146,9 @@ def test_a_drawing_has_the_microbatch_and_the_tokens_of_every_slot() -> None:
 
 def test_links_alone_are_shown_and_the_plan_is_for_them() -> None:
     drawn = search(microbatch_tokens=None, links=FASTER | {"message_bytes": [2e6]})[-1]
-    assert drawn["lengths"][0] == "links of 2.000 ms to 2.500 ms per mean message between neighboring ranks"
+    assert drawn["lengths"][0] == "links of 2.000 to 2.500 ms per mean message between neighboring ranks"
     drawn = search(microbatch_tokens=None, links=LINKS)[-1]
-    assert drawn["lengths"][0] == "links of 0.5000 ms to 1.000 ms per mean message between neighboring ranks"
+    assert drawn["lengths"][0] == "links of 0.500 to 1.000 ms per mean message between neighboring ranks"
     assert json.loads(drawn["plan"])["costs"]["links"]["latency_ms"] == LINKS["latency_ms"]
     assert drawn["flags"], "a run may load it: its microbatches are equal"
 

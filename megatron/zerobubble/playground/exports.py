@@ -10,10 +10,9 @@ from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import known_schedules
 from megatron.zerobubble.plan.render.chrome_trace import render_chrome_trace
-from megatron.zerobubble.plan.render.plan_summary import slot_notes, slots
+from megatron.zerobubble.plan.render.plan_summary import headline, lengths, measures, slot_notes, slots, title
 from megatron.zerobubble.plan.render.svg import render_svg
 from megatron.zerobubble.plan.simulate import Simulation
-from megatron.zerobubble.playground.words import headline, lengths, measures
 
 _SVG_WIDTH_PX = 1600
 _SVG_MOST_PX = 24_000
@@ -44,9 +43,8 @@ def export(simulation: Simulation, form: Export) -> TextFile:
         return TextFile(name=f"{stem}.trace.json", media_type="application/json", text=text)
     width = max(_SVG_WIDTH_PX, min(_SVG_MOST_PX, _PX_PER_PASS * max(map(len, simulation.rows))))
     subtitle = "; ".join([measures(simulation), *lengths(simulation)])
-    svg = render_svg(
-        simulation.rows, title=headline(simulation.plan), subtitle=subtitle, width_px=width, notes=slot_notes(simulation)
-    )
+    name = headline(simulation.plan, title(simulation.plan.schedule))
+    svg = render_svg(simulation.rows, title=name, subtitle=subtitle, width_px=width, notes=slot_notes(simulation))
     return TextFile(name=f"{stem}.svg", media_type="image/svg+xml", text=svg)
 
 

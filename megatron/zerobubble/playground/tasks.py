@@ -17,6 +17,7 @@ from megatron.zerobubble.messages import one_line, quoted
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.planner import AUTO, Result
+from megatron.zerobubble.plan.render.plan_summary import title
 from megatron.zerobubble.plan.simulate import Simulation
 from megatron.zerobubble.playground.deviations import compare
 from megatron.zerobubble.playground.drawing import draw_plan
@@ -27,7 +28,6 @@ from megatron.zerobubble.playground.limits import MAX_POINTS
 from megatron.zerobubble.playground.opened_files import open_file, plan_result
 from megatron.zerobubble.playground.problem import DEFAULT_OBJECTIVE, read_object, read_problem
 from megatron.zerobubble.playground.recorded import read_trace
-from megatron.zerobubble.playground.words import titled, verdict
 
 Event = dict[str, Any]
 
@@ -52,7 +52,7 @@ def _search(body: bytes) -> Iterator[Event]:
     for rung in climb(problem):
         event: Event = {"event": "best", "spent": share * rung.spent, "verdict": ""}
         if problem.schedule == AUTO and rung.spent == 1.0:
-            event["verdict"] = verdict(rung.result, problem.objective)
+            event["verdict"] = rung.result.verdict(problem.objective)
         if rung.result is not shown:
             plan = rung.result.simulation.plan
             drawing = draw_plan(rung.result, own.of(rung.result))
@@ -93,7 +93,11 @@ def _pareto(body: bytes) -> Iterator[Event]:
         event: Event = {"event": "point", "memory_limit": limit}
         if result is not None:
             plan, costs, metrics = result.simulation.plan, result.simulation.costs, result.metrics()
-            event |= {"schedule": plan.schedule, "title": titled(plan), "num_chunks": plan.placement.num_chunks}
+            event |= {
+                "schedule": plan.schedule,
+                "title": result.titled(title(plan.schedule)),
+                "num_chunks": plan.placement.num_chunks,
+            }
             event |= {"metrics": metrics, "derived_from": problem.derived_from(plan.placement)}
             event["plan"] = plan.to_json(costs=costs.to_json(), metrics=metrics)
         yield event
