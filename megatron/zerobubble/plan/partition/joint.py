@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from megatron.zerobubble.errors import ConfigError, PlanError
-from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
+from megatron.zerobubble.plan.bounds.schedule_bound import TimeBound, lower_bound
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.partition.layer_costs import Model
 from megatron.zerobubble.plan.partition.layout import Layout, StageCosts
-from megatron.zerobubble.plan.partition.layout_bound import LayoutBound, bound_over_layouts
+from megatron.zerobubble.plan.partition.layout_bound import bound_over_layouts
 from megatron.zerobubble.plan.partition.partitions import partitions
 from megatron.zerobubble.plan.planner import AUTO, Result, make_plan
 from megatron.zerobubble.plan.registry import check_at_least_one, check_size, placement_of, schedule_info
@@ -57,7 +57,7 @@ class LayoutResult:
     """Its costs in the planner's units."""
     result: Result
     """Its plan, with the lower bound of this layout."""
-    bound: LayoutBound
+    bound: TimeBound
     """Lower bound over all layouts."""
     num_planned: int
     """Layouts that were planned."""
@@ -254,7 +254,7 @@ class _Joint:
         bound = lower_bound(placement, self._m, stages.costs, stages.memory_limit)
         return _Candidate(schedule=schedule, layout=layout, bound_ms=self._options.objective.of(bound))
 
-    def best(self, bound: LayoutBound) -> LayoutResult:
+    def best(self, bound: TimeBound) -> LayoutResult:
         """Plan the candidates, with more effort for fewer of them."""
         planned = self._improved(self._round(sorted(self._candidates, key=_bound_of), _FIRST_SHARE, is_short=True))
         found: list[_Candidate] = []
