@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.zerobubble.bench.speed_ups import Estimate, Row, Table
 from megatron.zerobubble.files import replace_text
-from megatron.zerobubble.plan.render.svg import Panel, render_panels
+from megatron.zerobubble.plan.render.svg import Panel, render_svg
 
 __all__ = ["FORMAT", "can_draw", "markdown", "to_json", "write"]
 
@@ -161,7 +161,7 @@ def _page(table: Table, text: str, panels: Sequence[Panel], *, title: str) -> st
     prose = "".join(_prose(part) for part in text.split("\n\n")[1:] if part.strip())
     drawn = ""
     if panels:
-        drawn = render_panels(panels, title="One iteration of each contender", subtitle="gray is idle", width_px=1400)
+        drawn = render_svg(panels, title="One iteration of each contender", subtitle="gray is idle", width_px=1400)
     return (
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{escape(title)}</title><style>{_STYLE}</style></head>"
         f"<body><h1>{escape(title)}</h1><div class='box'><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"

@@ -40,7 +40,7 @@ from megatron.zerobubble.plan.registry import (
 )
 from megatron.zerobubble.plan.render.chrome_trace import render_chrome_trace
 from megatron.zerobubble.plan.render.plan_summary import headline, lengths, measures, slot_notes, slots, summary
-from megatron.zerobubble.plan.render.svg import render_svg
+from megatron.zerobubble.plan.render.svg import Panel, render_svg
 from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from megatron.zerobubble.plan.search.search_progress import Progress
 from megatron.zerobubble.plan.simulate import Simulation, simulate
@@ -347,8 +347,8 @@ def run_show(args: argparse.Namespace) -> None:
 def _write_pictures(args: argparse.Namespace, simulation: Simulation) -> None:
     if args.svg is not None:
         subtitle = "; ".join([measures(simulation), *lengths(simulation)[:1]])
-        svg = render_svg(simulation.rows, title=headline(simulation.plan), subtitle=subtitle, notes=slot_notes(simulation))
-        write_whole(args.svg, svg)
+        panel = Panel.of_ops(simulation.rows, notes=slot_notes(simulation))
+        write_whole(args.svg, render_svg([panel], title=headline(simulation.plan), subtitle=subtitle))
     if args.trace is not None:
         write_whole(args.trace, render_chrome_trace(simulation.rows, slots(simulation)))
 

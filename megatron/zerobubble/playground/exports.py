@@ -11,7 +11,7 @@ from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import known_schedules
 from megatron.zerobubble.plan.render.chrome_trace import render_chrome_trace
 from megatron.zerobubble.plan.render.plan_summary import headline, lengths, measures, slot_notes, slots, title
-from megatron.zerobubble.plan.render.svg import render_svg
+from megatron.zerobubble.plan.render.svg import Panel, render_svg
 from megatron.zerobubble.plan.simulate import Simulation
 
 _SVG_WIDTH_PX = 1600
@@ -44,7 +44,8 @@ def export(simulation: Simulation, form: Export) -> TextFile:
     width = max(_SVG_WIDTH_PX, min(_SVG_MOST_PX, _PX_PER_PASS * max(map(len, simulation.rows))))
     subtitle = "; ".join([measures(simulation), *lengths(simulation)])
     name = headline(simulation.plan, title(simulation.plan.schedule))
-    svg = render_svg(simulation.rows, title=name, subtitle=subtitle, width_px=width, notes=slot_notes(simulation))
+    panel = Panel.of_ops(simulation.rows, notes=slot_notes(simulation))
+    svg = render_svg([panel], title=name, subtitle=subtitle, width_px=width)
     return TextFile(name=f"{stem}.svg", media_type="image/svg+xml", text=svg)
 
 
