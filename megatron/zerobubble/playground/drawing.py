@@ -15,12 +15,11 @@ from typing import Any
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, MicrobatchCosts
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
-from megatron.zerobubble.plan.memory_profile import activation_memory_over_time
 from megatron.zerobubble.plan.planner import Result
 from megatron.zerobubble.plan.render.plan_summary import headline, lengths, measures, title
 from megatron.zerobubble.plan.render.svg import SPAN_COLORS
 from megatron.zerobubble.plan.render.text import chunks_of, extent, render_text
-from megatron.zerobubble.plan.simulate import Simulation, TimedOp
+from megatron.zerobubble.plan.simulate import Simulation, TimedOp, memory_over_time
 from megatron.zerobubble.plan.timeline import Timeline
 from megatron.zerobubble.plan.validate import live_microbatches, pending_wgrads
 from megatron.zerobubble.playground.length_fields import attention_share, drawn_slots
@@ -90,7 +89,7 @@ def draw_recorded(timeline: Timeline) -> Drawing:
 
 def _draw(plan: Plan, rows: Sequence[Sequence[TimedOp]], costs: CostModel) -> Drawing:
     begin, end = extent(rows)
-    stairs = activation_memory_over_time(rows, plan.num_microbatches, costs.reordered(plan.assignment))
+    stairs = memory_over_time(rows, plan.num_microbatches, costs.reordered(plan.assignment))
     times = rank_times(rows)
     peaks = [max((held for _, held in stair), default=0.0) for stair in stairs]
     counts = zip(live_microbatches(plan), pending_wgrads(plan), times, peaks, strict=True)

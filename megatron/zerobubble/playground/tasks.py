@@ -121,7 +121,7 @@ def _show(body: bytes) -> Iterator[Event]:
 def _export(body: bytes) -> Iterator[Event]:
     given = read_object(body)
     form = choice(Export, "form", given.get("form"))
-    yield {"event": "done", **asdict(export(plan_result(*_plan_of(given)).simulation, form))}
+    yield {"event": "done", **export(plan_result(*_plan_of(given)).simulation, form)._asdict()}
 
 
 def _compare(body: bytes) -> Iterator[Event]:

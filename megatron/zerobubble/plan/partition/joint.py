@@ -24,7 +24,7 @@ from megatron.zerobubble.plan.partition.layout import Layout, StageCosts
 from megatron.zerobubble.plan.partition.layout_bound import bound_over_layouts
 from megatron.zerobubble.plan.partition.partitions import partitions
 from megatron.zerobubble.plan.planner import AUTO, Result, make_plan
-from megatron.zerobubble.plan.registry import check_at_least_one, check_size, placement_of, schedule_info
+from megatron.zerobubble.plan.registry import check_at_least_one, check_size, placement_of, schedule_info, schedule_spec
 from megatron.zerobubble.plan.search.interface import Problem
 from megatron.zerobubble.plan.search.orders import order_of
 from megatron.zerobubble.plan.search.search import best_core, search
@@ -177,21 +177,13 @@ def _enough(placement: Placement, num_microbatches: int, stages: StageCosts, obj
 
 def _families(schedule: str, num_ranks: int, num_chunks: int | None) -> list[tuple[str, Placement]]:
     """Schedules with the placements to try."""
-    chosen: Sequence[tuple[str, int]] = _FAMILIES
     if schedule == AUTO:
         if num_chunks is not None:
             raise ConfigError("auto chooses the number of chunks; drop it or name an interleaved schedule")
-    else:
-        info = schedule_info(schedule)
-        if num_chunks is not None:
-            check_at_least_one(num_chunks=num_chunks)
-            if info.num_chunks not in (None, num_chunks):
-                raise ConfigError(
-                    f"schedule {schedule!r} has {info.num_chunks} stage(s) per rank, not {num_chunks}; drop num_chunks"
-                )
-        chunks = _CHUNKS if info.num_chunks is None else (info.num_chunks,)
-        chosen = [(schedule, each) for each in ((num_chunks,) if num_chunks is not None else chunks)]
-    return [(name, placement_of(name, num_ranks=num_ranks, num_chunks=chunks)) for name, chunks in chosen]
+        return [(name, placement_of(name, num_ranks=num_ranks, num_chunks=chunks)) for name, chunks in _FAMILIES]
+    takes_any = schedule_info(schedule).num_chunks is None and num_chunks is None
+    tried: Sequence[int | None] = _CHUNKS if takes_any else (num_chunks,)
+    return [(schedule, schedule_spec(schedule, num_ranks=num_ranks, num_chunks=chunks).placement) for chunks in tried]
 
 
 @dataclass(frozen=True, kw_only=True)
