@@ -125,8 +125,8 @@ class _Comparison:
         job, firsts = self._options.job, list(self._first.values())
         predict(firsts, self._outcomes, job)
         sizes = next((block.result.sizes for block in firsts), None)
-        return Table.of(
-            list(self._outcomes.values()),
+        return Table(
+            outcomes=list(self._outcomes.values()),
             baseline=self._options.baseline,
             tokens=sizes.tokens if sizes is not None and job.has_full_sequences else None,
             num_ranks=self._launch.world_size,

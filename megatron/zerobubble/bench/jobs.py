@@ -16,7 +16,8 @@ from megatron.zerobubble.bench.programs import Program, Script, TrainerRun
 from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.overlay import check_supported
-from megatron.zerobubble.plan.partition.part_costs import PartCosts
+from megatron.zerobubble.plan.partition.layer_costs import Model
+from megatron.zerobubble.plan.partition.layout import costs_of_placements
 from megatron.zerobubble.training.config.settings import Settings
 
 if TYPE_CHECKING:
@@ -68,7 +69,8 @@ class TrainerJob:
         assert isinstance(measured, TrainerRun)
         assert wanted is None or isinstance(wanted, TrainerRun)
         own, layers = measured.settings.placement, (wanted.settings if wanted else self.settings.without_layout()).stage_layers
-        others = PartCosts.from_stages(costs, measured.settings.stage_layers(own)).costs_of(layers)
+        held = measured.settings.stage_layers(own)
+        others = costs_of_placements(Model.measured(("layer",) * held.num_layers, held, costs), layers)
         return lambda placement: costs if placement == own else others(placement)
 
     @property

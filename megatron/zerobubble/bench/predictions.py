@@ -22,7 +22,7 @@ from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.render.svg import Panel
 from megatron.zerobubble.plan.simulate import Simulation, simulate
-from megatron.zerobubble.plan.timeline import Activity, RankTimeline, Timeline
+from megatron.zerobubble.plan.timeline import Activity, Timeline
 from megatron.zerobubble.profiling.report import report
 
 __all__ = ["FirstBlock", "interleaved_ms", "panels", "predict"]
@@ -118,10 +118,8 @@ def panels(blocks: Sequence[FirstBlock], job: Job) -> list[Panel]:
             continue
         simulation = _simulated(block, blocks, job)
         if simulation is not None:
-            rows = tuple(RankTimeline(ops=row) for row in simulation.rows)
-            drawn.append(
-                Panel(caption=f"{name}: simulated with measured pass times, bubble {simulation.bubble_rate:.1%}", ranks=rows)
-            )
+            caption = f"{name}: simulated with measured pass times, bubble {simulation.bubble_rate:.1%}"
+            drawn.append(Panel.of_ops(simulation.rows, caption=caption))
     return drawn
 
 

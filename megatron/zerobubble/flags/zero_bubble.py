@@ -81,9 +81,8 @@ class ZeroBubbleConfig:
     """JSON file of a plan to run from the first iteration on. Without a flag that chooses a schedule, the plan's schedule runs;
     with one, the plan must place its stages on the same ranks."""
     zero_bubble_balance_stages: bool = False
-    """Measure the time of one layer, the embedding and the head, and log the --pipeline-model-parallel-layout with the least
-    compute on the bottleneck rank; from profiled times also the fastest layout of all schedules. With --zero-bubble-schedule
-    auto, run that layout."""
+    """Measure the time of one layer, the embedding and the head, and log the fastest --pipeline-model-parallel-layout of all
+    schedules within the memory of the running plan."""
     zero_bubble_shard_gradients: int | None = field(default=None, metadata={"metavar": "K"})
     """Shard gradients over the data-parallel ranks while they accumulate (ZeRO-2): W of K microbatches of a layer run together,
     followed by one reduce-scatter. Gradient memory per rank is then its shard and two buckets; up to K-1 more microbatches wait

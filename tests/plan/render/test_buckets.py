@@ -7,7 +7,7 @@ import json
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.render.chrome_trace import render_trace
-from megatron.zerobubble.plan.render.svg import render_comparison
+from megatron.zerobubble.plan.render.svg import Panel, render_svg
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.timeline import Activity, Bucket, RankTimeline, Span, Timeline
 
@@ -41,7 +41,7 @@ def test_overlapping_buckets_lie_on_lanes_of_their_own() -> None:
 
 
 def test_the_picture_has_a_bar_for_each_under_the_row() -> None:
-    picture = render_comparison(SIMULATION.rows, _timeline(), captions=("planned", "measured"))
+    picture = render_svg([Panel.of_ops(SIMULATION.rows, caption="planned"), Panel(caption="measured", ranks=_timeline().ranks)])
     assert picture.count("<title>reduce bucket") == 3
     assert "<title>gather bucket 2 of stage 0, 512 bytes 0.000..1.000 ms</title>" in picture
     assert "bucket reduced" in picture

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.zerobubble.plan.render.chrome_trace import render_trace
-from megatron.zerobubble.plan.render.svg import render_comparison
+from megatron.zerobubble.plan.render.svg import Panel, render_svg
 from megatron.zerobubble.plan.timeline import Activity, RankTimeline, Timeline
 from tests.profiling.support import as_recorded, span
 from tests.support.traces import check_trace
@@ -101,7 +101,8 @@ def test_a_broken_trace_is_noticed() -> None:
 def test_plan_and_recorded_run_on_one_axis() -> None:
     timeline = as_recorded("zbv", 2, 4)
     late = Timeline(iteration=7, plan=timeline.plan, ranks=tuple(rank.shifted(5e4) for rank in timeline.ranks))
-    root = ElementTree.fromstring(render_comparison(timeline.rows, late, title="<both>", captions=("planned", "measured")))
+    panels = [Panel.of_ops(timeline.rows, caption="planned"), Panel(caption="measured", ranks=late.ranks)]
+    root = ElementTree.fromstring(render_svg(panels, title="<both>"))
     boxes = [(box, box.find(f"{SVG}title")) for box in root.iter(f"{SVG}rect")]
     titled = [((title.text or "").split()[0], box.get("x"), box.get("width")) for box, title in boxes if title is not None]
     ops = [str(timed.op) for row in timeline.rows for timed in row]

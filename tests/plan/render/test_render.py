@@ -9,7 +9,7 @@ from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Op
 from megatron.zerobubble.plan.registry import build_plan, known_schedules
 from megatron.zerobubble.plan.render.chrome_trace import render_chrome_trace
-from megatron.zerobubble.plan.render.svg import render_svg
+from megatron.zerobubble.plan.render.svg import Panel, render_svg
 from megatron.zerobubble.plan.render.text import render_text
 from megatron.zerobubble.plan.simulate import TimedOp, simulate
 
@@ -48,7 +48,7 @@ def test_text_fits(name: str, width: int) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_svg_is_a_document_with_every_op_in_it(name: str) -> None:
     rows = simulated(name)
-    root = ElementTree.fromstring(render_svg(rows, title="<title> & more", subtitle="'quoted'"))
+    root = ElementTree.fromstring(render_svg([Panel.of_ops(rows)], title="<title> & more", subtitle="'quoted'"))
     assert root.tag == f"{SVG}svg"
     titles = [element.text or "" for element in root.iter(f"{SVG}title")]
     assert [text.split()[0] for text in titles] == [str(timed.op) for row in rows for timed in row]
@@ -62,7 +62,7 @@ def test_svg_is_a_document_with_every_op_in_it(name: str) -> None:
 
 def test_svg_leaves_out_numbers_that_do_not_fit() -> None:
     def numbers(width_px: int) -> int:
-        root = ElementTree.fromstring(render_svg(simulated("zbv", 4, 24), width_px=width_px))
+        root = ElementTree.fromstring(render_svg([Panel.of_ops(simulated("zbv", 4, 24))], width_px=width_px))
         return sum((element.text or "").isdigit() and element.get("fill") != "#555" for element in root.iter(f"{SVG}text"))
 
     assert numbers(4000) == 4 * 24 * 6
@@ -99,12 +99,12 @@ def test_a_recorded_run_is_rendered_by_the_same_code() -> None:
     text = render_text(rows)
     assert text.splitlines()[0].split()[:2] == ["ms", "0"]
     assert "BW0" in text
-    ElementTree.fromstring(render_svg(rows))
+    ElementTree.fromstring(render_svg([Panel.of_ops(rows)]))
     assert json.loads(render_chrome_trace(rows))["traceEvents"][1]["ts"] == 0
 
 
 @pytest.mark.parametrize("rows", [[], [[]], [[], []]])
 def test_an_empty_timeline_renders(rows: list[list[TimedOp]]) -> None:
     assert render_text(rows).startswith("ms")
-    ElementTree.fromstring(render_svg(rows))
+    ElementTree.fromstring(render_svg([Panel.of_ops(rows)]))
     json.loads(render_chrome_trace(rows))

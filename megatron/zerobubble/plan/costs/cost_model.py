@@ -122,6 +122,13 @@ class CostModel:
         """The costs with every microbatch at the mean, and every link at `comm_ms`."""
         return self if self.is_plain else replace(self, per_microbatch=None, links=None)
 
+    def rows(self, name: str, width: int = 1) -> Sequence[Sequence[float]]:
+        """One of the lists per stage and microbatch; of equal ones `width` times the same value."""
+        if self.per_microbatch is None:
+            return [[value] * width for value in getattr(self, name)]
+        rows: Sequence[Sequence[float]] = getattr(self.per_microbatch, name)
+        return rows
+
     def of_microbatch(self, name: str, stage: int, microbatch: int) -> float:
         """The value of one of the lists for one microbatch."""
         lists: CostModel | MicrobatchCosts = self if self.per_microbatch is None else self.per_microbatch
@@ -177,6 +184,11 @@ class CostModel:
             activation=shared("activation", 1.0),
             activation_after_backward=shared("activation_after_backward", activation_after_backward),
         )
+
+    @property
+    def lists(self) -> dict[str, tuple[float, ...]]:
+        """The five lists per stage, by the names of their fields."""
+        return {name: getattr(self, name) for name in COST_LISTS}
 
     @property
     def activations(self) -> Activations:
