@@ -70,7 +70,7 @@ class TrainerJob:
         assert wanted is None or isinstance(wanted, TrainerRun)
         own, layers = measured.settings.placement, (wanted.settings if wanted else self.settings.without_layout()).stage_layers
         held = measured.settings.stage_layers(own)
-        others = costs_of_placements(Model.measured(("layer",) * held.num_layers, held, costs), layers)
+        others = costs_of_placements(Model.measured(("layer",) * held.num_layers, held, costs), layers, links=costs.links)
         return lambda placement: costs if placement == own else others(placement)
 
     @property

@@ -36,7 +36,7 @@ def chunk_advice(plan: Plan, layers: StageLayers, costs: CostModel, options: Sea
         costs: their profiled costs.
         options: of the search; the memory limit is that of all plans, by default the running plan's memory.
     """
-    costs = costs.plain
+    costs = replace(costs, per_microbatch=None)
     running = simulate(plan, costs)
     limit = max(running.peak_memory) if options.memory_limit is None else options.memory_limit
 
@@ -51,7 +51,7 @@ def chunk_advice(plan: Plan, layers: StageLayers, costs: CostModel, options: Sea
             AUTO,
             num_ranks=plan.num_ranks,
             num_microbatches=plan.num_microbatches,
-            costs_of=costs_of_placements(model, layers_of),
+            costs_of=costs_of_placements(model, layers_of, links=costs.links),
             options=replace(options, memory_limit=limit, budget=_SHARE * options.budget),
         )
     except (ConfigError, PlanError):

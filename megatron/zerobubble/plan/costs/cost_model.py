@@ -11,6 +11,7 @@ per-stage lists are the means, which are the costs of every microbatch where all
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -203,7 +204,12 @@ class CostModel:
         )
         every = self.per_microbatch
         unequal = "" if every is None else f" (means of {every.num_microbatches} unequal microbatches)"
-        return f"{passes} ms by stage{unequal}, links {self.comm_ms:.2f} ms{'' if self.links is None else ' (mean)'}"
+        if self.links is None:
+            return f"{passes} ms by stage{unequal}, links {self.comm_ms:.2f} ms"
+        pairs = itertools.permutations(range(self.links.num_ranks), 2)
+        source, target = max(pairs, key=lambda pair: self.link_ms(*pair))
+        links = f"links {min(self.links.neighbors):.2f} to {self.link_ms(source, target):.2f} ms"
+        return f"{passes} ms by stage{unequal}, {links}, the slowest from rank {source} to rank {target}"
 
     @property
     def reserved(self) -> CostModel:

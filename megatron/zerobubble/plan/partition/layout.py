@@ -10,11 +10,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.links import Links
 from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.layer_costs import Model
@@ -128,17 +129,21 @@ class Layout:
         return [static + unit * peak for static, unit, peak in used]
 
 
-def costs_of_placements(model: Model, layers_of: Callable[[Placement], StageLayers]) -> Callable[[Placement], CostModel]:
+def costs_of_placements(
+    model: Model, layers_of: Callable[[Placement], StageLayers], *, links: Links | None = None
+) -> Callable[[Placement], CostModel]:
     """The costs of other placements of a measured model, as the planner asks for them: it raises PlanError for some.
 
     Args:
         model: with the units of activation memory of a `CostModel` in place of bytes.
         layers_of: divides the layers over the stages of a placement; raises ConfigError where they cannot be divided.
+        links: of unequal speed between the ranks, the same in any placement; None: the model's `comm_ms` for all.
     """
 
     def costs_of(placement: Placement) -> CostModel:
         try:
-            return Layout(model=model, placement=placement, per_stage=layers_of(placement).per_stage).costs()
+            layout = Layout(model=model, placement=placement, per_stage=layers_of(placement).per_stage)
+            return replace(layout.costs(), links=links)
         except ConfigError as error:
             raise PlanError(f"{placement.num_stages} stages: {error}") from None
 
