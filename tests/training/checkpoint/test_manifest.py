@@ -82,13 +82,32 @@ def folder(directory: Path) -> None:
     (directory / "__1_0.distcp").mkdir()
 
 
+def fifo(directory: Path) -> None:
+    missing(directory)
+    os.mkfifo(directory / "__1_0.distcp")
+
+
+def circle(directory: Path) -> None:
+    missing(directory)
+    (directory / "__1_0.distcp").symlink_to("__1_0.distcp")
+
+
+def link(directory: Path) -> None:
+    elsewhere = directory.parent / f"{directory.name} elsewhere"
+    (directory / "__1_0.distcp").rename(elsewhere)
+    (directory / "__1_0.distcp").symlink_to(elsewhere)
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
         (missing, "__1_0.distcp is missing"),
         (longer, "common.pt has 71 bytes instead of 70"),
         (additional, "__2_0.distcp was not saved with this checkpoint"),
-        (folder, "__1_0.distcp is missing"),
+        (folder, "__1_0.distcp is not a regular file"),
+        (fifo, "__1_0.distcp is not a regular file"),
+        (circle, "__1_0.distcp is missing"),
+        (link, "__1_0.distcp is a link out of the checkpoint"),
     ],
 )
 def test_files_that_do_not_belong_together_are_named(change: Callable[[Path], None], expected: str, checkpoint: Path) -> None:

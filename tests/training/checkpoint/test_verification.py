@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from megatron.zerobubble.cli.main import main
 from megatron.zerobubble.errors import CheckpointError
+from megatron.zerobubble.training.checkpoint.directory import TRACKER
 from megatron.zerobubble.training.checkpoint.load import load_checkpoint
 from megatron.zerobubble.training.checkpoint.manifest import MANIFEST, Manifest, record_of
 from megatron.zerobubble.training.checkpoint.save import save_checkpoint
@@ -195,6 +198,38 @@ def test_what_the_command_cannot_verify_is_one_line(
     assert expected in err
     assert err.count("\n") == 1
     assert len(err) < len(str(tmp_path)) + 300
+
+
+@pytest.mark.parametrize("name", [TRACKER, MANIFEST])
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        (None, "cannot be read: it is not a regular file"),
+        ("/dev/zero", "cannot be read: it is not a regular file"),
+        ("itself", f"cannot be read: {os.strerror(errno.ELOOP)}"),
+        ("sparse", "cannot be read: it has more than "),
+    ],
+)
+def test_fifos_and_links_are_one_line(
+    target: str | None, expected: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the files that are read before anything is compared; none hangs, or fills the memory."""
+    directory = tmp_path / "iter_0000002"
+    directory.mkdir()
+    (tmp_path / TRACKER).write_text("2")
+    file = tmp_path / name if name == TRACKER else directory / name
+    file.unlink(missing_ok=True)
+    if target is None:
+        os.mkfifo(file)
+    else:
+        file.symlink_to(name if target == "itself" else target if target.startswith("/") else tmp_path / target)
+    with (tmp_path / "sparse").open("wb") as stream:
+        stream.truncate(2**40)
+    assert main(["checkpoint", "verify", str(tmp_path)]) == 1
+    out, err = capsys.readouterr()
+    assert not out
+    assert f"{file} {expected}" in err
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize("step", ["-1", "x", "9" * 5000, ""])
