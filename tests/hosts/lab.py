@@ -7,6 +7,7 @@ phase and waits there while the fault is done from outside.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import random
 import re
@@ -18,11 +19,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megatron.zerobubble.cli import checkpoint
 from megatron.zerobubble.cli.main import main
 from tests.faults import lab
-from tests.faults.inject import PHASES, Fault, done
+from tests.faults.inject import PHASES, Fault, done, started
 from tests.hosts.hosts import LOCAL, Agent, Hosts
 from tests.hosts.warm import AHEAD, VERSION
 from tests.support.datasets import random_documents, write_documents
@@ -117,10 +119,15 @@ class Outcome:
     has_whole_checkpoints: bool
 
     @property
+    def _alive(self) -> list[OnHost]:
+        is_gone = FAULTS[self.trial.kind].is_gone
+        return [each for host, each in enumerate(self.hosts) if not (is_gone and host == self.trial.host)]
+
+    @property
     def is_hang(self) -> bool:
         """Whether a rank had not ended after LONGEST_S, or torchrun on a host that lost no other one."""
-        kind = FAULTS[self.trial.kind]
-        return any(host.rank_s is None or (host.agent_s is None and not (kind.is_cut or kind.is_gone)) for host in self.hosts)
+        is_cut = FAULTS[self.trial.kind].is_cut
+        return any(host.rank_s is None or (host.agent_s is None and not is_cut) for host in self._alive)
 
     @property
     def seconds(self) -> float:
@@ -130,8 +137,8 @@ class Outcome:
     @property
     def is_as_promised(self) -> bool:
         """All promises but the time."""
-        ends_well = all(host.code == 0 for host in self.hosts)
         kind = FAULTS[self.trial.kind]
+        ends_well = all(host.code == 0 for host in self._alive)
         ended = ends_well == kind.ends_well and self.num_restarts == (1 if kind.max_restarts else 0)
         is_whole = self.has_same_losses and self.has_whole_checkpoints and self.num_left == 0
         return ended and is_whole and not self.is_hang and all(host.is_named in (True, None) for host in self.hosts)
@@ -162,8 +169,10 @@ class Kind:
     ends_well: bool = False
     max_restarts: int = 0
     """torchrun's. The job goes on by itself after one restart."""
-    num_hosts: int = 2
-    """At least."""
+    is_elastic: bool = False
+    """Whether the job may go on with fewer hosts, with the same losses but for rounding."""
+    only: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of a trial that are not drawn."""
     promised_s: float = PROMISED_S
 
     @property
@@ -198,13 +207,23 @@ FAULTS = {
     ),
     "a rank stopped": Kind(do=lambda hosts, trial, pid: _send([pid], signal.SIGSTOP)),
     "a host killed": Kind(do=lambda hosts, trial, pid: hosts.kill(trial.host), is_gone=True),
+    "a host killed, elastic": Kind(
+        do=lambda hosts, trial, pid: hosts.kill(trial.host),
+        is_gone=True,
+        ends_well=True,
+        max_restarts=3,
+        is_elastic=True,
+        only={"layout": "2 hosts, p = 2, 2 replicas", "host": 1, "rendezvous": "c10d"},
+    ),
     "power lost": Kind(do=_lose_power, is_gone=True),
     "link down": Kind(do=lambda hosts, trial, pid: hosts.link(trial.host, is_up=False), is_cut=True),
-    "halves cut apart": Kind(do=lambda hosts, trial, pid: hosts.split(_side(trial)), is_cut=True, num_hosts=4),
+    "halves cut apart": Kind(
+        do=lambda hosts, trial, pid: hosts.split(_side(trial)), is_cut=True, only={"layout": "4 hosts, p = 4"}
+    ),
     "nothing that a host sends arrives": Kind(do=lambda hosts, trial, pid: hosts.mute(trial.host), is_cut=True),
-    "disk full": Kind(do=_fill),
+    "disk full": Kind(do=_fill, only={"phase": "saves"}),
     "slow link": Kind(begin=lambda hosts, trial: hosts.slow(trial.host, 2.0), ends_well=True),
-    "small /dev/shm": Kind(memory="64k", flags=("--num-workers", "2"), ends_well=True),
+    "small /dev/shm": Kind(memory="64k", flags=("--num-workers", "2")),
     "small folder for temporary files": Kind(temporary="64k", ends_well=True),
     "clock an hour ahead": Kind(variables={AHEAD: "3600"}, ends_well=True),
     "a flag that no rank knows": Kind(flags=("--no-such-flag",), promised_s=ERROR_S),
@@ -215,8 +234,6 @@ FAULTS = {
     "no plan": Kind(lacks="--zero-bubble-load-plan", promised_s=ERROR_S),
 }
 """What happens to one host, by name."""
-PHASES_OF = {"disk full": ["saves"]}
-"""Where not all of them."""
 
 
 def _side(trial: Trial) -> set[int]:
@@ -227,24 +244,18 @@ def _side(trial: Trial) -> set[int]:
     return set(range(half)) if trial.host < half else set(range(half, 2 * half))
 
 
-def drawn(seed: str) -> Trial:
-    """The trial of a seed."""
-    generator = random.Random(seed)
-    return draw(generator.choice(list(FAULTS)), generator)
-
-
 def draw(kind: str, generator: random.Random) -> Trial:
     """A trial of a kind of fault."""
-    fault = FAULTS[kind]
-    name = generator.choice([name for name, layout in LAYOUTS.items() if layout.num_hosts >= fault.num_hosts])
-    host = generator.randrange(LAYOUTS[name].num_hosts)
+    only = FAULTS[kind].only
+    layout = only.get("layout") or generator.choice(list(LAYOUTS))
+    host = only.get("host", generator.randrange(LAYOUTS[layout].num_hosts))
     return Trial(
         kind=kind,
-        phase="" if fault.do is None else generator.choice(PHASES_OF.get(kind, list(PHASES))),
-        layout=name,
-        rendezvous=generator.choice(["c10d", "static"]),
+        phase="" if FAULTS[kind].do is None else only.get("phase") or generator.choice(list(PHASES)),
+        layout=layout,
+        rendezvous=only.get("rendezvous") or generator.choice(["c10d", "static"]),
         host=host,
-        rank=generator.choice(LAYOUTS[name].ranks_of(host)),
+        rank=generator.choice(LAYOUTS[layout].ranks_of(host)),
     )
 
 
@@ -268,25 +279,31 @@ def run(trial: Trial, folder: Path) -> Outcome | None:
         assert lab.losses_of(folder) == undisturbed(trial.layout), "a fault that happened to nobody changes nothing"
         return None
     on_hosts, num_left = watched
+    files = [file for rank in range(layout.num_ranks) if (file := started(note, rank)).exists()]
     resumed_at, losses = lab.go_on(folder, _flags(folder, layout), layout.num_ranks, launch_warm)
     return Outcome(
         trial=trial,
         hosts=on_hosts,
         num_left=num_left,
-        num_restarts=max(int(each) for agent in agents for each in ["0", *re.findall(r"restart (\d+):", agent.screen)]),
+        num_restarts=max(len(file.read_text()) - 1 for file in files) if files else 0,
         resumed_at=resumed_at,
-        has_same_losses=losses == undisturbed(trial.layout),
+        has_same_losses=_are_same(losses, undisturbed(trial.layout), kind),
         has_whole_checkpoints=checkpoint.main(["verify", str(folder / "saved")]) == 0,
     )
 
 
+def _are_same(losses: dict[int, float], expected: dict[int, float], kind: Kind) -> bool:
+    if kind.is_elastic:
+        return losses.keys() == expected.keys() and all(
+            math.isclose(losses[each], expected[each], rel_tol=1e-4) for each in losses
+        )
+    return losses == expected
+
+
 def _torchrun(trial: Trial, host: int, name: str) -> list[str]:
-    layout, max_restarts = LAYOUTS[trial.layout], FAULTS[trial.kind].max_restarts
-    common = [
-        f"--nnodes={layout.num_hosts}",
-        f"--nproc-per-node={layout.ranks_per_host}",
-        f"--max-restarts={max_restarts}",
-    ]
+    layout, kind = LAYOUTS[trial.layout], FAULTS[trial.kind]
+    num_hosts = f"1:{layout.num_hosts}" if kind.is_elastic else layout.num_hosts
+    common = [f"--nnodes={num_hosts}", f"--nproc-per-node={layout.ranks_per_host}", f"--max-restarts={kind.max_restarts}"]
     if trial.rendezvous == "static":
         return [*common, f"--node-rank={host}", "--master-addr=node0", f"--master-port={_PORT}"]
     return [*common, "--rdzv-backend=c10d", f"--rdzv-endpoint=node0:{_PORT}", f"--rdzv-id={name}"]

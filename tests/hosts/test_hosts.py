@@ -14,7 +14,7 @@ import pytest
 from tests.faults.lab import record
 from tests.hosts import hosts, lab
 
-NUM = int(os.environ.get("ZB_TEST_HOSTS_NUM", "20"))
+NUM = int(os.environ.get("ZB_TEST_HOSTS_NUM", len(lab.FAULTS)))
 
 pytestmark = [
     pytest.mark.skipif(hosts.missing() is not None, reason=str(hosts.missing())),
