@@ -270,17 +270,17 @@ def run(trial: Trial, folder: Path) -> Outcome | None:
         for host in range(layout.num_hosts):
             variables = Fault("outside", trial.rank, trial.phase, 0.0, str(note)).environment() if trial.phase else {}
             variables |= kind.variables if host == trial.host else {}
-            job = [str(lab.JOB), *_flags(folder, layout, kind, is_at_fault=host == trial.host)]
+            job = [str(lab.JOB), *flags_of(folder, layout, kind, is_at_fault=host == trial.host)]
             if kind.lacks and host != trial.host:
                 _give(kind.lacks, folder / hosts.names[host], trial)
-            agents.append(hosts.start(host, [*_torchrun(trial, host, folder.name), *job], variables))
+            agents.append(hosts.start(host, [*torchrun(trial, host, folder.name), *job], variables))
         watched = _watch(hosts, trial, agents, note)
     if watched is None:
         assert lab.losses_of(folder) == undisturbed(trial.layout), "a fault that happened to nobody changes nothing"
         return None
     on_hosts, num_left = watched
     files = [file for rank in range(layout.num_ranks) if (file := started(note, rank)).exists()]
-    resumed_at, losses = lab.go_on(folder, _flags(folder, layout), layout.num_ranks, launch_warm)
+    resumed_at, losses = lab.go_on(folder, flags_of(folder, layout), layout.num_ranks, launch_warm)
     return Outcome(
         trial=trial,
         hosts=on_hosts,
@@ -300,10 +300,12 @@ def _are_same(losses: dict[int, float], expected: dict[int, float], kind: Kind) 
     return losses == expected
 
 
-def _torchrun(trial: Trial, host: int, name: str) -> list[str]:
+def torchrun(trial: Trial, host: int, name: str, *, max_restarts: int | None = None) -> list[str]:
+    """The start of the command on a host. Restarts: by default those of the kind of fault."""
     layout, kind = LAYOUTS[trial.layout], FAULTS[trial.kind]
+    max_restarts = kind.max_restarts if max_restarts is None else max_restarts
     num_hosts = f"1:{layout.num_hosts}" if kind.is_elastic else layout.num_hosts
-    common = [f"--nnodes={num_hosts}", f"--nproc-per-node={layout.ranks_per_host}", f"--max-restarts={kind.max_restarts}"]
+    common = [f"--nnodes={num_hosts}", f"--nproc-per-node={layout.ranks_per_host}", f"--max-restarts={max_restarts}"]
     if trial.rendezvous == "static":
         return [*common, f"--node-rank={host}", "--master-addr=node0", f"--master-port={_PORT}"]
     return [*common, "--rdzv-backend=c10d", f"--rdzv-endpoint=node0:{_PORT}", f"--rdzv-id={name}"]
@@ -388,7 +390,8 @@ def _names(line: str, hosts: set[int], ranks: set[int]) -> bool:
     return has_store or bool(named & ranks) or any(f"node{host}" in reason for host in hosts)
 
 
-def _flags(folder: Path, layout: Layout, kind: Kind | None = None, *, is_at_fault: bool = False) -> list[str]:
+def flags_of(folder: Path, layout: Layout, kind: Kind | None = None, *, is_at_fault: bool = False) -> list[str]:
+    """The flags of the job, without or with a fault."""
     flags = lab.flags_of(folder, list(layout.flags), layout.pipeline)
     if kind is not None and kind.lacks == "--data-path":
         flags.remove("--mock-data")
@@ -429,4 +432,4 @@ def undisturbed(layout: str) -> dict[int, float]:
 
 def _undisturbed_in(folder: Path, name: str) -> dict[int, float]:
     layout = LAYOUTS[name]
-    return lab.go_on(folder, _flags(folder, layout), layout.num_ranks, launch_warm)[1]
+    return lab.go_on(folder, flags_of(folder, layout), layout.num_ranks, launch_warm)[1]
