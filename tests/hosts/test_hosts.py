@@ -13,8 +13,9 @@ import pytest
 
 from tests.faults.lab import record
 from tests.hosts import hosts, lab
+from tests.hosts.faults import FAULTS, draw
 
-NUM = int(os.environ.get("ZB_TEST_HOSTS_NUM", len(lab.FAULTS)))
+NUM = int(os.environ.get("ZB_TEST_HOSTS_NUM", len(FAULTS)))
 
 pytestmark = [
     pytest.mark.skipif(hosts.missing() is not None, reason=str(hosts.missing())),
@@ -26,15 +27,15 @@ pytestmark = [
 @pytest.mark.sampled(1 / NUM)
 def test_a_fault_of_a_host(number: int, tmp_path: Path) -> None:
     """The culprit is named on every host, no rank is left, and the job goes on as if nothing had happened."""
-    kinds = list(lab.FAULTS)
-    trial = lab.draw(kinds[number % len(kinds)], random.Random(f"{os.environ['ZB_TEST_SEED']} {number}"))
+    kinds = list(FAULTS)
+    trial = draw(kinds[number % len(kinds)], random.Random(f"{os.environ['ZB_TEST_SEED']} {number}"))
     outcome = lab.run(trial, tmp_path)
     if outcome is None:
         pytest.skip(f"the job was over before the moment of {trial}")
     record(outcome)
     assert outcome.is_as_promised, outcome
     if "ZB_TEST_FAULTS" in os.environ:  # a time is not asserted where other tests run beside
-        assert outcome.seconds <= lab.FAULTS[trial.kind].promised_s, outcome
+        assert outcome.seconds <= FAULTS[trial.kind].promised_s, outcome
 
 
 def test_hosts_leave_nothing_behind(tmp_path: Path) -> None:
