@@ -95,6 +95,11 @@ class Kind:
     promised_s: float = PROMISED_S
 
     @property
+    def may_keep_agents(self) -> bool:
+        """Whether torchrun may stay on a host that lost the one of its store."""
+        return (self.is_cut or self.is_gone) and not self.max_restarts
+
+    @property
     def is_error(self) -> bool:
         """Whether it is an error of the user."""
         return self.do is None and not self.ends_well

@@ -28,7 +28,7 @@ LONGEST_S = 150.0
 _JOB_S = 120.0
 """Seconds that a job may take to come to its fault."""
 _AGENTS_S = 20.0
-"""Seconds that torchrun may stay on a host when all ranks, and torchrun of another host, have ended."""
+"""Seconds that torchrun is waited for, when all ranks have ended, on a host that has lost the others."""
 _PORT = 29400
 
 
@@ -73,8 +73,8 @@ class Outcome:
     @property
     def is_hang(self) -> bool:
         """Whether a rank had not ended after LONGEST_S, or torchrun on a host that lost no other one."""
-        is_cut = FAULTS[self.trial.kind].is_cut
-        return any(host.rank_s is None or (host.agent_s is None and not is_cut) for host in self._alive)
+        agents_too = not FAULTS[self.trial.kind].may_keep_agents
+        return any(host.rank_s is None or (host.agent_s is None and agents_too) for host in self._alive)
 
     @property
     def seconds(self) -> float:
@@ -144,22 +144,22 @@ def _torchrun(trial: Trial, host: int, name: str) -> list[str]:
 def _watch(hosts: Hosts, trial: Trial, agents: list[Agent], note: Path) -> tuple[tuple[OnHost, ...], int] | None:
     """Do the fault when its moment has come, and wait for the end; (what came of it on each host, ranks that are left).
 
-    torchrun itself may stay on a host that has lost the others, and is waited for only a little longer than its ranks.
+    torchrun itself may stay on a host that has lost the others (with c10d, for minutes); it is not waited for.
     """
-    do, begin = FAULTS[trial.kind].do, time.time()
-    moment = begin if do is None else 0.0
+    kind, begin = FAULTS[trial.kind], time.time()
+    moment = begin if kind.do is None else 0.0
     seen = [begin for _ in agents]  # when each host last had a rank
     while True:
         now = time.time()
         left = [hosts.ranks(host) for host in range(hosts.num)]
         seen = [now if left[host] else seen[host] for host in range(hosts.num)]
-        if do is not None and not moment and note.exists():
-            do(hosts, trial, hosts.find(trial.host, int(note.read_text())))
+        if kind.do is not None and not moment and note.exists():
+            kind.do(hosts, trial, hosts.find(trial.host, int(note.read_text())))
             moment = time.time()
             done(note).touch()
         has_ended = all(agent.outcome for agent in agents) and not any(left)
         is_late = now > (moment + LONGEST_S if moment else begin + _JOB_S)
-        if has_ended or is_late or (moment and any(agent.outcome for agent in agents) and now > max(seen) + _AGENTS_S):
+        if has_ended or is_late or (moment and kind.may_keep_agents and now > max(seen) + _AGENTS_S):
             break
         time.sleep(0.05)
     if not moment:
@@ -187,7 +187,7 @@ def _on_host(trial: Trial, host: int, agent: Agent, rank_s: float | None, moment
         lines.append(f"rank {root[1]}: {root[2]}" if root[2].startswith("Signal ") else root[2])
     outcome = agent.outcome
     return OnHost(
-        rank_s=None if rank_s is None else round(rank_s, 1),
+        rank_s=None if rank_s is None else round(max(rank_s, 0.0), 1),
         agent_s=None if outcome is None else round(outcome[0] - moment, 1),
         code=None if outcome is None else outcome[1],
         first=lines[0] if lines else "",
