@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import resource
@@ -28,6 +29,8 @@ class Layout:
     ranks_per_host: int
     pipeline: int
     flags: tuple[str, ...]
+    is_script: bool = False
+    """Whether `zerobubble run` starts a script around Megatron-LM's loop, in place of the reference trainer."""
 
     @property
     def num_ranks(self) -> int:
@@ -44,6 +47,7 @@ LAYOUTS = {
     "2 hosts, p = 4": Layout(2, 2, 4, ("--enable-zero-bubble",)),
     "2 hosts, p = 2, 2 replicas": Layout(2, 2, 2, ZBV),
     "4 hosts, p = 4": Layout(4, 1, 4, ("--enable-zero-bubble",)),
+    "2 hosts, p = 4, zerobubble run": Layout(2, 2, 4, ("--cpu", "--enable-zero-bubble"), is_script=True),
 }
 
 
@@ -170,12 +174,14 @@ def side_of(trial: Trial) -> set[int]:
 
 def draw(kind: str, generator: random.Random) -> Trial:
     """A trial of a kind of fault."""
-    only = FAULTS[kind].only
-    layout = only.get("layout") or generator.choice(list(LAYOUTS))
+    only, is_timed = FAULTS[kind].only, FAULTS[kind].do is not None
+    has_script = is_timed and "phase" not in only and importlib.util.find_spec("megatron.training") is not None
+    layout = only.get("layout") or generator.choice([name for name in LAYOUTS if has_script or not LAYOUTS[name].is_script])
+    phases = ["first", "passes", "evaluates"] if LAYOUTS[layout].is_script else list(PHASES)
     host = only.get("host", generator.randrange(LAYOUTS[layout].num_hosts))
     return Trial(
         kind=kind,
-        phase="" if FAULTS[kind].do is None else only.get("phase") or generator.choice(list(PHASES)),
+        phase=only.get("phase") or generator.choice(phases) if is_timed else "",
         layout=layout,
         rendezvous=only.get("rendezvous") or generator.choice(["c10d", "static"]),
         host=host,

@@ -13,6 +13,8 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 from megatron.zerobubble.cli import checkpoint
 from megatron.zerobubble.cli.main import main
@@ -21,7 +23,8 @@ from tests.faults.inject import Fault, done, started
 from tests.hosts.faults import FAULTS, LAYOUTS, ZBV, Kind, Layout, Trial, side_of
 from tests.hosts.hosts import LOCAL, Agent, Hosts
 from tests.support.datasets import random_documents, write_documents
-from tests.training.launch import launch_warm
+from tests.support.megatron_lm import SMALL, WITHOUT_KERNELS, logged
+from tests.training.launch import ROOT, launch_warm
 
 LONGEST_S = 150.0
 """Seconds from a fault after which a job hangs, and what is left is counted and killed."""
@@ -30,6 +33,11 @@ _JOB_S = 120.0
 _AGENTS_S = 20.0
 """Seconds that torchrun is waited for, when all ranks have ended, on a host that has lost the others."""
 _PORT = 29400
+_VARIABLES = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+"""Megatron-LM asks for it."""
+
+Losses = dict[Any, Any]
+"""By iteration."""
 
 
 @dataclass(frozen=True)
@@ -101,18 +109,20 @@ def run(trial: Trial, folder: Path) -> Outcome | None:
         agents = []
         for host in range(layout.num_hosts):
             variables = Fault("outside", trial.rank, trial.phase, 0.0, str(note)).environment() if trial.phase else {}
-            variables |= kind.variables if host == trial.host else {}
-            job = [str(lab.JOB), *_flags(folder, layout, kind, is_at_fault=host == trial.host)]
+            variables |= _VARIABLES | (kind.variables if host == trial.host else {})
+            job = _job(folder, layout, kind, is_at_fault=host == trial.host)
             if kind.lacks and host != trial.host:
                 _give(kind.lacks, folder / hosts.names[host], trial)
             agents.append(hosts.start(host, [*_torchrun(trial, host, folder.name), *job], variables))
         watched = _watch(hosts, trial, agents, note)
+    said = "".join(agent.screen for agent in agents)
     if watched is None:
-        assert lab.losses_of(folder) == undisturbed(trial.layout), "a fault that happened to nobody changes nothing"
+        assert _losses(folder, layout, said) == undisturbed(trial.layout), "a fault that happened to nobody changes nothing"
         return None
     on_hosts, num_left = watched
     files = [file for rank in range(layout.num_ranks) if (file := started(note, rank)).exists()]
-    resumed_at, losses = lab.go_on(folder, _flags(folder, layout), layout.num_ranks, launch_warm)
+    resumed_at = _saved(folder)
+    losses = _go_on(folder, layout, said)
     return Outcome(
         trial=trial,
         hosts=on_hosts,
@@ -120,16 +130,35 @@ def run(trial: Trial, folder: Path) -> Outcome | None:
         num_restarts=max(len(file.read_text()) - 1 for file in files) if files else 0,
         resumed_at=resumed_at,
         has_same_losses=_are_same(losses, undisturbed(trial.layout), kind),
-        has_whole_checkpoints=checkpoint.main(["verify", str(folder / "saved")]) == 0,
+        has_whole_checkpoints=layout.is_script or checkpoint.main(["verify", str(folder / "saved")]) == 0,
     )
 
 
-def _are_same(losses: dict[int, float], expected: dict[int, float], kind: Kind) -> bool:
+def _are_same(losses: Losses, expected: Losses, kind: Kind) -> bool:
     if kind.is_elastic:
         return losses.keys() == expected.keys() and all(
             math.isclose(losses[each], expected[each], rel_tol=1e-4) for each in losses
         )
     return losses == expected
+
+
+def _saved(folder: Path) -> int:
+    tracker = folder / "saved" / "latest_checkpointed_iteration.txt"
+    return int(tracker.read_text()) if tracker.exists() else 0
+
+
+def _losses(folder: Path, layout: Layout, said: str) -> Losses:
+    """What the job printed, or wrote."""
+    return logged(said) if layout.is_script else lab.losses_of(folder)
+
+
+def _go_on(folder: Path, layout: Layout, said: str = "") -> Losses:
+    """Start the job on one host, again or for the first time; its losses, with those that it had `said`."""
+    script, *flags = _job(folder, layout)
+    with mock.patch.dict("os.environ", _VARIABLES):
+        ended = launch_warm(flags, num_ranks=layout.num_ranks, script=Path(script))
+    assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
+    return _losses(folder, layout, said + ended.stdout)
 
 
 def _torchrun(trial: Trial, host: int, name: str) -> list[str]:
@@ -220,12 +249,19 @@ def _names(line: str, hosts: set[int], ranks: set[int]) -> bool:
     return has_store or bool(named & ranks) or any(f"node{host}" in reason for host in hosts)
 
 
-def _flags(folder: Path, layout: Layout, kind: Kind | None = None, *, is_at_fault: bool = False) -> list[str]:
+def _job(folder: Path, layout: Layout, kind: Kind | None = None, *, is_at_fault: bool = False) -> list[str]:
+    """Script and flags."""
+    if layout.is_script:
+        given = f"{SMALL} {WITHOUT_KERNELS} --pipeline-model-parallel-size {layout.pipeline} --train-iters {lab.NUM_ITERATIONS}"
+        given += f" --eval-interval 3 --save {folder / 'saved'} --load {folder / 'saved'} --save-interval 2 --clip-grad 0.5"
+        ours = [*layout.flags, "--zero-bubble-watchdog-seconds", str(lab.WATCHDOG_S)]
+        run, script = ROOT / "megatron/zerobubble/run.py", Path(__file__).with_name("script.py")
+        return [str(run), *ours, str(script), *given.split(), "--distributed-timeout-minutes", "1"]
     flags = lab.flags_of(folder, list(layout.flags), layout.pipeline)
     if kind is not None and kind.lacks == "--data-path":
         flags.remove("--mock-data")
     lacks = [] if kind is None or kind.lacks is None else [kind.lacks, str(LOCAL / _NAMES[kind.lacks])]
-    return [*flags, *lacks, *(kind.flags if kind is not None and is_at_fault else ())]
+    return [str(lab.JOB), *flags, *lacks, *(kind.flags if kind is not None and is_at_fault else ())]
 
 
 _NAMES = {"--data-path": "text", "--load": "saved", "--zero-bubble-load-plan": "plan.json"}
@@ -237,7 +273,7 @@ def _give(flag: str, local: Path, trial: Trial) -> None:
     if flag == "--data-path":
         write_documents(local / "text", random_documents([40] * 20))
     elif flag == "--load":
-        _undisturbed_in(local, trial.layout)
+        _go_on(local, layout)
     else:
         schedule = "zbv" if layout.flags == ZBV else "zb-h1"
         plan = [
@@ -253,12 +289,7 @@ def _give(flag: str, local: Path, trial: Trial) -> None:
 
 
 @functools.cache
-def undisturbed(layout: str) -> dict[int, float]:
+def undisturbed(layout: str) -> Losses:
     """The losses of a job without a fault."""
     with tempfile.TemporaryDirectory() as name:
-        return _undisturbed_in(Path(name), layout)
-
-
-def _undisturbed_in(folder: Path, name: str) -> dict[int, float]:
-    layout = LAYOUTS[name]
-    return lab.go_on(folder, _flags(folder, layout), layout.num_ranks, launch_warm)[1]
+        return _go_on(Path(name), LAYOUTS[layout])
