@@ -26,9 +26,9 @@ from tests.support.datasets import random_documents, write_documents
 from tests.support.megatron_lm import SMALL, WITHOUT_KERNELS, logged
 from tests.training.launch import ROOT, launch_warm
 
-LONGEST_S = 150.0
+LONGEST_S = 200.0
 """Seconds from a fault after which a job hangs, and what is left is counted and killed."""
-_JOB_S = 120.0
+_JOB_S = 300.0
 """Seconds that a job may take to come to its fault."""
 _AGENTS_S = 20.0
 """Seconds that torchrun is waited for, when all ranks have ended, on a host that has lost the others."""

@@ -19,7 +19,7 @@ NUM = int(os.environ.get("ZB_TEST_HOSTS_NUM", len(FAULTS)))
 
 pytestmark = [
     pytest.mark.skipif(hosts.missing() is not None, reason=str(hosts.missing())),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
 ]
 
 
