@@ -45,7 +45,7 @@ class OnHost:
     """What came of a job on one host."""
 
     rank_s: float | None
-    """Seconds from the fault to the end of its last rank; None: one is left."""
+    """Seconds from the fault, or the start of the job, to the end of its last rank; None: one is left."""
     agent_s: float | None
     """The same of torchrun."""
     code: int | None
@@ -199,9 +199,10 @@ def _watch(hosts: Hosts, trial: Trial, agents: list[Agent], note: Path) -> tuple
 
 
 _FAILURE = re.compile(
-    r"^(?:stuck: |error: |rank \d+ (?:failed|stops|lost)|ranks were not given|[\w./ -]+: error: ).*", re.MULTILINE
+    r"^(?:ERROR:[\w.]+:)?((?:stuck: |error: |rank \d+ (?:failed|stops|lost)|ranks were not given|[\w./ -]+: error: ).*)",
+    re.MULTILINE,
 )
-"""A line of ours about a failure."""
+"""A line of ours about a failure. In a script of others a logger of its own may stand before it."""
 _ROOT = re.compile(r"^Root Cause.*?^ +rank +: (\d+) .*?^ +traceback : (.*?)$", re.MULTILINE | re.DOTALL)
 """torchrun's report: a rank, and its reason."""
 _OWN = re.compile(r"^rank \d+ (?:stops|lost)[^:]*: ")
@@ -210,7 +211,7 @@ _STORE = re.compile(r"store.*(?:MASTER_ADDR|node0)|lost the job's store")
 
 
 def _on_host(trial: Trial, host: int, agent: Agent, rank_s: float | None, moment: float) -> OnHost:
-    lines = [found[0] for found in _FAILURE.finditer(agent.screen)]
+    lines = _FAILURE.findall(agent.screen)
     root = _ROOT.search(agent.screen)
     if root is not None:
         lines.append(f"rank {root[1]}: {root[2]}" if root[2].startswith("Signal ") else root[2])
