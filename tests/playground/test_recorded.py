@@ -16,7 +16,7 @@ from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.registry import build_plan, schedule_spec
-from megatron.zerobubble.plan.render.chrome_trace import render_chrome_trace, render_trace
+from megatron.zerobubble.plan.render.chrome_trace import render_trace
 from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.simulate import TimedOp, simulate
 from megatron.zerobubble.plan.timeline import RankTimeline, Timeline
@@ -62,7 +62,7 @@ def test_measured_activations_travel_in_the_trace() -> None:
 def test_an_exported_plan_is_read_back_from_its_trace() -> None:
     plan = build_plan("v-half", num_ranks=3, num_microbatches=5)
     simulation = simulate(plan, CostModel.uniform(plan.placement, comm_ms=0.1))
-    (timeline,) = read_trace(json.loads(render_chrome_trace(simulation.rows)))
+    (timeline,) = read_trace(json.loads(render_trace([Timeline.planned(simulation)])))
     assert timeline.plan.ops == plan.ops
     assert timeline.plan.placement == plan.placement
 
