@@ -25,7 +25,7 @@ def test_a_run_as_planned_is_reported_as_such(name: str) -> None:
     assert seen.bubble_rate == pytest.approx(seen.simulation.bubble_rate)
     assert seen.wgrad_share == pytest.approx(0.0 if name == "1f1b" else 1 / 3)
     for record, predicted in zip(seen.ranks, seen.predicted_ranks, strict=True):
-        assert record.time.phases.idle_ms == pytest.approx(predicted.phases.idle_ms, abs=1e-9)
+        assert record.idle_ms == pytest.approx(predicted.idle_ms, abs=1e-9)
     assert [line.split()[0] for line in seen.lines()][:2] == ["bubble:", "span"]
     assert f"{seen.bubble_rate:.1%} of iteration 7" in seen.lines()[0]
 

@@ -80,18 +80,18 @@ class PipelineReport:
     @property
     def span_ms(self) -> float:
         """The longest time of any rank from its first op to its last."""
-        return max(rank.time.span_ms for rank in self.ranks)
+        return max(rank.span_ms for rank in self.ranks)
 
     @property
     def makespan_ms(self) -> float:
         """From the first op of all to the last."""
-        time = self.ranks[0].time
+        time = self.ranks[0]
         return time.starts_after_ms + time.span_ms + time.ends_before_ms
 
     @property
     def work_ms(self) -> float:
         """The bottleneck rank's time in ops."""
-        return max(rank.time.busy_ms for rank in self.ranks)
+        return max(rank.busy_ms for rank in self.ranks)
 
     @property
     def bubble_rate(self) -> float:
@@ -101,22 +101,22 @@ class PipelineReport:
     @property
     def wgrad_share(self) -> float:
         """W's part of the time in ops of all ranks."""
-        busy = sum(rank.time.busy_ms for rank in self.ranks)
-        return sum(rank.time.wgrad_ms for rank in self.ranks) / busy if busy else 0.0
+        busy = sum(rank.busy_ms for rank in self.ranks)
+        return sum(rank.wgrad_ms for rank in self.ranks) / busy if busy else 0.0
 
     def lines(self) -> list[str]:
         """Lines for the log at the end of a run."""
-        worst = max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].time.phases.idle_ms)
+        worst = max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].idle_ms)
         record = self.ranks[worst]
-        phases, causes = record.time.phases, record.causes
         costs = self.simulation.costs
         return [
             f"bubble: {self.bubble_rate:.1%} of iteration {self.iteration} ({self.work_ms:.0f} of {self.span_ms:.0f} ms were "
             f"passes on the bottleneck rank); the plan predicts {self.simulation.bubble_rate:.1%} for these pass times",
             f"  span {self.span_ms:.1f} ms, predicted {self.simulation.span_ms:.1f}; makespan (first to last pass of all ranks) "
             f"{self.makespan_ms:.1f} ms, predicted {self.simulation.makespan_ms:.1f}",
-            f"  most idle is rank {worst}: warmup {phases.warmup_ms:.1f} + steady {phases.steady_ms:.1f} + cooldown "
-            f"{phases.cooldown_ms:.1f} ms, of which waiting for a peer {causes.peer_ms:.1f}, for a link {causes.link_ms:.1f}",
+            f"  most idle is rank {worst}: warmup {record.idle_warmup_ms:.1f} + steady {record.idle_steady_ms:.1f} + cooldown "
+            f"{record.idle_cooldown_ms:.1f} ms, of which waiting for a peer {record.idle_for_peer_ms:.1f}, for a link "
+            f"{record.idle_for_link_ms:.1f}",
             f"  W is {self.wgrad_share:.0%} of all passes; the slowest stage takes F {max(costs.forward_ms):.1f}, "
             f"B {max(costs.backward_ms):.1f}, W {max(costs.wgrad_ms):.1f} ms; P2P latency per message {costs.comm_ms:.2f} ms",
             f"  optimizer: up to {max(rank.optimizer_ms for rank in self.ranks):.1f} ms; the first rank entered it "
@@ -138,7 +138,7 @@ class PipelineReport:
             "predicted": predicted,
             "costs": planned.costs.to_json(),
             "ranks": [
-                {"rank": rank, "measured": _record_json(record), "predicted": _time_json(time)}
+                {"rank": rank, "measured": record.to_json(), "predicted": time.to_json()}
                 for rank, (record, time) in enumerate(zip(self.ranks, self.predicted_ranks, strict=True))
             ],
             "memory": {
@@ -213,31 +213,3 @@ def _of_each_microbatch(timeline: Timeline, costs: CostModel) -> CostModel:
             lists[name][stage][plan.batch_index(microbatch)] = end - start
     every = MicrobatchCosts(**{name: tuple(map(tuple, rows)) for name, rows in lists.items()}, tokens=())
     return replace(costs, per_microbatch=every)
-
-
-def _time_json(time: RankTime) -> dict[str, float]:
-    return {
-        "starts_after_ms": time.starts_after_ms,
-        "forward_ms": time.forward_ms,
-        "backward_ms": time.backward_ms,
-        "wgrad_ms": time.wgrad_ms,
-        "wgrad_share": time.wgrad_share,
-        "idle_ms": time.phases.idle_ms,
-        "idle_warmup_ms": time.phases.warmup_ms,
-        "idle_steady_ms": time.phases.steady_ms,
-        "idle_cooldown_ms": time.phases.cooldown_ms,
-        "ends_before_ms": time.ends_before_ms,
-    }
-
-
-def _record_json(record: RankRecord) -> dict[str, float]:
-    return _time_json(record.time) | {
-        "idle_for_peer_ms": record.causes.peer_ms,
-        "idle_for_link_ms": record.causes.link_ms,
-        "idle_for_validation_ms": record.causes.validate_ms,
-        "idle_other_ms": record.causes.other_ms,
-        "gradients_ms": record.gradients_ms,
-        "optimizer_ms": record.optimizer_ms,
-        "optimizer_ahead_ms": record.optimizer_ahead_ms,
-        "rewind_ms": record.rewind_ms,
-    }
