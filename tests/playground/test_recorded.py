@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.zerobubble.errors import ConfigError, PlanError, UserError
-from megatron.zerobubble.plan.costs.cost_model import Activations, CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
@@ -43,7 +43,7 @@ def test_a_run_s_trace_is_read_back_as_it_was(name: str) -> None:
 
 
 def test_measured_activations_travel_in_the_trace() -> None:
-    sizes = Activations(activation=(0.5,) * 8, activation_after_backward=(0.125,) * 8)
+    sizes = {"activation": (0.5,) * 8, "activation_after_backward": (0.125,) * 8}
     run = replace(as_recorded("zbv", 4, 6), activations=sizes)
     body = json.loads(render_trace([run]))
     (again,) = read_trace(body)

@@ -89,7 +89,7 @@ def _activations(about: Mapping[str, Any], plan: Plan) -> Activations | None:
                 f"the trace's {name!r} must be a list with one number per stage, {plan.num_stages}, got {quoted(values)}"
             )
         lists[name] = tuple(number(f"{name} of stage {stage}", value, MAX_TIME_MS) for stage, value in enumerate(values))
-    return Activations(**lists)
+    return lists
 
 
 def _timeline(

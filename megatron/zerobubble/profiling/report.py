@@ -57,16 +57,6 @@ def memory_line(ranks: Sequence[RankMemory]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryReport:
-    """Peak memory per rank, predicted and measured. The two are in different units: compare the ratios between ranks."""
-
-    predicted: tuple[float, ...]
-    """Peak activation memory; 1.0 is that of 1F1B on rank 0 (see `plan.simulate`)."""
-    measured_bytes: tuple[int, ...] | None = None
-    """Peak of everything on the device, as counted by the CUDA allocator; None on the CPU."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class PipelineReport:
     """One recorded iteration compared with its plan. Times in milliseconds."""
 
@@ -75,7 +65,8 @@ class PipelineReport:
     """The plan, simulated with the measured costs."""
     ranks: tuple[RankRecord, ...]
     predicted_ranks: tuple[RankTime, ...]
-    memory: MemoryReport
+    measured_bytes: list[int] | None = None
+    """Per rank the peak of everything on the device, as counted by the CUDA allocator; None on the CPU."""
 
     @property
     def span_ms(self) -> float:
@@ -128,7 +119,6 @@ class PipelineReport:
         plan, planned = self.simulation.plan, self.simulation
         measured = {"span_ms": self.span_ms, "makespan_ms": self.makespan_ms, "bubble_rate": self.bubble_rate}
         predicted = {"span_ms": planned.span_ms, "makespan_ms": planned.makespan_ms, "bubble_rate": planned.bubble_rate}
-        bytes_ = self.memory.measured_bytes
         return {
             "iteration": self.iteration,
             "schedule": plan.schedule,
@@ -141,14 +131,11 @@ class PipelineReport:
                 {"rank": rank, "measured": record.to_json(), "predicted": time.to_json()}
                 for rank, (record, time) in enumerate(zip(self.ranks, self.predicted_ranks, strict=True))
             ],
-            "memory": {
-                "predicted": list(self.memory.predicted),
-                "measured_bytes": None if bytes_ is None else list(bytes_),
-            },
+            "memory": {"predicted": list(planned.peak_memory), "measured_bytes": self.measured_bytes},
         }
 
 
-def report(timeline: Timeline, *, costs: CostModel | None = None, measured_bytes: Sequence[int] | None = None) -> PipelineReport:
+def report(timeline: Timeline, *, costs: CostModel | None = None) -> PipelineReport:
     """Compare a recorded iteration with its plan.
 
     Args:
@@ -156,25 +143,21 @@ def report(timeline: Timeline, *, costs: CostModel | None = None, measured_bytes
         costs: the costs to predict with; by default the medians of this iteration's passes, its P2P latency, and the measured
             activation memory of the timeline. Without that, stages are taken to be alike and to hold everything until W. Of a
             plan that assigns unequal microbatches, the passes of each one; their memory is still taken to be equal.
-        measured_bytes: peak memory per rank; by default that of the recording, which the CPU does not have.
     """
     if costs is None:
         costs = replace(measured_costs(timeline.plan, timeline.rows), comm_ms=link_ms(timeline))
         if timeline.activations is not None:
-            costs = replace(costs, **vars(timeline.activations))
+            costs = replace(costs, **timeline.activations)  # type: ignore[arg-type]
         if timeline.plan.assignment:
             costs = _of_each_microbatch(timeline, costs)
     simulation = simulate(timeline.plan, costs)
-    if measured_bytes is None:
-        counted = [rank.peak_bytes for rank in timeline.ranks if rank.peak_bytes is not None]
-        measured_bytes = counted if len(counted) == len(timeline.ranks) else None
-    measured = None if measured_bytes is None else tuple(measured_bytes)
+    counted = [rank.peak_bytes for rank in timeline.ranks if rank.peak_bytes is not None]
     return PipelineReport(
         iteration=timeline.iteration,
         simulation=simulation,
         ranks=rank_records(timeline),
         predicted_ranks=rank_times(simulation.rows),
-        memory=MemoryReport(predicted=simulation.peak_memory, measured_bytes=measured),
+        measured_bytes=counted if len(counted) == len(timeline.ranks) else None,
     )
 
 

@@ -58,7 +58,7 @@ def render_trace(timelines: Sequence[Timeline], slots: Sequence[Mapping[str, int
 def _iteration(timeline: Timeline, pid: int, thread: int, begin: float) -> Event:
     start, end = timeline.extent_ms
     text = f"iteration {timeline.iteration}"
-    measured = {} if timeline.activations is None else timeline.activations.to_json()
+    measured = timeline.activations or {}
     return _complete(text, "iteration", pid, thread, start - begin, end - start, schedule=timeline.plan.schedule, **measured)
 
 
