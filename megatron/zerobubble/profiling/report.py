@@ -9,11 +9,13 @@ documents the values of a rank.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+from megatron.zerobubble.errors import PlanError
+from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, MicrobatchCosts
@@ -173,6 +175,15 @@ def reports_to_json(
     if by_length is not None:
         body[COSTS_BY_LENGTH] = by_length.to_json()
     return json.dumps(body, indent=1) + "\n"
+
+
+def last_iteration(body: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """The last entry of a `report.json`. Raises PlanError with the name of its source if there is none."""
+    iterations = body.get("iterations")
+    last = iterations[-1] if isinstance(iterations, list) and iterations else None
+    if not isinstance(last, dict):
+        raise PlanError(f"{source} has no iterations: 'iterations' must be a list of objects, got {quoted(iterations)}")
+    return last
 
 
 def measured_costs(plan: Plan, rows: Rows) -> CostModel:
