@@ -136,10 +136,11 @@ class Paths:
         last = placement.num_stages - 1
         self.down_ms = [_link(costs, ranks[s], ranks[s + 1], microbatch) for s in range(last)]
         self.back_ms = [_link(costs, ranks[s + 1], ranks[s], microbatch) for s in range(last)]
-        rows = (costs.rows(name) for name in COST_LISTS[:3])
-        forward, self.backward_ms, wgrad = (
-            [min(row) if microbatch is None else row[microbatch] for row in row_of] for row_of in rows
-        )
+        width = 1 if microbatch is None else costs.num_microbatches or 1
+        times = [
+            [min(row) if microbatch is None else row[microbatch] for row in costs.rows(name, width)] for name in COST_LISTS[:3]
+        ]
+        forward, self.backward_ms, wgrad = times
         self.forward_ms, self.wgrad_ms = forward, wgrad
         self._down = [0.0]
         self._back = [wgrad[0]]
