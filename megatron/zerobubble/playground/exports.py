@@ -41,7 +41,7 @@ def export(simulation: Simulation, form: Export) -> TextFile:
     if form is Export.TRACE:
         return TextFile(f"{stem}.trace.json", "application/json", render_trace([Timeline.planned(simulation)], slots(simulation)))
     width = max(_SVG_WIDTH_PX, min(_SVG_MOST_PX, _PX_PER_PASS * max(map(len, simulation.rows))))
-    subtitle = "; ".join([measures(simulation), *lengths(simulation)])
+    subtitle = "; ".join([measures(simulation), *lengths(simulation)[:1]])
     name = headline(simulation.plan, title(simulation.plan.schedule))
     panel = Panel.of_ops(simulation.rows, notes=slot_notes(simulation))
     svg = render_svg([panel], title=name, subtitle=subtitle, width_px=width)
