@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
+from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.render.chrome_trace import render_trace
 from megatron.zerobubble.plan.render.svg import Panel, render_svg
+from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.timeline import Activity, RankTimeline, Timeline
 from tests.profiling.support import as_recorded, span
 from tests.support.traces import check_trace
@@ -30,6 +33,23 @@ def test_every_op_once_on_its_rank_and_events_nest(name: str) -> None:
     first = next(event for event in events if event["name"] == "0F0")
     assert (first["pid"], first["tid"], first["ts"]) == (0, 0, 0.0)
     assert first["args"] == {"stage": 0, "microbatch": 0, "iteration": 7}
+
+
+def test_a_plan_is_an_iteration_of_its_ops() -> None:
+    plan = build_plan("zbv", num_ranks=3, num_microbatches=4)
+    events = events_of(Timeline.planned(simulate(plan, CostModel.uniform(plan.placement))))
+    passes = [event for event in events if event["ph"] == "X" and event["cat"] != "iteration"]
+    assert len(passes) == sum(map(len, plan.ops))
+    assert passes[0] == {
+        "name": "0F0",
+        "cat": "F",
+        "ph": "X",
+        "pid": 0,
+        "tid": 0,
+        "ts": 0.0,
+        "dur": 500.0,
+        "args": {"stage": 0, "microbatch": 0, "iteration": 1},
+    }
 
 
 def test_transfers_name_their_message_and_are_joined_by_arrows() -> None:
