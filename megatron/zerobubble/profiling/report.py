@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.length_model import LengthModel
-from megatron.zerobubble.plan.costs.links import links_text
+from megatron.zerobubble.plan.costs.links import LinkTime, links_text
 from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, MicrobatchCosts
 from megatron.zerobubble.plan.ir import OpKind, Plan
 from megatron.zerobubble.plan.simulate import Simulation, TimedOp, simulate
@@ -168,7 +168,7 @@ def report(timeline: Timeline, *, costs: CostModel | None = None, measured_bytes
     """
     links = link_times(timeline)
     if costs is None:
-        costs = measured_costs(timeline.plan, timeline.rows, links)
+        costs = measured_costs(timeline.plan, timeline.rows, {pair: LinkTime(elapsed) for pair, elapsed in links.items()})
         if timeline.activations is not None:
             costs = replace(costs, **vars(timeline.activations))
         if timeline.plan.assignment:
@@ -203,7 +203,7 @@ def reports_to_json(
     return json.dumps(body, indent=1) + "\n"
 
 
-def measured_costs(plan: Plan, rows: Rows, links: Mapping[tuple[int, int], float] | None = None) -> CostModel:
+def measured_costs(plan: Plan, rows: Rows, links: Mapping[tuple[int, int], LinkTime] | None = None) -> CostModel:
     """Costs from the median time of each stage's F, B and W, and the times of links. Activations are equal."""
     times: dict[tuple[int, OpKind], list[float]] = {}
     for row in rows:

@@ -138,6 +138,7 @@ class _Search:
             self._limit * min(self._base.num_ranks, self._m),
             self._options.objective is Objective.MAKESPAN,
             flat.links,
+            flat.busy,
             _EXCESS_ROUNDS * self._bottleneck_ms,
         )
         made: Core = core(problem)
@@ -231,6 +232,8 @@ class FlatCosts(NamedTuple):
     activation: list[float]
     remaining: list[float]
     links: list[float]
+    busy: list[float]
+    """Empty where no message occupies a link."""
 
 
 def flat_costs(costs: CostModel, plan: Plan, *, fused: bool) -> FlatCosts:
@@ -248,16 +251,18 @@ def flat_costs(costs: CostModel, plan: Plan, *, fused: bool) -> FlatCosts:
         durations += before
         durations += [b + w for b, w in zip(middle, after, strict=True)] if fused else middle
         durations += [0.0] * width if fused else after
-    links = []
+    links, busy = [], []
     for step in (1, -1):
         for stage in range(plan.num_stages):
             to = min(max(stage + step, 0), last)
             links += [costs.link_ms(ranks[stage], ranks[to], microbatch) for microbatch in range(width)]
+            busy += [costs.busy_ms(ranks[stage], ranks[to], microbatch) for microbatch in range(width)]
     return FlatCosts(
         list(map(float, durations)),
         [float(value) for row in activation for value in row],
         [0.0 if fused else float(value) for row in remaining for value in row],
         list(map(float, links)),
+        list(map(float, busy)) if any(busy) else [],
     )
 
 

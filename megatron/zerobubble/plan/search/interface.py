@@ -36,6 +36,8 @@ class Problem(NamedTuple):
     """Whether to minimize the makespan instead of the span."""
     links: Sequence[float] = ()
     """Time of a message of each producing stage, flat over (F B, stage), in place of `comm_ms`; empty: `comm_ms` for all."""
+    busy: Sequence[float] = ()
+    """The part of it in which the link takes no other message, likewise; empty: none."""
     excess_ms: float = 0.0
     """Milliseconds charged per unit of memory above the limit; 0: an order that exceeds it has no score."""
 
