@@ -99,10 +99,10 @@ def read_costs(body: dict[str, Any], rank_of: list[int], m: int) -> dict[str, Ta
         fits = len(rows) == len(rank_of) and all(len(row) == m and all(map(is_number, row)) for row in rows)
         need(fits, f"costs: {name} must have {len(rank_of)} stages and {m} microbatches, finite numbers from 0 to {LARGEST:g}")
 
-    def message(source: int, target: int, i: int) -> float:
+    def message(source: int, target: int, i: int) -> tuple[float, float]:
         one, other = rank_of[source], rank_of[target]
         if one == other:
-            return 0.0
+            return 0.0, 0.0
         sizes, speeds = (links["message_bytes"], links.get("gigabytes_per_s")) if links else ([0.0], None)
         latency = links["latency_ms"][one][other] if links else body["comm_ms"]
         size, speed = (sizes[i if len(sizes) > 1 else 0], speeds[one][other]) if speeds else (0.0, 1.0)
@@ -112,26 +112,31 @@ def read_costs(body: dict[str, Any], rank_of: list[int], m: int) -> dict[str, Ta
             is_number(time),
             f"costs: comm_ms or links from rank {one} to rank {other} must be finite numbers from 0, a bandwidth above it",
         )
-        return float(time)
+        return float(time), size / (speed * 1e6)
 
-    costs["down"] = [[message(s, s + 1, i) for i in range(m)] for s in range(last)] + [[0.0] * m]
-    costs["up"] = [[message(s + 1, s, i) for i in range(m)] for s in range(last)] + [[0.0] * m]
+    down = [[message(s, s + 1, i) for i in range(m)] for s in range(last)] + [[(0.0, 0.0)] * m]
+    up = [[message(s + 1, s, i) for i in range(m)] for s in range(last)] + [[(0.0, 0.0)] * m]
+    for name, table in (("down", down), ("up", up)):
+        costs[name], costs[f"{name} busy"] = ([[each[part] for each in row] for row in table] for part in (0, 1))
     return costs
 
 
-def inputs(stage: int, kind: str, i: int, costs: dict[str, Table], data: int) -> list[tuple[Op, float]]:
-    """The ops whose results an op needs, each with the time of its message."""
+def inputs(stage: int, kind: str, i: int, last: int) -> list[Op]:
+    """The ops whose results an op needs."""
     if kind == "F":
-        return [((stage - 1, "F", i), costs["down"][stage - 1][data])] if stage else []
+        return [(stage - 1, "F", i)] if stage else []
     if kind == "W":
-        return [((stage, "B", i), 0.0)]
-    later: list[tuple[Op, float]] = [((stage + 1, "B", i), costs["up"][stage][data])] if stage + 1 < len(costs["up"]) else []
-    return [((stage, "F", i), 0.0), *later]
+        return [(stage, "B", i)]
+    return [(stage, "F", i), *([(stage + 1, "B", i)] if stage < last else [])]
 
 
-def simulate(ops: list[list[Op]], costs: dict[str, Table], assignment: list[int]) -> tuple[float, float, float]:
-    """Span, makespan, and the peak memory of the rank that needs most."""
-    ends: dict[Op, float] = {}
+def simulate(
+    ops: list[list[Op]], rank_of: list[int], costs: dict[str, Table], assignment: list[int]
+) -> tuple[float, float, float]:
+    """Span, makespan, and the peak memory of the rank that needs most. A link carries one message after the other."""
+    there: dict[Op, float] = {}  # when the next stage has a result
+    links: dict[tuple[int, int], float] = {}  # when a link can take the next message
+    last = len(rank_of) - 1
     at, first, free, held = ([0] * len(ops), *([0.0] * len(ops) for _ in range(3)))
     peak, moved = 0.0, True
     while moved:
@@ -139,14 +144,19 @@ def simulate(ops: list[list[Op]], costs: dict[str, Table], assignment: list[int]
         for rank, row in enumerate(ops):
             while at[rank] < len(row):
                 stage, kind, i = row[at[rank]]
-                needs = inputs(stage, kind, i, costs, assignment[i])
-                if any(op not in ends for op, _ in needs):
+                needs = inputs(stage, kind, i, last)
+                if any(op not in there for op in needs):
                     break
-                start = max([free[rank], *(ends[op] + message for op, message in needs)])
+                start = max([free[rank], *(there[op] for op in needs if op[0] != stage)])
                 first[rank] = first[rank] if at[rank] else start
                 f, b, w, whole, kept = (costs[name][stage][assignment[i]] for name in NAMES)
                 free[rank] = start + {"F": f, "B": b, "W": w, "BW": b + w}[kind]
-                ends[stage, kind[0], i] = free[rank]
+                way, from_ = ("down", stage) if kind == "F" else ("up", stage - 1)
+                link = rank, rank_of[min(stage + 1, last) if kind == "F" else max(stage - 1, 0)]
+                sent = there[stage, kind[0], i] = max(free[rank], links.get(link, 0.0))
+                if kind != "W" and link[0] != link[1]:
+                    links[link] = sent + costs[f"{way} busy"][from_][assignment[i]]
+                    there[stage, kind[0], i] = sent + costs[way][from_][assignment[i]]
                 held[rank] += {"F": whole, "B": kept - whole, "W": -kept, "BW": -whole}[kind]
                 peak = max(peak, held[rank])
                 at[rank], moved = at[rank] + 1, True
@@ -267,7 +277,7 @@ def check(body: dict[str, Any]) -> tuple[float, float]:
     plan, claimed, objective, allowed = body["plan"], body["bound"], body["objective"], body["memory_limit"]
     ops, rank_of, assignment = read_plan(plan)
     costs = read_costs(plan["costs"], rank_of, len(assignment))
-    span, makespan, peak = simulate(ops, costs, assignment)
+    span, makespan, peak = simulate(ops, rank_of, costs, assignment)
     need(allowed is None or is_number(allowed), "its memory_limit must be a number from 0, or null")
     everything = sum(sum(row) for name in NAMES[3:] for row in costs[name])  # no plan needs more
     limit = (everything if allowed is None else allowed * min(len(ops), len(assignment))) * (1 + 1e-9) + 1e-9  # rounded up

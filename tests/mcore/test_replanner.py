@@ -13,6 +13,7 @@ import torch
 from megatron.zerobubble.mcore.replanner import Replanner, Window
 from megatron.zerobubble.mcore.state_memory import state_bytes
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.links import LinkTime
 from megatron.zerobubble.plan.ir import OpKind, Plan
 from megatron.zerobubble.plan.registry import initial_plan
 from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
@@ -77,7 +78,7 @@ def _train(rank: int, case: Case, window: Window | None, slower: float = 1.0) ->
         mock.patch.object(
             schedule,
             "link_times",
-            side_effect=lambda: {pair: LINK_MS * (slower if set(pair) == {1, 2} else 1.0) for pair in link_times()},
+            side_effect=lambda: {pair: LinkTime(LINK_MS * (slower if set(pair) == {1, 2} else 1.0)) for pair in link_times()},
         ),
     ):
         for iteration in range(1, case.num_steps + 1):

@@ -26,25 +26,30 @@ def replay(rows: list[list[Cell]], rank_of: list[int], assignment: list[int], co
     """Times, idle share and peak memory of a plan, by advancing whichever rank can run its next op."""
     of, links = costs["microbatches"], costs["links"]
     end: dict[Cell, float] = {}
+    free: dict[tuple[int, int], float] = {}
     clock, begin, busy, held, peak = ([0.0] * len(rows) for _ in range(5))
     todo = [list(row) for row in rows]
 
-    def message(stage: int, to: int, batch: int) -> float:
-        a, b = rank_of[stage], rank_of[to]
-        size = links["message_bytes"][batch]
-        return 0.0 if a == b else links["latency_ms"][a][b] + size / 1e6 / links["gigabytes_per_s"][a][b]
+    def arrival(now: float, a: int, b: int, batch: int) -> float:
+        """Of what rank a sends to b, behind what it has sent before."""
+        busy = links["message_bytes"][batch] / 1e6 / links["gigabytes_per_s"][a][b]
+        free[a, b] = max(now, free.get((a, b), 0.0)) + busy
+        return free[a, b] + links["latency_ms"][a][b]
 
     while any(todo):
         rank, (stage, kind, slot) = next((r, row[0]) for r, row in enumerate(todo) if row and _ready(row[0], end, len(rank_of)))
         batch, ready = assignment[slot], [clock[rank]]
         if kind == "F" and stage:
-            ready.append(end[stage - 1, "F", slot] + message(stage - 1, stage, batch))
+            ready.append(end[stage - 1, "F", slot])
         if "B" in kind and stage + 1 < len(rank_of):
-            ready.append(end[stage + 1, "B", slot] + message(stage + 1, stage, batch))
+            ready.append(end[stage + 1, "B", slot])
         f, b, w, whole, kept = (of[name][stage][batch] for name in COST_LISTS)
         takes = {"F": f, "B": b, "W": w, "BW": b + w}[kind]
         start = max(ready)
         clock[rank] = end[stage, kind[0], slot] = start + takes
+        to = stage + (1 if kind == "F" else -1)
+        if kind != "W" and 0 <= to < len(rank_of) and rank_of[to] != rank:
+            end[stage, kind[0], slot] = arrival(clock[rank], rank, rank_of[to], batch)
         busy[rank] += takes
         begin[rank] = start if len(todo[rank]) == len(rows[rank]) else begin[rank]
         held[rank] += {"F": whole, "B": kept - whole, "W": -kept, "BW": -whole}[kind]

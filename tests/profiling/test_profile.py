@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron.zerobubble.errors import ExecutionError
+from megatron.zerobubble.plan.costs.links import LinkTime
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement
 from megatron.zerobubble.profiling import marks
 from megatron.zerobubble.profiling.profile import RankProfile, StageMemory, combine, unit_bytes
@@ -61,7 +62,7 @@ def test_a_stage_takes_as_long_as_its_slowest_member() -> None:
     twin = {**first, (0, OpKind.B): 2.5}
     second = {(stage, kind): 7.0 for stage in (1, 2) for kind in (OpKind.F, OpKind.BW)}
     ranks = [RankProfile(times_ms=times, memory={}) for times in (first, twin, second)]
-    costs = combine(ranks, Placement.v(2), {(0, 1): 0.15, (1, 0): 0.25})
+    costs = combine(ranks, Placement.v(2), {(0, 1): LinkTime(0.15), (1, 0): LinkTime(0.25)})
     assert costs.forward_ms == (1.0, 7.0, 7.0, 4.0)
     assert costs.backward_ms == (2.5, 7.0, 7.0, 5.0)
     assert costs.wgrad_ms == (3.0, 0.0, 0.0, 0.0)

@@ -11,7 +11,7 @@ from megatron.zerobubble.plan.communication import links_of
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.lengths_and_links import Unequal
-from megatron.zerobubble.plan.costs.links import unequal_links
+from megatron.zerobubble.plan.costs.links import LinkTime
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.profiling.report import FORMAT, report, reports_to_json
 from tests.profiling.support import as_recorded, run_as_simulated
@@ -58,7 +58,7 @@ def test_unequal_microbatches_that_ran_as_planned_are_reported_so(name: str) -> 
 def test_a_slow_link_is_named_with_its_hosts_and_predicted_as_it_is(name: str) -> None:
     plan = build_plan(name, num_ranks=4, num_microbatches=6)
     times = {pair: 14.0 if pair == (1, 2) else 0.9 for pair in links_of(plan.placement)}
-    costs = replace(CostModel.uniform(plan.placement), links=unequal_links(times, 4))
+    costs = CostModel.uniform(plan.placement).with_links({pair: LinkTime(elapsed) for pair, elapsed in times.items()}, 4)
     timeline = run_as_simulated(plan, costs)
     seen = report(timeline)
     assert seen.links == pytest.approx(times)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.zerobubble.plan.communication import links_of, place_communication
+from megatron.zerobubble.plan.costs.links import LinkTime
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.timeline import Activity
@@ -120,7 +121,7 @@ def test_the_offset_undoes_the_skew(skews: list[float], expected: list[float]) -
         assert run_ranks(len(skews), measure_clock_by_readings, skews, itertools.count(), seed=seed) == expected
 
 
-def measure_links(rank: int) -> dict[tuple[int, int], float]:
+def measure_links(rank: int) -> dict[tuple[int, int], LinkTime]:
     links = own_links(Placement.v(4), rank)
     times = links.times(dict.fromkeys(links_of(Placement.v(4)), (4,)), torch.float32, repeats=2)
     links.close()

@@ -314,7 +314,7 @@ class _Block:
         """After the passes of an iteration, before its optimizer step."""
         request = self._request
         if self._profiler is not None and self.iterations == PROFILED[1]:
-            own = Measured(profile=self._profiler.profile(), link_ms=schedule.link_times())
+            own = Measured(profile=self._profiler.profile(), links=schedule.link_times())
             everybody, placement = own.gathered(), schedule.spec.placement
             self._costs = measured_costs(everybody, placement)
             self._unit_bytes = unit_bytes([each.profile for each in everybody], placement)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron.zerobubble.bench.block import BlockResult
 from megatron.zerobubble.bench.contenders import Contender
@@ -18,7 +18,7 @@ from megatron.zerobubble.bench.programs import Program
 from megatron.zerobubble.bench.speed_ups import Outcome
 from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.costs.links import unequal_links
+from megatron.zerobubble.plan.costs.links import LinkTime
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import build_plan
@@ -158,9 +158,15 @@ def _source(blocks: Sequence[FirstBlock]) -> _Source | None:
 
     names = ("forward_ms", "backward_ms", "wgrad_ms", "activation", "activation_after_backward")
     pairs = itertools.permutations(range(placement.num_ranks), 2)
-    links = {pair: statistics.median(costs.link_ms(*pair) for _, costs in alike) for pair in pairs}
-    costs = CostModel.of_lists({name: median(name) for name in names}, comm_ms=statistics.median(links.values() or [0.0]))
-    return _Source(costs=replace(costs, links=unequal_links(links, placement.num_ranks)), program=alike[0][0].program)
+    links = {
+        pair: LinkTime(
+            statistics.median(costs.link_ms(*pair) for _, costs in alike),
+            statistics.median(costs.busy_ms(*pair) for _, costs in alike),
+        )
+        for pair in pairs
+    }
+    costs = CostModel.of_lists({name: median(name) for name in names}).with_links(links, placement.num_ranks)
+    return _Source(costs=costs, program=alike[0][0].program)
 
 
 def _outside_ms(blocks: Sequence[FirstBlock]) -> float | None:

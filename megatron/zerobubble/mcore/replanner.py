@@ -22,6 +22,7 @@ from megatron.zerobubble.mcore.state_memory import usable_bytes
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.costs.cost_model import Activations, CostModel
 from megatron.zerobubble.plan.costs.length_model import LengthModel
+from megatron.zerobubble.plan.costs.links import LinkTime
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import executed_plan, initial_plan, plan_of
@@ -79,8 +80,8 @@ class Measured:
 
     profile: RankProfile
     """Times and memory of its passes."""
-    link_ms: Mapping[tuple[int, int], float]
-    """P2P latency of each of its outgoing links, by the pipeline ranks (sender, receiver)."""
+    links: Mapping[tuple[int, int], LinkTime]
+    """A message on each of its outgoing links, by the pipeline ranks (sender, receiver)."""
     state_bytes: int = 0
     """Weights, gradients and optimizer state."""
     headroom_bytes: int = 0
@@ -100,10 +101,10 @@ def measured_costs(everybody: Sequence[Measured], placement: Placement) -> CostM
         everybody: measurements of all ranks of the world.
         placement: the placement they were measured with.
     """
-    slowest: dict[tuple[int, int], float] = {}
+    slowest: dict[tuple[int, int], LinkTime] = {}
     for each in everybody:
-        for pair, elapsed in each.link_ms.items():
-            slowest[pair] = max(elapsed, slowest.get(pair, 0.0))  # of the replicas, which wait for each other
+        for pair, message in each.links.items():
+            slowest[pair] = max(message, slowest.get(pair, message))  # of the replicas, which wait for each other
     return combine([each.profile for each in everybody], placement, slowest)
 
 
@@ -187,12 +188,12 @@ class Replanner:
         if not self._window.ends(iteration):
             return
         assert self._profiler is not None
-        link_ms = self._schedule.link_times()
+        links = self._schedule.link_times()
         profile = self._profiler.profile()
         self._profiler = self._schedule.hooks.profiler = None
         own = Measured(
             profile=profile,
-            link_ms=link_ms,
+            links=links,
             state_bytes=self._state_bytes(),
             headroom_bytes=0 if self._headroom_bytes is None else self._headroom_bytes(profile),
         )

@@ -37,6 +37,7 @@ from megatron.zerobubble.mcore.stock_recording import PipelineGroupLinks, record
 from megatron.zerobubble.mcore.warm_up import warm_up_groups
 from megatron.zerobubble.plan.communication import Program, longest_messages, place_communication, speculative_forwards
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.links import LinkTime
 from megatron.zerobubble.plan.deadlock import stuck_ranks
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.registry import executed_plan, initial_plan, stock_plan
@@ -209,8 +210,8 @@ class PipelineSchedule:
 
     # -- what was measured ------------------------------------------------------------------------------------------------
 
-    def link_times(self) -> dict[tuple[int, int], float]:
-        """Milliseconds that the longest message on each link from this rank takes; empty before the first iteration.
+    def link_times(self) -> dict[tuple[int, int], LinkTime]:
+        """Times of the longest message on each link from this rank; empty before the first iteration.
 
         Every rank of the world must call it between two iterations.
         """

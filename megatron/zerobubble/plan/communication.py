@@ -226,7 +226,7 @@ def _on_timeline(plan: Plan, sends: list[list[Message | None]], costs: CostModel
     """
     costs.check_fits(plan.placement, plan.num_microbatches)
     costs = costs.reordered(plan.assignment)
-    rows = run_in_order(plan, lambda op: costs.duration_ms(*op), costs.comm_ms if costs.links is None else costs.link_ms)
+    rows = run_in_order(plan, lambda op: costs.duration_ms(*op), costs)
     ended, sent = [0] * plan.num_ranks, {}
     for rank, step in sorted(execution_order(plan), key=lambda at: (at[1] >= fence[at[0]], rows[at[0]][at[1]].end_ms)):
         ended[rank] += 1

@@ -80,7 +80,7 @@ def simulate(plan: Plan, costs: CostModel) -> Simulation:
     """
     costs.check_fits(plan.placement, plan.num_microbatches)
     own = costs.reordered(plan.assignment)
-    rows = run_in_order(plan, _durations(plan, own), own.comm_ms if own.links is None else own.link_ms)
+    rows = run_in_order(plan, _durations(plan, own), own)
     busy = [math.fsum(map(_durations(plan, own), row)) for row in plan.ops]
     filled = [row for row in rows if row]
     span = span_of(rows)
@@ -108,31 +108,38 @@ def _durations(plan: Plan, costs: CostModel) -> Callable[[Op], float]:
 
 
 def run_in_order(
-    plan: Plan, duration_ms: Callable[[Op], float], link_ms: float | Callable[[int, int, int], float]
+    plan: Plan, duration_ms: Callable[[Op], float], costs: CostModel | None = None
 ) -> tuple[tuple[TimedOp, ...], ...]:
     """Per rank its ops, each as early as it can run in plan order. Linear in the number of ops.
 
     Args:
         plan: a validated plan.
         duration_ms: op -> its duration.
-        link_ms: time of a message, added if an op needs another rank's result: one number, or a function of the sending rank, the
-            receiving rank and the microbatch.
+        costs: have the times of messages between ranks, in the plan's own order of microbatches; None: they take none.
 
     Raises:
         DeadlockError: the ranks wait for each other forever.
     """
-    transfer = link_ms if callable(link_ms) else lambda source, target, microbatch: link_ms
     rows: list[list[TimedOp]] = [[] for _ in plan.ops]
-    produced: dict[Op, tuple[float, int]] = {}
+    ready: dict[Op, float] = {}
+    """A result -> when the rank that needs it has it."""
+    free: dict[tuple[int, int], float] = {}
+    """A link -> when it can take the next message."""
+    ranks, last = plan.placement.stage_to_rank, plan.num_stages - 1
     for rank, step in execution_order(plan):
         op = plan.ops[rank][step]
         start = rows[rank][-1].end_ms if rows[rank] else 0.0
         for need in requirements(op, plan.num_stages):
-            ready, producer = produced[need]
-            start = max(start, ready if producer == rank else ready + transfer(producer, rank, op.microbatch))
+            if need.stage != op.stage:  # else it is the rank's own
+                start = max(start, ready[need])
         end = start + duration_ms(op)
         rows[rank].append(TimedOp(op, start, end))
-        produced[result_of(op)] = (end, rank)
+        to = ranks[min(op.stage + 1, last) if op.kind is OpKind.F else max(op.stage - 1, 0)]
+        if costs is not None and to != rank and op.kind is not OpKind.W:
+            sent = max(end, free.get((rank, to), 0.0))
+            free[rank, to] = sent + costs.busy_ms(rank, to, op.microbatch)
+            end = sent + costs.link_ms(rank, to, op.microbatch)
+        ready[result_of(op)] = end
     return tuple(map(tuple, rows))
 
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import fmean
 from typing import Generic, NamedTuple, TypeVar
 
 from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.costs.links import unequal_links
+from megatron.zerobubble.plan.costs.links import LinkTime
 from megatron.zerobubble.plan.ir import OpKind, Placement
 
 Value = TypeVar("Value")
@@ -63,14 +62,14 @@ class RankProfile:
 
 
 def combine(
-    ranks: Sequence[RankProfile], placement: Placement, links: Mapping[tuple[int, int], float] | None = None
+    ranks: Sequence[RankProfile], placement: Placement, links: Mapping[tuple[int, int], LinkTime] | None = None
 ) -> CostModel:
     """Combine the measurements of all ranks into the costs of their pipeline.
 
     Args:
         ranks: the profile of every rank that holds a stage, in any order; several for a stage that several ranks hold.
         placement: stage -> rank.
-        links: (sender, receiver) -> milliseconds of a message. Links that are alike cost their mean.
+        links: (sender, receiver) -> a message. Links that are alike cost their mean.
 
     Raises:
         ExecutionError: no rank timed a stage's F, or its B.
@@ -91,11 +90,9 @@ def combine(
         forward_ms=of(OpKind.F),
         backward_ms=of(OpKind.B, OpKind.BW),
         wgrad_ms=of(OpKind.W, optional=True),
-        comm_ms=fmean(links.values()) if links else 0.0,
-        links=unequal_links(links or {}, placement.num_ranks),
         activation=activation,
         activation_after_backward=after_backward,
-    )
+    ).with_links(links or {}, placement.num_ranks)
 
 
 def unit_bytes(ranks: Sequence[RankProfile], placement: Placement) -> float:

@@ -18,7 +18,7 @@ from megatron.zerobubble.errors import PlanError
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.length_model import LengthModel
-from megatron.zerobubble.plan.costs.links import links_text
+from megatron.zerobubble.plan.costs.links import LinkTime, links_text
 from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, MicrobatchCosts
 from megatron.zerobubble.plan.ir import OpKind, Plan
 from megatron.zerobubble.plan.simulate import Simulation, TimedOp, simulate
@@ -156,7 +156,7 @@ def report(timeline: Timeline, *, costs: CostModel | None = None) -> PipelineRep
     """
     links = link_times(timeline)
     if costs is None:
-        costs = measured_costs(timeline.plan, timeline.rows, links)
+        costs = measured_costs(timeline.plan, timeline.rows, {pair: LinkTime(elapsed) for pair, elapsed in links.items()})
         if timeline.activations is not None:
             costs = replace(costs, **timeline.activations)  # type: ignore[arg-type]
         if timeline.plan.assignment:
@@ -197,7 +197,7 @@ def last_iteration(body: Mapping[str, Any], source: str) -> Mapping[str, Any]:
     return last
 
 
-def measured_costs(plan: Plan, rows: Rows, links: Mapping[tuple[int, int], float] | None = None) -> CostModel:
+def measured_costs(plan: Plan, rows: Rows, links: Mapping[tuple[int, int], LinkTime] | None = None) -> CostModel:
     """Costs from the median time of each stage's F, B and W, and the times of links. Activations are equal."""
     times: dict[tuple[int, OpKind], list[float]] = {}
     for row in rows:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from megatron.zerobubble.errors import TransferError
 from megatron.zerobubble.plan.communication import Message, color_links, links_of
+from megatron.zerobubble.plan.costs.links import LinkTime
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.runtime.issuer import Issued, Issuer
 from megatron.zerobubble.runtime.link_groups import link_group
@@ -132,12 +133,13 @@ class ProcessGroupLinks:
 
     def times(
         self, shapes: Mapping[tuple[int, int], Sequence[int]], dtype: torch.dtype, *, repeats: int = 5
-    ) -> dict[tuple[int, int], float]:
+    ) -> dict[tuple[int, int], LinkTime]:
         """Measure the transfer time of each link that leaves this rank. Every rank of the world must call it, between iterations.
 
         It is the median over round trips that send the tensor one way and one number back, less half a round trip of one number
-        both ways. Links are measured one after the other, in the same order on all ranks. Between two ranks there are links in
-        both directions or in none: activations go one way and gradients the other.
+        both ways; less a whole one, it is the time that the tensor occupies the link. Links are measured one after the other,
+        in the same order on all ranks. Between two ranks there are links in both directions or in none: activations go one way
+        and gradients the other.
 
         Args:
             shapes: (source, target) -> shape of the tensor to send, for every link.
@@ -145,7 +147,7 @@ class ProcessGroupLinks:
             repeats: round trips per link.
 
         Returns:
-            (source, target) -> milliseconds, with `source` this rank.
+            (source, target) -> the message, with `source` this rank.
         """
         token = torch.zeros(1, device=self._device)
         found = {}
@@ -154,7 +156,7 @@ class ProcessGroupLinks:
                 tensor = torch.zeros(tuple(shapes[link]), dtype=dtype, device=self._device)
                 both = [(self._round_trip(tensor, link), self._round_trip(token, link)) for _ in range(repeats)]
                 there, empty = (median(column) for column in zip(*both, strict=True))
-                found[link] = max(0.0, there - empty / 2)
+                found[link] = LinkTime(max(0.0, there - empty / 2), max(0.0, there - empty), float(tensor.nbytes))
         return {link: elapsed for link, elapsed in found.items() if link[0] == self._rank}
 
     def close(self) -> None:

@@ -10,7 +10,9 @@ import torch
 
 from megatron.zerobubble.mcore.planning.chunk_advice import chunk_advice
 from megatron.zerobubble.mcore.planning.layout_proposal import layout_proposal, measured_parts, recorded_costs
+from megatron.zerobubble.plan.communication import links_of
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.links import LinkTime
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.partition.layer_costs import LayerCosts, Model
@@ -110,6 +112,9 @@ def test_other_chunks_are_named_with_what_they_would_take() -> None:
     assert float(found[1]) == pytest.approx(float(found[2]) / now, abs=0.01)
     few = StageLayers.spread(4, plan.placement)
     assert chunk_advice(plan, few, costs, options) is None
+    busy = {pair: LinkTime(20.0, 19.0) if set(pair) == {1, 2} else LinkTime(0.1, 0.05) for pair in links_of(plan.placement)}
+    slow = costs.with_links(busy, 4)
+    assert chunk_advice(plan, layers, slow, options) is None, "twice the messages take 38 ms of every 24"
 
 
 def test_layers_of_several_kinds_have_costs_of_their_own() -> None:

@@ -16,7 +16,7 @@ from megatron.zerobubble.plan.communication import place_communication
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.length_model import LengthModel, Terms
 from megatron.zerobubble.plan.costs.lengths_and_links import Unequal
-from megatron.zerobubble.plan.costs.links import Links, unequal_links
+from megatron.zerobubble.plan.costs.links import Links, LinkTime, unequal_links
 from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, MicrobatchCosts
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
 from megatron.zerobubble.plan.objective import Objective
@@ -344,9 +344,15 @@ def test_a_diagonal_is_ignored_and_written_as_0(value: object) -> None:
 
 
 def test_measured_links_are_a_matrix_where_they_differ() -> None:
-    assert unequal_links({}, 2) is None
-    assert unequal_links({(0, 1): 0.1, (1, 0): 0.19}, 2) is None, "measurements of one link differ as much"
-    links = unequal_links({(0, 1): 0.1, (1, 0): 0.1, (1, 2): 1.0, (2, 1): 1.2}, 3)
+    assert unequal_links({}, 2, shortest_pass_ms=1.0) is None
+    alike = {(0, 1): LinkTime(0.1, 0.09), (1, 0): LinkTime(0.19, 0.09)}
+    assert unequal_links(alike, 2, shortest_pass_ms=1.0) is None, "measurements of one link differ as much"
+    queued = unequal_links(alike, 2, shortest_pass_ms=0.2)
+    assert queued is not None
+    assert (queued.time_ms(1, 0), queued.busy_ms(1, 0)) == pytest.approx((0.19, 0.09))
+    assert Links.from_json(queued.to_json()) == queued
+    measured = {(0, 1): LinkTime(0.1), (1, 0): LinkTime(0.1), (1, 2): LinkTime(1.0), (2, 1): LinkTime(1.2)}
+    links = unequal_links(measured, 3, shortest_pass_ms=1.0)
     assert links is not None
     assert (links.time_ms(0, 1), links.time_ms(2, 1)) == (0.1, 1.2)
     assert links.time_ms(0, 2) == pytest.approx(0.6), "no message takes it"

@@ -138,7 +138,9 @@ def test_long_microbatches_are_put_side_by_side() -> None:
 @pytest.mark.skipif(not COMPILED, reason="the compiled core was not built")
 def test_both_cores_find_the_same_plan(name: str, p: int, m: int) -> None:
     plan = build_plan(name, num_ranks=p, num_microbatches=m)
-    links = Links(latency_ms=tuple(tuple(0.1 + 0.3 * (a > b) for b in range(p)) for a in range(p)), message_bytes=tuple(range(m)))
+    latency = tuple(tuple(0.1 + 0.3 * (a > b) for b in range(p)) for a in range(p))
+    speed = tuple(tuple(1e-6 if a > b else 3e-6 for b in range(p)) for a in range(p))
+    links = Links(latency_ms=latency, gigabytes_per_s=speed, message_bytes=tuple(range(m)))
     for limit, given_links in ((None, None), (1.2, links)):
         costs = replace(of_lengths(plan.placement, some_lengths(m, 3)), links=given_links)
         options = SearchOptions(
@@ -159,10 +161,10 @@ def test_both_cores_score_rows_beyond_the_memory_limit_alike() -> None:
         pytest.skip("the compiled core was not built")
     random = Random(5)
     m, ranks = 5, [0, 1, 1, 0]
-    lists = [[random.uniform(0.1, 3) for _ in range(size * m)] for size in (12, 4, 4, 8)]
+    lists = [[random.uniform(0.1, 3) for _ in range(size * m)] for size in (12, 4, 4, 8, 8)]
     rows = [bytes([0] * m + [3] * m + [4] * m + [1] * m)] * 2
     for limit, excess_ms in ((1e9, 0.0), (3.0, 7.0), (3.0, 0.0)):
-        problem = Problem(m, ranks, lists[0], 0.1, lists[1], lists[2], limit, True, lists[3], excess_ms)
+        problem = Problem(m, ranks, lists[0], 0.1, lists[1], lists[2], limit, True, lists[3], lists[4], excess_ms)
         cores = [core(problem) for core in (PythonCore, best_core())]
         for patience in (math.inf, 0.5):
             scored = [core.evaluate_assigned(rows, [patience] * 2, [3, 1, 4, 0, 2]) for core in cores]

@@ -61,7 +61,7 @@ class Iteration:
         if there are more ranks than cores.
         """
         took = {op: end - start for sample in self.samples for op, start, end in sample.ops}
-        return self.span_ms / span_of(run_in_order(plan, took.__getitem__, 0.0)) - 1.0
+        return self.span_ms / span_of(run_in_order(plan, took.__getitem__)) - 1.0
 
     @property
     def outside_ms(self) -> float:

@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.messages import quoted
-from megatron.zerobubble.plan.costs.links import Links
+from megatron.zerobubble.plan.costs.links import Links, LinkTime, unequal_links
 from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, MicrobatchCosts, check_number
 from megatron.zerobubble.plan.ir import OpKind, Placement
 
@@ -247,6 +247,12 @@ class CostModel:
         every = None if self.per_microbatch is None else self.per_microbatch.merged(size)
         return replace(CostModel.of_lists(lists, comm_ms=self.comm_ms), per_microbatch=every, links=self.links)
 
+    def with_links(self, measured: Mapping[tuple[int, int], LinkTime], num_ranks: int) -> CostModel:
+        """The costs with measured links, (sender, receiver) -> a message: a matrix, or where they are alike their mean."""
+        shortest = min(*self.forward_ms, *self.backward_ms)
+        mean = math.fsum(each.message_ms for each in measured.values()) / max(1, len(measured))
+        return replace(self, comm_ms=mean, links=unequal_links(measured, num_ranks, shortest_pass_ms=shortest))
+
     def duration_ms(self, stage: int, kind: OpKind, microbatch: int = 0) -> float:
         """Time of one op in milliseconds; the microbatch counts only if they are unequal."""
         every = self.per_microbatch
@@ -263,6 +269,10 @@ class CostModel:
         if source == target:
             return 0.0
         return self.comm_ms if self.links is None else self.links.time_ms(source, target, microbatch)
+
+    def busy_ms(self, source: int, target: int, microbatch: int = 0) -> float:
+        """The part of a message's time in which no other message starts on its link in milliseconds."""
+        return 0.0 if self.links is None else self.links.busy_ms(source, target, microbatch)
 
     def check_fits(self, placement: Placement, num_microbatches: int | None = None) -> None:
         """Raise PlanError unless the costs are for the stages of `placement`, its ranks, and this number of microbatches."""

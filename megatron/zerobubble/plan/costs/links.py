@@ -1,7 +1,8 @@
 """Links between ranks that are not alike: latency and bandwidth of every directed pair of pipeline ranks.
 
 Inside a node a message takes microseconds, between nodes many times as long, and the two directions of a pair may differ. A
-message of `n` bytes takes ``latency + n / bandwidth``; bytes grow with the tokens of its microbatch.
+message of `n` bytes takes ``latency + n / bandwidth``, and occupies its link for ``n / bandwidth``: the next one from the same
+sender to the same receiver waits for that. Bytes grow with the tokens of the microbatch.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.messages import quoted
@@ -22,6 +23,12 @@ _BYTES_PER_MS = 1e6
 """Bytes per millisecond in 1 GB/s."""
 _ALIKE = 2.0
 """Measured links that differ by less than this factor are taken for equal: two measurements of one link differ, too."""
+
+_QUEUES = 0.25
+"""A message that occupies its link for more than this share of the shortest pass may hold up the next one: a plan may divide the
+passes over more stages than were measured."""
+_LEAST_MS = 1e-6
+"""Where a link was measured to be busy for less."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +84,13 @@ class Links:
         size = self.message_bytes[microbatch if len(self.message_bytes) > 1 else 0]
         return self._time(source, target, size)
 
+    def busy_ms(self, source: int, target: int, microbatch: int = 0) -> float:
+        """The part of a message's time in which it occupies its link; 0 within a rank, and without bandwidths."""
+        if source == target or not self.gigabytes_per_s:
+            return 0.0
+        size = self.message_bytes[microbatch if len(self.message_bytes) > 1 else 0]
+        return size / (self.gigabytes_per_s[source][target] * _BYTES_PER_MS)
+
     def shortest_ms(self, source: int, target: int) -> float:
         """Time of the smallest message."""
         return 0.0 if source == target else self._time(source, target, min(self.message_bytes))
@@ -96,9 +110,11 @@ class Links:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether every message takes the same time, between any ranks and for any microbatch."""
+        """Whether every message takes the same time, between any ranks and for any microbatch, and occupies no link."""
         p = self.num_ranks
         sizes = set(self.message_bytes)
+        if self.gigabytes_per_s and max(sizes) > 0 and p > 1:
+            return False
         return len({self._time(a, b, size) for a in range(p) for b in range(p) if a != b for size in sizes}) <= 1
 
     def reordered(self, assignment: Sequence[int]) -> Links:
@@ -136,18 +152,44 @@ class Links:
         return latency + size / (self.gigabytes_per_s[source][target] * _BYTES_PER_MS) if self.gigabytes_per_s else latency
 
 
-def unequal_links(measured: Mapping[tuple[int, int], float], num_ranks: int) -> Links | None:
-    """The matrix of measured links; None if they are alike, or none was measured.
+class LinkTime(NamedTuple):
+    """A message on a link that carried nothing else."""
+
+    message_ms: float
+    """From its send until its receiver has it."""
+    busy_ms: float = 0.0
+    """The part of it in which the link takes no other message: all but the time of an empty one."""
+    num_bytes: float = 1e6
+    """Its size."""
+
+
+def unequal_links(measured: Mapping[tuple[int, int], LinkTime], num_ranks: int, *, shortest_pass_ms: float) -> Links | None:
+    """The matrix of measured links; None if they are alike and messages do not queue on them, or none was measured.
 
     Args:
-        measured: (sender, receiver) -> milliseconds of a message. A pair that is missing, which no message uses, has their mean.
+        measured: (sender, receiver) -> a message. A pair that is missing, which no message uses, has their mean.
         num_ranks: p.
+        shortest_pass_ms: a rank sends one message per pass, so none has to wait for the one before if that is gone by then.
     """
-    if not measured or max(measured.values()) <= _ALIKE * min(measured.values()):
+    if not measured:
         return None
-    mean = math.fsum(measured.values()) / len(measured)
+    missing = LinkTime(*(math.fsum(column) / len(measured) for column in zip(*measured.values(), strict=True)))
+    times = [each.message_ms for each in measured.values()]
+    queues = max(each.busy_ms for each in measured.values()) > _QUEUES * shortest_pass_ms
+    if not queues and max(times) <= _ALIKE * min(times):
+        return None
+
+    def matrix(value: Callable[[LinkTime], float]) -> tuple[tuple[float, ...], ...]:
+        ranks = range(num_ranks)
+        return tuple(tuple(value(measured.get((sender, to), missing)) for to in ranks) for sender in ranks)
+
+    if not queues:
+        return Links(latency_ms=matrix(lambda each: each.message_ms))
+    size = max(each.num_bytes for each in measured.values())
     return Links(
-        latency_ms=tuple(tuple(measured.get((sender, to), mean) for to in range(num_ranks)) for sender in range(num_ranks))
+        latency_ms=matrix(lambda each: max(0.0, each.message_ms - each.busy_ms)),
+        gigabytes_per_s=matrix(lambda each: size / (max(each.busy_ms, _LEAST_MS) * _BYTES_PER_MS)),
+        message_bytes=(size,),
     )
 
 

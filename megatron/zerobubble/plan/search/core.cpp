@@ -42,7 +42,7 @@ using zerobubble::Row;
 
 // `Problem` of interface.py.
 using ProblemTuple = std::tuple<int, std::vector<int>, std::vector<double>, double, std::vector<double>, std::vector<double>, double,
-                                bool, std::vector<double>, double>;
+                                bool, std::vector<double>, std::vector<double>, double>;
 
 class NativeCore : public ListScheduler {
  public:

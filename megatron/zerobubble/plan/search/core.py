@@ -90,6 +90,7 @@ class PythonCore:
         self.width = self.m if self.m > 1 and len(self.activation) == self.num_stages * self.m else 1
         self.slots = self._own_slots()
         self.links = list(problem.links) or self._equal_links(problem.comm_ms)
+        self.busy = list(problem.busy)
         self.work = 0.0
         self._is_stopped = False
         self.step_of: list[int] = []
@@ -365,6 +366,8 @@ class _Rank:
         self.step = 0
         self.now = self.first = self.held = self.excess = 0.0
         self.awaited = -1
+        self.free: dict[int, float] = {}
+        """Receiving rank -> when the link to it takes the next message."""
 
     def advance(self, ranks: list[_Rank], ends: list[float], stack: list[int]) -> bool:
         """Run until an op has to wait for another rank or the row ends; False if the row can never finish."""
@@ -388,7 +391,6 @@ class _Rank:
                 if ready < 0:
                     self.awaited = key
                     return True
-                ready += core.links[(kind * num_stages + producer) * core.width + core.slots[count]]
             at = stage * core.width + core.slots[count]
             if not self._fill(ready, core.activation[at] if kind == 0 else -math.inf):
                 return False
@@ -402,9 +404,9 @@ class _Rank:
             self.out.append(code)
             self.step += 1
             key = (kind * num_stages + stage) * m + count
-            ends[key] = self.now
-            core.step_of[key] = self.step - 1
             consumer = stage + 1 if kind == 0 else stage - 1
+            ends[key] = self._sent(consumer, (kind * num_stages + stage) * core.width + core.slots[count])
+            core.step_of[key] = self.step - 1
             if 0 <= consumer < num_stages and ranks[core.rank_of[consumer]].awaited == key:
                 ranks[core.rank_of[consumer]].awaited = -1
                 stack.append(core.rank_of[consumer])
@@ -413,6 +415,16 @@ class _Rank:
                 while self.counts[3 * chunk + 2] < self.counts[3 * chunk + 1]:
                     self._wgrad(chunk)
         return True
+
+    def _sent(self, consumer: int, at: int) -> float:
+        """When a result that is there now has reached the stage `consumer`; `at` is its place in the costs of links."""
+        core = self.core
+        if not core.busy or not 0 <= consumer < core.num_stages:
+            return self.now + core.links[at]
+        to = core.rank_of[consumer]
+        start = max(self.now, self.free.get(to, 0.0))
+        self.free[to] = start + core.busy[at]
+        return start + core.links[at]
 
     def _fill(self, ready: float, needed: float) -> bool:
         """Run W until the next op fits the memory and starts too soon (at `ready`) for another W; whether it fits."""

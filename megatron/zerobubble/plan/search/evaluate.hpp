@@ -31,7 +31,17 @@ class Evaluator : public Problem {
     for (int list = 0; list < 3 * num_stages_; ++list) lists_.push_back(list_of(list / 3, list % 3));
     for (const auto& own : stages_) {
       Rank rank{work_of(own)};
-      for (const int stage : own) rank.lists.insert(rank.lists.end(), {3 * stage, 3 * stage + 1, 3 * stage + 2});
+      for (const int stage : own) {
+        rank.lists.insert(rank.lists.end(), {3 * stage, 3 * stage + 1, 3 * stage + 2});
+        for (int kind = 0; kind < 2 && !busy_.empty(); ++kind) {
+          List& list = lists_[3 * stage + kind];
+          if (list.consumer < 0) continue;
+          const auto found = std::find(rank.receivers.begin(), rank.receivers.end(), list.consumer_rank);
+          list.queue = static_cast<int>(found - rank.receivers.begin());
+          if (found == rank.receivers.end()) rank.receivers.push_back(list.consumer_rank);
+        }
+      }
+      rank.free.resize(rank.receivers.size());
       ranks_.push_back(std::move(rank));
     }
     awaited_.resize(p_);
@@ -140,7 +150,7 @@ class Evaluator : public Problem {
             break;
           }
           const auto& ends = count < begun_[pass.producer] ? kept_ends_ : ends_;
-          ready = ends[pass.produced + count] + links_[at(pass.link, count)];
+          ready = ends[pass.produced + count];
         }
         const double needed = activation_[at(pass.stage, count)];
         while (true) {
@@ -178,9 +188,10 @@ class Evaluator : public Problem {
         held += pass.kind == 0 ? needed : remaining_[at(pass.stage, count)] - needed;
         done_[list] = count + 1;
         if (emitted) emitted->push_back(static_cast<char>(code));
-        ends_[pass.first + count] = now;
+        const double there = sent(self, pass, now, count);
+        ends_[pass.first + count] = there;
         if (keeps) {
-          kept_ends_[pass.first + count] = now;
+          kept_ends_[pass.first + count] = there;
           steps_[pass.first + count] = step;
         }
         if (pass.consumer_rank >= 0 && awaited_[pass.consumer_rank] == pass.consumer && done_[pass.consumer] == count) {
@@ -251,7 +262,7 @@ class Evaluator : public Problem {
     long first;  // where the ends of its F or B begin
     int producer = -1, consumer = -1, consumer_rank = -1;  // lists, of which one op each is input and output
     long produced = -1;
-    int link = -1;
+    int queue = -1;  // where in `Rank::free` the link to the consumer is
   };
 
   // The state of a rank before a step.
@@ -265,12 +276,15 @@ class Evaluator : public Problem {
     double busy, first = 0.0;
     int step = 0;
     std::vector<int> lists;  // of the codes in a row
+    std::vector<int> receivers;  // ranks that it sends to, where messages occupy their links
+    std::vector<double> free;  // per receiver, when the link to it takes the next message
 
     // Of the kept order.
     std::vector<double> starts;
     std::vector<long> bound;  // per step, the end that it waited for; -1 if none
     std::vector<State> snapshots;
     std::vector<int> done;  // per snapshot and code
+    std::vector<double> kept_free;  // per snapshot and receiver
   };
 
   List list_of(int stage, int kind) const {
@@ -279,8 +293,7 @@ class Evaluator : public Problem {
     const int before = kind == 0 ? stage - 1 : stage + 1, after = kind == 0 ? stage + 1 : stage - 1;
     if (before >= 0 && before < num_stages_) {
       list.producer = 3 * before + kind;
-      list.link = kind * num_stages_ + before;
-      list.produced = static_cast<long>(list.link) * m_;
+      list.produced = (static_cast<long>(kind) * num_stages_ + before) * m_;
     }
     if (after >= 0 && after < num_stages_) {
       list.consumer = 3 * after + kind;
@@ -297,6 +310,7 @@ class Evaluator : public Problem {
       rank.bound.resize(length);
       rank.snapshots.resize(length / kSnapshotSteps + 1);
       rank.done.resize(rank.snapshots.size() * codes);
+      rank.kept_free.resize(rank.snapshots.size() * rank.free.size());
     }
     std::size_t snapshot = 0;
     if (since > -kInfinity && length > 0) {
@@ -306,6 +320,9 @@ class Evaluator : public Problem {
     rank.step = static_cast<int>(snapshot) * kSnapshotSteps;
     static_cast<State&>(rank) = snapshot > 0 ? rank.snapshots[snapshot] : State{};
     rank.first = snapshot > 0 ? rank.starts[0] : 0.0;
+    for (std::size_t to = 0; to < rank.free.size(); ++to) {
+      rank.free[to] = snapshot > 0 ? rank.kept_free[snapshot * rank.free.size() + to] : 0.0;
+    }
     for (std::size_t code = 0; code < codes; ++code) {
       const int list = rank.lists[code];
       begun_[list] = done_[list] = snapshot > 0 ? rank.done[snapshot * codes + code] : 0;
@@ -316,6 +333,17 @@ class Evaluator : public Problem {
     const std::size_t snapshot = step / kSnapshotSteps, codes = rank.lists.size();
     rank.snapshots[snapshot] = {now, held, rank.idle, rank.excess};
     for (std::size_t code = 0; code < codes; ++code) rank.done[snapshot * codes + code] = done_[rank.lists[code]];
+    std::copy(rank.free.begin(), rank.free.end(), rank.kept_free.begin() + snapshot * rank.free.size());
+  }
+
+  // When a result that is there `now` has reached the stage that needs it.
+  double sent(Rank& rank, const List& pass, double now, int count) {
+    const int link = at(pass.kind * num_stages_ + pass.stage, count);
+    if (pass.queue < 0) return now + links_[link];
+    double& free = rank.free[pass.queue];
+    const double start = std::max(now, free);
+    free = start + busy_[link];
+    return start + links_[link];
   }
 
   // The time of all ops of a rank.

@@ -37,6 +37,8 @@ class Problem(NamedTuple):
     """Whether to minimize the makespan instead of the span."""
     links: Sequence[float] = ()
     """Time of a message of each producing stage, flat over (F B, stage), in place of `comm_ms`; empty: `comm_ms` for all."""
+    busy: Sequence[float] = ()
+    """The part of it in which the link takes no other message, likewise; empty: none."""
     excess_ms: float = 0.0
     """Milliseconds charged per unit of memory above the limit; 0: an order that exceeds it has no score."""
 
@@ -53,10 +55,13 @@ class Problem(NamedTuple):
     ) -> Problem:
         """That of these costs; with `fused`, of F and BW only, which need no memory after B."""
         width = 1 if costs.num_microbatches is None else num_microbatches
-        ranks, last, links = placement.stage_to_rank, placement.num_stages - 1, list[float]()
+        ranks, last = placement.stage_to_rank, placement.num_stages - 1
+        links, busy = list[float](), list[float]()
         if costs.links is not None:
             ends = [(stage, min(max(stage + step, 0), last)) for step in (1, -1) for stage in range(placement.num_stages)]
-            links = [float(costs.link_ms(ranks[a], ranks[b], microbatch)) for a, b in ends for microbatch in range(width)]
+            messages = [(ranks[a], ranks[b], microbatch) for a, b in ends for microbatch in range(width)]
+            links = [float(costs.link_ms(*message)) for message in messages]
+            busy = [float(costs.busy_ms(*message)) for message in messages]
         activation, remaining = ([float(value) for row in costs.rows(name, width) for value in row] for name in COST_LISTS[3:])
         return Problem(
             num_microbatches,
@@ -68,6 +73,7 @@ class Problem(NamedTuple):
             limit,
             is_makespan,
             links,
+            busy if any(busy) else [],
             excess_ms,
         )
 

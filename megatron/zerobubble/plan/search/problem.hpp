@@ -17,13 +17,14 @@ class Problem {
  public:
   Problem(int num_microbatches, std::vector<int> stage_to_rank, std::vector<double> durations, double comm_ms,
           std::vector<double> activation, std::vector<double> remaining, double limit, bool makespan,
-          std::vector<double> links, double excess_ms)
+          std::vector<double> links, std::vector<double> busy, double excess_ms)
       : m_(num_microbatches),
         rank_of_(std::move(stage_to_rank)),
         durations_(std::move(durations)),
         activation_(std::move(activation)),
         remaining_(std::move(remaining)),
         links_(std::move(links)),
+        busy_(std::move(busy)),
         limit_(limit),
         makespan_(makespan),
         excess_ms_(excess_ms) {
@@ -54,7 +55,7 @@ class Problem {
   int m_, p_, num_stages_;
   std::vector<int> rank_of_, chunk_of_;
   std::vector<std::vector<int>> stages_;
-  std::vector<double> durations_, activation_, remaining_, links_;
+  std::vector<double> durations_, activation_, remaining_, links_, busy_;
   double limit_;
   bool makespan_;
   double excess_ms_;
