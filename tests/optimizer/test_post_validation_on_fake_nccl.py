@@ -51,8 +51,9 @@ class _Number:
         if not statistics.overflowed:
             self.weight -= 0.01 * self._gradient * min(1.0, CLIP / statistics.norm)
 
-    def snapshot(self) -> None:
+    def snapshot(self) -> bool:
         self._saved = self.weight
+        return True
 
     def redo(self, statistics: GradientStatistics, *, roll_back: bool) -> None:
         if roll_back:

@@ -165,6 +165,11 @@ def test_batch_and_data_parallelism() -> None:
         (P4 + EARLY, 4, "--enable-optimizer-post-validation needs a schedule of this package: add --enable-zero-bubble"),
         (P4 + V + EARLY + "--post-validation-patience -1", 4, "--post-validation-patience is -1; give 0 or a number of steps"),
         (
+            P4 + V + EARLY + "--post-validation-rollback inverse --optimizer sgd",
+            4,
+            "--post-validation-rollback inverse can roll back Adam only, and --optimizer is sgd: choose exact",
+        ),
+        (
             P4 + V + EARLY + "--post-validation-snapshot disk",
             4,
             "--post-validation-snapshot 'disk' is unknown; choose from device",

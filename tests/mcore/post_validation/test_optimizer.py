@@ -19,7 +19,7 @@ with quiet_third_parties():
 
 def _split(parameter: torch.Tensor, **options: Any) -> None:
     optimizer = SimpleNamespace(config=SimpleNamespace(**options), get_parameters=lambda: [parameter])
-    MegatronRollbackOptimizer(optimizer, snapshot_on_host=False, on_host=nullcontext, timeout=None)
+    MegatronRollbackOptimizer(optimizer, rollback="exact", snapshot_on_host=False, on_host=nullcontext, timeout=None)
 
 
 @pytest.mark.parametrize(
