@@ -50,8 +50,9 @@ class NullOptimizer:
     def apply(self, statistics: GradientStatistics) -> None:
         """Do nothing."""
 
-    def snapshot(self) -> None:
+    def snapshot(self) -> bool:
         """Copy nothing."""
+        return True
 
     def redo(self, statistics: GradientStatistics, *, roll_back: bool) -> None:
         """Never called."""
