@@ -174,10 +174,3 @@ def test_a_model_s_name_may_be_any_text(tmp_path: Path, capsys: pytest.CaptureFi
     file = tmp_path / "published.json"
     file.write_text(json.dumps({"configs": [CONFIG | {"model": "\ud800\n" * 50}]}))
     assert run(["compare", str(file), "--effort", "fast"], capsys) == (0, "")
-
-
-@pytest.mark.parametrize("text", [DEEP, HUGE, '{"forward_ms": ' + HUGE + "}", "null"])
-def test_a_damaged_file_of_costs_is_refused_in_one_line(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "costs.json"
-    file.write_text(text)
-    check_refused([*PLAN, "--costs", str(file)], capsys)

@@ -31,6 +31,7 @@ def _with_1_kib_files() -> None:
 
 
 @pytest.mark.parametrize("option", ["--json", "--certificate", "--svg", "--trace"])
+@pytest.mark.sampled(0.25)
 def test_a_file_that_does_not_fit_leaves_the_old_one(option: str, tmp_path: Path) -> None:
     file = tmp_path / "plan"
     assert _planned(8, option, str(file)).returncode == 0

@@ -93,6 +93,8 @@ FEATURES = [
     {"per_token_loss": True},
     {"recompute": "full"},
     {"recompute": "selective"},
+    {"recompute": "block"},
+    {"recompute": "core_attn mlp", "llama": True},
     {"dtype": torch.bfloat16},
     {"dtype": torch.float16},
 ]

@@ -74,12 +74,6 @@ def test_b_computes_no_weight_gradient_and_w_computes_all(four_ranks: RankPool, 
             assert count == linears, f"{text} ran {count} GEMMs, its stage has {linears} linears"
 
 
-@pytest.mark.parametrize("case", [Case("1f1b", 2, 2)], ids=str)
-def test_a_full_backward_computes_dgrad_and_wgrad(four_ranks: RankPool, case: Case) -> None:
-    for counts in four_ranks.run(_gemms_per_op, case):
-        assert all(counts[text] == 2 * counts[text.replace("BW", "F")] for text in counts if "BW" in text)
-
-
 class _CountedLinks:
     """Counts receives that are posted and not yet taken."""
 
@@ -232,7 +226,7 @@ def _replay(reference: Trainer, states: dict[tuple[int, int], RngState], num_sta
 
 
 @pytest.mark.claims(
-    "Layers", "dropout (attention's, too), evaluation, frozen layers", "works", also=("mcore/model/test_wgrad_split.py",)
+    "Layers", "dropout (attention's, too), evaluation, frozen layers", "works", also=("mcore/ddp/test_frozen_weights.py",)
 )
 @pytest.mark.parametrize("case", [Case("zbv", 4, 4, num_chunks=2, dropout=0.2), Case("zb-h1", 4, 4, dropout=0.2)], ids=str)
 @pytest.mark.sampled(0.5)

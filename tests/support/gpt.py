@@ -21,7 +21,6 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 
 from megatron.zerobubble.mcore.attention.core_attention import core_attention
 from megatron.zerobubble.mcore.attention.sequence_parts import SequenceParts, slices
@@ -74,8 +73,6 @@ class Case:
     adam_eps: float = 1e-8
     sequence_parallel: bool = False
     context_parallel: int = 1
-    attention: bool = True
-    """False leaves attention out of the layers."""
     own_attention: bool = False
     """Whether layers have megatron-core's own attention in place of torch's."""
     reduce_in_fp32: bool = True
@@ -323,8 +320,6 @@ class Trainer:
         layer = get_gpt_layer_local_spec(normalization=self.config.normalization)
         if not self.case.own_attention:
             layer.submodules.self_attention.submodules.core_attention = core_attention(self.config)
-        if not self.case.attention:
-            layer.submodules.self_attention, layer.submodules.self_attn_bda = IdentityOp, IdentityFuncOp
         return layer
 
     def _load(self, initial: Tensors) -> None:

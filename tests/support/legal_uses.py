@@ -21,10 +21,8 @@ from megatron.core.timers import Timers
 from torch import Tensor, nn
 
 import megatron.zerobubble
-from megatron.zerobubble.mcore.cpu.device import HostDevice
-from tests.support.gpt import _destroy_groups
-from tests.support.loop_pieces import SIZES, Loop, forward_step, plain, with_loss
-from tests.support.stock import example
+from tests.support.loops import SIZES, Loop, forward_step, plain, with_loss
+from tests.support.stock import example, installed
 
 CHUNKS = {None: None, "zb-h1": None, "zbv": 2, "zb-interleaved": 2}
 """Model chunks per rank of each schedule; None is megatron-core's 1F1B."""
@@ -41,25 +39,17 @@ def run_use(rank: int, name: str, schedule: str | None) -> dict[str, Any]:
     loops: list[Loop] = []
 
     def start(more: str = "", **options: Any) -> Loop:
-        loops.append(Loop(f"{flags} {more}", **options))
+        loops.append(Loop(example().parse(f"{SIZES} {flags} {more}".split()), **options))
         return loops[-1]
 
-    _destroy_groups()
-    with HostDevice().on_host():
-        if schedule is not None:
-            megatron.zerobubble.install(schedule=schedule)
-        try:
-            example().initialize(example().parse(f"{SIZES} {flags}".split()))
-            returned = USES[name](start)
-            found = {"returned": returned} if rank == 1 else {}
-            for number, loop in enumerate(loops):
-                found |= {f"{number} {key}": value for key, value in loop.state().items()}
-                if rank == 1:
-                    found[f"{number} results"] = loop.seen
-        finally:
-            megatron.zerobubble.uninstall()
-            loops.clear()
-            _destroy_groups()
+    with installed(f"{SIZES} {flags}", schedule):
+        returned = USES[name](start)
+        found = {"returned": returned} if rank == 1 else {}
+        for number, loop in enumerate(loops):
+            found |= {f"{number} {key}": value for key, value in loop.state().items()}
+            if rank == 1:
+                found[f"{number} results"] = loop.seen
+        loops.clear()
     return found
 
 
@@ -321,7 +311,7 @@ def _failing(loop: Loop, *, at: int) -> list[str]:
 
     loop.train()
     try:
-        loop.evaluate(forward_step_func=with_loss(failing))
+        loop.evaluate(3, forward_step_func=with_loss(failing))
     except FloatingPointError as error:
         caught.append(str(error))
     for chunk in loop.model:
@@ -337,7 +327,7 @@ def _failing(loop: Loop, *, at: int) -> list[str]:
 @use
 def no_sync_around_calls(start: Start) -> None:
     loop = start("--overlap-grad-reduce")
-    loop.config.no_sync_func = loop.one_or_list([chunk.no_sync for chunk in loop.model])
+    loop.overlap_reductions(is_aligned=False)
     loop.zero()
     with contextlib.ExitStack() as stack:
         for chunk in loop.model:
@@ -350,7 +340,7 @@ def no_sync_around_calls(start: Start) -> None:
 @use
 def reductions_that_overlap(start: Start) -> None:
     loop = start("--overlap-grad-reduce --use-distributed-optimizer")
-    loop.config.no_sync_func = loop.one_or_list([chunk.no_sync for chunk in loop.model])
+    loop.overlap_reductions(is_aligned=False)
     for is_aligned in (True, False):
         functions = [chunk.start_grad_sync for chunk in loop.model]
         loop.config.grad_sync_func = loop.one_or_list(functions) if is_aligned else None
@@ -361,8 +351,8 @@ def reductions_that_overlap(start: Start) -> None:
 def weights_that_are_gathered_during_forward_passes(start: Start) -> None:
     gathering = functools.partial(DistributedDataParallelConfig, overlap_param_gather=True)
     with mock.patch.object(example(), "DistributedDataParallelConfig", gathering):
-        loop = start("--overlap-grad-reduce --use-distributed-optimizer", overlap_param_gather=True)
-    loop.config.no_sync_func = loop.one_or_list([chunk.no_sync for chunk in loop.model])
+        loop = start("--overlap-grad-reduce --use-distributed-optimizer", optimizer={"overlap_param_gather": True})
+    loop.overlap_reductions(is_aligned=False)
     for is_aligned in (True, False, True):
         functions = [chunk.start_param_sync for chunk in loop.model]
         loop.config.param_sync_func = loop.one_or_list(functions) if is_aligned else None

@@ -60,12 +60,6 @@ def test_every_name_is_one_of_torch_cuda_with_its_parameters() -> None:
                 )
 
 
-def test_a_name_or_a_parameter_that_torch_lacks_would_be_found() -> None:
-    assert not hasattr(REAL, "synchronise")
-    assert not same_parameters(lambda device: None, REAL.synchronize)
-    assert not same_parameters(lambda gpu=None: None, REAL.synchronize)
-
-
 @pytest.mark.parametrize("kind", ["Stream", "Event"])
 def test_streams_and_events_have_methods_of_torchs(kind: str) -> None:
     real, ours = getattr(REAL, kind), getattr(streams, kind)
@@ -254,32 +248,6 @@ def _quiet_add(x: torch.Tensor) -> None:
 
 
 # -- streams and events ----------------------------------------------------------------------------------------------------
-
-
-def test_synchronizing_is_reported_and_waiting_on_the_device_is_not(fake: FakeCuda) -> None:
-    calls: list[str] = []
-    fake.machine.host_syncs.append(calls.append)
-    one, event = torch.cuda.Stream(), torch.cuda.Event()
-    event.record(one)
-    one.wait_stream(torch.cuda.current_stream())
-    event.wait()
-    assert event.query()
-    assert calls == []
-    one.synchronize()
-    event.synchronize()
-    torch.cuda.synchronize()
-    assert calls == ["Stream.synchronize", "Event.synchronize", "torch.cuda.synchronize"]
-
-
-def test_times_are_those_of_timing_events_that_were_recorded(fake: FakeCuda) -> None:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    with pytest.raises(ValueError, match="must be recorded"):
-        start.elapsed_time(end)
-    start.record()
-    end.record()
-    assert start.elapsed_time(end) >= 0.0
-    with pytest.raises(ValueError, match="enable_timing"):
-        start.elapsed_time(torch.cuda.Event())
 
 
 def test_the_current_stream_is_of_one_thread_and_one_device(fake: FakeCuda) -> None:

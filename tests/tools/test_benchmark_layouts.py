@@ -90,8 +90,3 @@ def test_a_layout_of_the_page_can_be_simulated_again() -> None:
     assert again is not None
     assert again["layout"] == expected["layout"]
     assert again["makespan_ms"] == pytest.approx(expected["makespan_ms"])
-
-
-def test_an_unknown_shape(capsys: pytest.CaptureFixture[str]) -> None:
-    assert layouts.main(["--shapes", "gpt-2"]) == 2
-    assert "--shapes has 'gpt-2'; choose from llama-3-8b, gemma-2-9b" in capsys.readouterr().err

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from megatron.zerobubble.errors import ConfigError
 from tools.benchmarks import split
 
 ROOT = Path(__file__).parents[2]
@@ -19,21 +17,16 @@ PASSES = ("forward_ms", "backward_ms", "wgrad_ms", "fused_ms", "stock_ms", "spli
 
 
 @pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    return split
-
-
-@pytest.fixture(scope="module")
-def result(tool: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Of one run on a tiny GPT layer and a tiny Llama layer."""
     path = tmp_path_factory.mktemp("split") / "split.json"
-    assert tool.main([*TINY, "--shape", "6.2B", "--shape", "llama-3-8b", "--json", str(path)]) == 0
+    assert split.main([*TINY, "--shape", "6.2B", "--shape", "llama-3-8b", "--json", str(path)]) == 0
     assert not dist.is_initialized()
     body: dict[str, Any] = json.loads(path.read_text())
     return body
 
 
-def test_flops_and_bytes_by_hand(tool: ModuleType) -> None:
+def test_flops_and_bytes_by_hand() -> None:
     """Table 1 of arXiv 2401.10241: W = 24 sbh^2 FLOPs, F + B + W = sbh(72h + 12s), 32 sbh bytes from B to W in 16 bits."""
     for name, heads, hidden, batch in (
         ("1.5B", 24, 2304, 6),
@@ -41,7 +34,7 @@ def test_flops_and_bytes_by_hand(tool: ModuleType) -> None:
         ("14.6B", 40, 5120, 1),
         ("28.3B", 48, 6144, 1),
     ):
-        shape = tool.shape_named(name)
+        shape = split.shape_named(name)
         tokens = 1024 * batch
         assert (shape.hidden_size, shape.num_attention_heads, shape.tokens) == (hidden, heads, tokens)
         assert shape.linear_flops == 24 * tokens * hidden**2
@@ -50,24 +43,16 @@ def test_flops_and_bytes_by_hand(tool: ModuleType) -> None:
     # The published share of a microbatch's memory that stays after B, from the same profiles.
     published = {row["model"]: row for row in json.loads((ROOT / "docs/benchmarks/data/published.json").read_text())["configs"]}
     for name, row in published.items():
-        shape = tool.shape_named(name)
+        shape = split.shape_named(name)
         share = shape.paper_held_bytes() / shape.paper_activation_bytes()
         assert share == pytest.approx(row["activation_after_backward"], abs=1e-4)
 
 
-def test_a_llama_layer_by_hand(tool: ModuleType) -> None:
-    shape = tool.shape_named("Llama-3-8B")
+def test_a_llama_layer_by_hand() -> None:
+    shape = split.shape_named("Llama-3-8B")
     assert [(linear.out, linear.in_) for linear in shape.linears] == [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
     # inputs 4096 + 4096 + 4096 + 14336, output gradients 6144 + 4096 + 28672 + 4096, two bytes each
     assert shape.held_bytes(2) == 2 * 4096 * (26624 + 43008)
-
-
-def test_scaling_keeps_the_kind_of_layer(tool: ModuleType) -> None:
-    small = tool.shape_named("Llama-3-8B").scaled(0.05)
-    assert (small.num_query_groups, small.num_attention_heads, small.hidden_size, small.ffn_hidden_size) == (1, 4, 512, 1792)
-    for scale in (0.0, 1.5):
-        with pytest.raises(ConfigError, match="--scale"):
-            small.scaled(scale)
 
 
 def test_every_pass_and_every_kernel_is_measured(result: dict[str, Any]) -> None:
@@ -90,18 +75,3 @@ def test_w_holds_each_input_and_each_output_gradient_once(result: dict[str, Any]
         assert shape["verdicts"][2]["is_met"]
     gpt = result["shapes"][0]["predicted"]
     assert gpt["needed_bytes"] == gpt["bytes_32sbh"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--shape", "7B"], "the shapes are 1.5B, 6.2B"),
-        (["--repeats", "0"], "--repeats is 0; it must be 1 or more"),
-        (["--scale", "2"], "at most 1"),
-    ],
-)
-def test_user_errors(tool: ModuleType, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as error:
-        tool.main(["--device", "cpu", *arguments])
-    assert error.value.code == 2
-    assert message in capsys.readouterr().err

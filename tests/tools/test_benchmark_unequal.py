@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.benchmarks.unequal import ATTENTION_SHARE, DISTRIBUTIONS, LINK_CASES, interval, library_lengths, main, markdown
+from tools.benchmarks.unequal import ATTENTION_SHARE, DISTRIBUTIONS, LINK_CASES, library_lengths, main, markdown
 
 KEPT = Path(__file__).parents[2] / "docs" / "benchmarks"
 
@@ -65,16 +65,3 @@ def test_documents_are_the_standard_library() -> None:
     assert min(lengths) >= 1
     assert max(lengths) == 8192
     assert DISTRIBUTIONS["standard library"][1] == ATTENTION_SHARE
-
-
-def test_an_interval_is_around_the_mean() -> None:
-    assert interval([1.0, 1.0]) == {"value": 1.0, "low": 1.0, "high": 1.0}
-    found = interval([1.0, 2.0, 3.0])
-    assert found["value"] == 2.0
-    assert found["high"] - 2.0 == pytest.approx(1.96 / 3**0.5, abs=1e-3)
-
-
-@pytest.mark.parametrize("arguments", [["--ranks", "1"], ["--draws", "0"], ["--ranks", "x"], ["--from-json", "missing"]])
-def test_bad_arguments_are_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 2
-    assert capsys.readouterr().err.count("\n") == 1

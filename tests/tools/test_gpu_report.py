@@ -72,12 +72,6 @@ def test_a_report_of_what_passed_failed_and_did_not_run(
     assert shown.endswith(report)
 
 
-def test_all_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SUITES, "bench", (STEPS[0], STEPS[2]))
-    assert tool.report_on("bench", tmp_path, num_gpus=1) == 0
-    assert "All 1 steps that ran passed; 1 were not run." in (tmp_path / "report.txt").read_text()
-
-
 def test_an_interrupted_run_reports_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(steps: Sequence[Step], *args: object, **kwargs: object) -> object:
         yield from run(steps[:1], tmp_path, num_gpus=1, root=ROOT)

@@ -37,8 +37,3 @@ def test_no_break_makes_something_else_of_a_word(piece: str) -> None:
         for line in wrap.wrapped("x" * length + f" {piece} end of it").split("\n"):
             assert not line.startswith(("-", "%", "1.", "#", "code", "text", "text]"))
             assert not line.endswith(("`some", "[the"))
-
-
-def test_short_lines_stay_as_they_are() -> None:
-    text = "One line.\nAnother line.\n\n- an item\n  of two lines\n"
-    assert wrap.wrapped(text) == text

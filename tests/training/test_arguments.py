@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.zerobubble.errors import CheckpointError, ConfigError, DataError, UserError
+from megatron.zerobubble.errors import CheckpointError, ConfigError, DataError
 from megatron.zerobubble.job.error_file import read_error_file
 from megatron.zerobubble.training.arguments import build_parser, settings_from_argv
 from megatron.zerobubble.training.config.settings import Settings
@@ -302,13 +302,6 @@ def test_a_split_that_is_read_has_documents(corpus: str) -> None:
         settings("--split 0,0", base=base)
 
 
-def test_a_file_that_is_no_dataset_is_an_error(tmp_path: Path) -> None:
-    for suffix in (".idx", ".bin"):
-        (tmp_path / f"text{suffix}").write_bytes(b"text")
-    with pytest.raises(DataError, match=r"text\.idx is not the index of a dataset"):
-        settings(base=BASE.replace("--mock-data", f"--data-path {tmp_path}/text"))
-
-
 def test_a_checkpoint_to_load_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"latest_checkpointed_iteration.txt is missing"):
         settings(f"--load {tmp_path}")
@@ -374,7 +367,3 @@ def test_errors_name_the_program(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--nproc-per-node", "2", "--bad"])
     assert left.value.code == 2
     assert capsys.readouterr().err.startswith("zerobubble train: error: ")
-
-
-def test_user_errors_have_a_common_base_class() -> None:
-    assert issubclass(ConfigError, UserError)

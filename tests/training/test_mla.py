@@ -17,7 +17,8 @@ pytestmark = pytest.mark.claims(
 )
 
 MLA = "--multi-latent-attention "
-ROPE = "--position-embedding-type rope "
+
+
 TP = "--tensor-model-parallel-size 2 "
 
 
@@ -56,10 +57,6 @@ def test_what_does_not_go_together(flags: str, message: str) -> None:
         settings(flags)
 
 
-def test_plain_rotary_embeddings_need_no_mla() -> None:
-    assert not settings(ROPE + "--rope-type rope").mla.multi_latent_attention
-
-
 def test_defaults_are_megatron_lms() -> None:
     """Its parser's, which are not those of MLATransformerConfig: without --q-lora-rank queries have no low rank."""
     config = transformer_config(settings(MLA), on_gpu=False, layout=None)
@@ -95,9 +92,3 @@ def test_every_flag_reaches_the_configuration() -> None:
     )
     assert {name: getattr(config, name) for name in given} == given
     assert config.recompute_modules == ["mla_up_proj", "core_attn"]
-
-
-def test_without_mla_the_configuration_is_the_plain_one() -> None:
-    config = transformer_config(settings(""), on_gpu=False, layout=None)
-    assert type(config).__name__ == "TransformerConfig"
-    assert not config.multi_latent_attention

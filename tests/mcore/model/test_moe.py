@@ -24,6 +24,8 @@ FEATURES: list[dict[str, Any]] = [
     {"balancing": ("seq_aux_loss", "global_aux_loss"), "aux_loss_coeff": (0.1, 0.05), "expert_bias": True},
     {"layer_freq": (1, 0, 0, 1), "dtype": torch.float16},
     {"recompute": "full", "llama": True, "expert_bias": True},
+    {"recompute": "moe", "shared": True, "z_loss_coeff": 0.01},
+    {"recompute": "shared_experts", "shared": True, "dtype": torch.bfloat16},
     # 24 tokens for 32 experts: in every microbatch some get none, and others drop what is over their capacity.
     {"num_experts": 32, "topk": 1, "pre_softmax": True, "capacity_factor": 1.0},
 ]

@@ -201,32 +201,6 @@ def test_logits_come_in_the_dtype_that_the_output_layer_is_asked_for(four_ranks:
     assert four_ranks.run(_logits_in_fp32) == [None, None, None, (torch.float32, torch.bfloat16)]
 
 
-def _refused_config(rank: int, name: str, value: Any) -> str:
-    case = Case("zbv", 4, 2, num_chunks=2)
-    original = Trainer._config
-
-    @functools.wraps(original)
-    def changed(self: Trainer) -> Any:
-        config = original(self)
-        setattr(config, name, value)
-        return config
-
-    Trainer._config = changed  # type: ignore[method-assign]
-    try:
-        Trainer(case)
-    except ConfigError as error:
-        return str(error)
-    finally:
-        Trainer._config = original  # type: ignore[method-assign]
-    return ""
-
-
-@pytest.mark.parametrize(("name", "value"), [("defer_embedding_wgrad_compute", True), ("enable_autocast", True)])
-def test_an_unsupported_option_is_named_in_the_error(four_ranks: RankPool, name: str, value: object) -> None:
-    for message in four_ranks.run(_refused_config, name, value):
-        assert message.startswith(f"{name} does not go with schedule 'zbv'")
-
-
 @pytest.mark.claims(
     "Layers",
     "the flex dispatcher with NCCL EP's zero copy; on a rank with all experts; without the package",
@@ -265,28 +239,3 @@ def test_every_default_of_the_installed_megatron_core_is_allowed() -> None:
     build.check_config(config, spec)
     assert sum(hasattr(config, name) for name in build._REFUSED) > len(build._REFUSED) / 2
     assert hasattr(config, "cuda_graph_impl")
-
-
-def _frozen(rank: int) -> bool:
-    """A frozen linear is left to megatron-core; the rest trains."""
-    original = Trainer._provide
-
-    def freezing(self: Trainer, pre_process: bool, post_process: bool, vp_stage: int | None) -> Any:
-        model = original(self, pre_process, post_process, vp_stage)
-        model.decoder.layers[0].mlp.linear_fc1.weight.requires_grad = False
-        return model
-
-    Trainer._provide = freezing  # type: ignore[method-assign]
-    try:
-        trainer = Trainer(Case("zb-h1", 4, 3))
-        trainer.forward_backward(0)
-        gradients = {name: float(p.main_grad.abs().sum()) for name, p in trainer.parameters() if p.requires_grad}
-        trainer.close()
-    finally:
-        Trainer._provide = original  # type: ignore[method-assign]
-    trained = all(value > 0 for name, value in gradients.items() if name.endswith("weight"))
-    return trained and f"decoder.layers.{2 * rank}.mlp.linear_fc1.weight" not in gradients
-
-
-def test_frozen_weights(four_ranks: RankPool) -> None:
-    assert all(four_ranks.run(_frozen))

@@ -14,16 +14,13 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.distributed import DistributedDataParallelConfig
 
-import megatron.zerobubble
-from megatron.zerobubble.mcore.cpu.device import HostDevice
 from megatron.zerobubble.mcore.stock_loop.adoption import stores_by_parameter
 from megatron.zerobubble.training.checkpoint.contents import SHARDING
 from megatron.zerobubble.training.checkpoint.save import SaveStrategy
 from megatron.zerobubble.training.checkpoint.torch_optimizer import load_state, prepare_to_load, prepare_to_save
-from tests.support.gpt import _destroy_groups
-from tests.support.loop_pieces import SIZES, Loop
+from tests.support.loops import SIZES, Loop
 from tests.support.ranks import RankPool
-from tests.support.stock import example
+from tests.support.stock import example, installed
 
 CHUNKS = {None: "", "zb-h1": "", "zbv": "--virtual-pipeline-model-parallel-size 2"}
 
@@ -34,31 +31,23 @@ def _train(rank: int, schedule: str | None, flags: str, folder: str | None = Non
     Returns:
         Per chunk the number of buckets, and the losses, gradients and weights after the third iteration.
     """
-    flags = f"{CHUNKS[schedule]} --overlap-grad-reduce {flags}"
+    flags = f"{SIZES} {CHUNKS[schedule]} --overlap-grad-reduce {flags}"
     small = functools.partial(DistributedDataParallelConfig, bucket_size=2000)
     loads = folder is not None and any(Path(folder).iterdir())
-    _destroy_groups()
-    with HostDevice().on_host(), mock.patch.object(example(), "DistributedDataParallelConfig", small):
-        if schedule is not None:
-            megatron.zerobubble.install(schedule=schedule, **options)
-        try:
-            example().initialize(example().parse(f"{SIZES} {flags}".split()))
-            loop = Loop(flags)
-            loop.config.no_sync_func = loop.one_or_list([chunk.no_sync for chunk in loop.model])
-            for _ in range(2):
-                loop.zero()
-                loop.passes()
-                if not loads:
-                    loop.optimizer.step()
-            if folder is not None:
-                _checkpoint(loop, folder, saves=not loads)
-            loop.train()
-            buckets = [len(chunk.bucket_groups) for chunk in loop.model]
-            result = {"buckets": buckets, "losses": loop.seen[-1:], **loop.state()}
-        finally:
-            megatron.zerobubble.uninstall()
-            _destroy_groups()
-    return result
+    given = None if schedule is None else {"schedule": schedule, **options}
+    with mock.patch.object(example(), "DistributedDataParallelConfig", small), installed(flags, given) as args:
+        loop = Loop(args)
+        loop.overlap_reductions(is_aligned=False)
+        for _ in range(2):
+            loop.zero()
+            loop.passes()
+            if not loads:
+                loop.optimizer.step()
+        if folder is not None:
+            _checkpoint(loop, folder, saves=not loads)
+        loop.train()
+        buckets = [len(chunk.bucket_groups) for chunk in loop.model]
+        return {"buckets": buckets, "losses": loop.seen[-1:], **loop.state()}
 
 
 @torch.no_grad()

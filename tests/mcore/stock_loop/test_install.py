@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -328,29 +327,6 @@ def test_a_loop_that_has_imported_the_function_before_gets_the_schedule() -> Non
     assert isinstance(get_forward_backward_func(pp_size=2, vp_size=None), installing._PatchedSchedule)
     assert isinstance(get_forward_backward_func(pp_size=2, vp_size=2), installing._PatchedSchedule)
     assert get_forward_backward_func(pp_size=1, vp_size=None) is schedules.forward_backward_no_pipelining
-
-
-@pytest.mark.usefixtures("clean")
-def test_a_configuration_can_be_made_from_another() -> None:
-    """megatron-core's own checks would refuse what is set on the first one."""
-    megatron.zerobubble.install(schedule="zbv")
-    config = TransformerConfig(
-        num_layers=8,
-        hidden_size=32,
-        num_attention_heads=4,
-        pipeline_model_parallel_size=2,
-        virtual_pipeline_model_parallel_size=2,
-        pipeline_model_parallel_layout="Et|ttt|ttt|tL",
-        pipeline_dtype=torch.float32,
-    )
-    again = dataclasses.replace(config, hidden_size=64)
-    assert again.delay_wgrad_compute
-    layout = again.pipeline_model_parallel_layout
-    assert [layout.get_num_layers_to_build(vp_stage=chunk, pp_rank=rank) for rank, chunk in ((0, 0), (1, 0), (1, 1), (0, 1))] == [
-        *(1, 3, 3, 1)
-    ], "as the text says, down one arm of the V and up the other"
-    megatron.zerobubble.uninstall()
-    assert not dataclasses.replace(again).delay_wgrad_compute
 
 
 def test_flags_that_choose_no_schedule_install_nothing() -> None:

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.multi_token_prediction import get_mtp_num_layers_to_build
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
@@ -23,9 +23,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 import megatron.zerobubble
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.ir import Placement
-from tests.support import bridge
+from tests.support.loops import merged, train_with_groups
 from tests.support.ranks import RankPool
-from tests.support.stock import example, train_mtp
+from tests.support.stock import example
 
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
@@ -191,20 +191,6 @@ def test_an_error_names_the_option(num_layers: int, given: dict[str, Any], messa
         _config(num_layers, 2, **given)
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"pipeline_model_parallel_layout": "Ett|tt|tt|ttL", LOSS: True},
-        {"pipeline_model_parallel_layout": "Ett|tt|tt|ttL", FIRST: 2},
-        {FIRST: 2, LOSS: True},
-    ],
-)
-@pytest.mark.usefixtures("schedule")
-def test_options_that_exclude_each_other_are_megatron_cores_error(given: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"cannot be.*{FIRST if FIRST in given else LOSS}|{FIRST} and"):
-        _config(8, 2, **given)
-
-
 @pytest.mark.usefixtures("schedule")
 def test_megatron_cores_own_layout_goes_in_the_order_of_its_stages() -> None:
     """A recipe may have made the object before `install`, and hand on copies of it."""
@@ -248,14 +234,9 @@ CHUNKS = f"{TWO} --virtual-pipeline-model-parallel-size 2"
 
 
 def _train(rank: int, flags: str, schedule: str | None, given: dict[str, Any]) -> dict[str, Any]:
-    """`bridge.train`, with these options of TransformerConfig."""
+    """`train_with_groups`, with these options of TransformerConfig."""
     with mock.patch.object(example(), "TransformerConfig", functools.partial(TransformerConfig, **given)):
-        return bridge.train(rank, flags, schedule)
-
-
-def _merged(results: list[dict[str, Any]]) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    gradients = {name: gradient for result in results for name, gradient in result["gradients"].items()}
-    return [result["losses"] for result in results[len(results) // 2 :]], gradients
+        return train_with_groups(rank, flags, schedule)
 
 
 @pytest.mark.claims(
@@ -296,34 +277,8 @@ def test_the_losses_and_gradients_of_an_even_model(
 ) -> None:
     """Bit for bit those of megatron-core's 1F1B with three layers per rank: a layer has the same weights wherever it is."""
     plain = " ".join([TWO, *(flag for flag in flags.split() if flag.startswith("--tie"))])
-    expected = _merged(four_ranks.run(_train, plain, None, {}))
-    actual = _merged(four_ranks.run(_train, flags, schedule, given))
-    assert actual[0] == expected[0] != []
-    assert set(actual[1]) == set(expected[1])
-    assert [name for name, gradient in actual[1].items() if not torch.equal(gradient, expected[1][name])] == []
-
-
-def _train_mtp(rank: int, flags: str, options: dict[str, Any], layout: Any) -> Any:
-    configured = functools.partial(TransformerConfig, pipeline_model_parallel_layout=layout)
-    with mock.patch("tests.support.stock.TransformerConfig", configured):
-        return train_mtp(rank, flags, options)
-
-
-@pytest.mark.parametrize(
-    ("flags", "schedule", "layout"),
-    [(CHUNKS, "zbv", _listed([1, 2, 2, 1], mtp=1)), (CHUNKS, "zbv", "Ett|tt|tt|mL"), (TWO, "zb-h1", "Etttt|ttmL")],
-    ids=["list", "text", "zb-h1"],
-)
-@pytest.mark.sampled(0.33)
-def test_the_losses_with_mtp_layers_in_the_layout(four_ranks: RankPool, flags: str, schedule: str, layout: Any) -> None:
-    """1e-6: the gradients of embedding and output layer are summed in another order."""
-    expected = [history for history in four_ranks.run(_train_mtp, TWO, {}, None) if history]
-    actual = [history for history in four_ranks.run(_train_mtp, flags, {"schedule": schedule}, layout) if history]
-    losses = [torch.tensor([[entry["losses"] for entry in history] for history in each]) for each in (actual, expected)]
-    assert losses[0].numel() > 0
-    torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-6)
-
-
-def test_parts_have_the_letters_of_megatron_core() -> None:
-    (stage,) = PipelineParallelLayerLayout.parse_str_to_list("EtmL")
-    assert stage == [LayerType.embedding, LayerType.decoder, LayerType.mtp, LayerType.loss]
+    expected = merged(four_ranks.run(_train, plain, None, {}))
+    actual = merged(four_ranks.run(_train, flags, schedule, given))
+    assert actual.pop("results") == expected.pop("results") != [[]] * 4
+    assert actual.keys() == expected.keys()
+    assert [name for name, value in actual.items() if not np.array_equal(value, expected[name])] == []

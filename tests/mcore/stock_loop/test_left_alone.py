@@ -15,9 +15,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
-from tests.support import bridge
 from tests.support.ranks import RankPool
-from tests.support.stock import train
+from tests.support.stock import example, installed, train
 
 pytestmark = pytest.mark.claims(
     "Your own script",
@@ -86,7 +85,8 @@ def _gradients(chunks: list[DistributedDataParallel], backward: Any) -> list[Ten
 
 def _tower(rank: int, schedule: str | None, overlaps: bool) -> list[Tensor]:
     """A model without a pipeline beside one with, trained by hand."""
-    with bridge.installed(TWO, schedule) as (loop, args):
+    with installed(TWO, schedule) as args:
+        loop = example()
         wider = {"pipeline_model_parallel_size": 1, "hidden_size": 48}
         with mock.patch.object(loop, "TransformerConfig", lambda **given: TransformerConfig(**given | wider)):
             config = loop.transformer_config(args)
@@ -116,7 +116,8 @@ def test_a_model_beside_the_pipeline_has_its_gradients(four_ranks: RankPool, ove
 
 def _stage_by_hand(rank: int, flags: str, schedule: str | None, overlaps: bool) -> list[Tensor]:
     """Every stage of a pipeline, run by the loop itself."""
-    with bridge.installed(flags, schedule) as (loop, args):
+    with installed(flags, schedule) as args:
+        loop = example()
         args.overlap_grad_reduce = overlaps
         chunks = loop.build_model(args, loop.transformer_config(args))
         return _gradients(chunks, lambda chunk, number: _run_stage(loop, args, chunk, number))
@@ -151,7 +152,8 @@ class _Tower(nn.Module):
 
 
 def _plain(rank: int, schedule: str | None) -> list[Tensor]:
-    with bridge.installed(TWO, schedule) as (loop, args):
+    with installed(TWO, schedule) as args:
+        loop = example()
         torch.manual_seed(3)
         chunk = _ddp(loop.transformer_config(args), _Tower(), overlaps=False)
         image = torch.randn(2, 3, 8, 8)
@@ -166,7 +168,8 @@ def test_a_module_that_is_no_stage_is_left_alone(four_ranks: RankPool) -> None:
 
 def _after_the_schedule(rank: int, flags: str, schedule: str) -> bool:
     """Whether a backward pass by hand adds the same gradients before and after an iteration of the schedule."""
-    with bridge.installed(flags, schedule) as (loop, args):
+    with installed(flags, schedule) as args:
+        loop = example()
         chunks = loop.build_model(args, loop.transformer_config(args))
         by_hand = [_gradients(chunks, lambda chunk, number: _run_stage(loop, args, chunk, number)) for _ in range(2)]
         loop.get_forward_backward_func()(

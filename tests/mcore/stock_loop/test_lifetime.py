@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
-from types import ModuleType
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -14,11 +15,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
-import megatron.zerobubble
-from megatron.zerobubble.mcore.cpu.device import HostDevice
-from tests.support.gpt import _destroy_groups
 from tests.support.ranks import RankPool
-from tests.support.stock import example
+from tests.support.stock import example, installed
 
 pytestmark = pytest.mark.claims(
     "Your own script",
@@ -52,33 +50,21 @@ def _state() -> dict[str, int]:
     }
 
 
-def _installed(flags: str, options: dict[str, Any], then: Any) -> Any:
-    loop = example()
-    args = loop.parse(flags.split())
-    _destroy_groups()
-    gc.collect()
-    _KEPT[:] = [each for each in gc.get_objects() if isinstance(each, DistributedDataParallel)]
-    with HostDevice().on_host():
-        if options:
-            megatron.zerobubble.install(**options)
-        try:
-            loop.initialize(args)
-            with mock.patch.object(loop, "initialize"):
-                return then(loop, args)
-        finally:
-            megatron.zerobubble.uninstall()
-            _destroy_groups()
+@contextlib.contextmanager
+def _installed(flags: str, options: dict[str, Any]) -> Iterator[Any]:
+    """The flags; models that exist already do not count."""
+    with installed(flags, options) as args, mock.patch.object(example(), "initialize"):
+        gc.collect()
+        _KEPT[:] = [each for each in gc.get_objects() if isinstance(each, DistributedDataParallel)]
+        yield args
 
 
 def _rebuilds(rank: int, flags: str, options: dict[str, Any], count: int) -> list[dict[str, int]]:
-    def rebuild(loop: ModuleType, args: Any) -> list[dict[str, int]]:
-        states = []
+    states = []
+    with _installed(flags, options) as args:
         for _ in range(count):
-            loop.train(args)
+            example().train(args)
             states.append(_state())
-        return states
-
-    states: list[dict[str, int]] = _installed(flags, options, rebuild)
     return states
 
 
@@ -104,10 +90,9 @@ def test_twenty_models_need_what_one_needs(four_ranks: RankPool, flags: str, opt
 def _kept_on_one_rank(rank: int, flags: str, options: dict[str, Any]) -> tuple[list[int], list[int]]:
     """Numbers of models and of groups after each of six models, of which the second is kept by rank 1 until the fifth exists."""
     kept: list[Any] = []
-
-    def rebuild(loop: ModuleType, args: Any) -> tuple[list[int], list[int]]:
-        states = []
-        build = loop.build_model
+    states = []
+    with _installed(flags, options) as args:
+        loop, build = example(), example().build_model
         for number in range(6):
 
             def keeping(*given: Any, number: int = number) -> Any:
@@ -128,10 +113,7 @@ def _kept_on_one_rank(rank: int, flags: str, options: dict[str, Any]) -> tuple[l
         else:
             loop.train(args)
             gc.collect()
-        return [each["models"] for each in states], [each["groups"] for each in states]
-
-    counts: tuple[list[int], list[int]] = _installed(flags, options, rebuild)
-    return counts
+    return [each["models"] for each in states], [each["groups"] for each in states]
 
 
 @pytest.mark.parametrize(
@@ -152,36 +134,28 @@ def _collected(rank: int, flags: str, schedule: str) -> tuple[bool, bool]:
     """Whether a dropped model's config, whose `finalize_model_grads_func` refers to the model, is freed; whether the loop's own
     function is back after `uninstall` in a config that is kept."""
 
-    def run(loop: ModuleType, args: Any) -> tuple[bool, Any, Any]:
-        configs = []
-        original, finalize = loop.transformer_config, loop.finalize_model_grads
+    configs, loop = [], example()
+    original, build_model, finalize = loop.transformer_config, loop.build_model, loop.finalize_model_grads
 
-        def configured(args: Any) -> Any:
-            configs.append(original(args))
-            return configs[-1]
+    def configured(args: Any) -> Any:
+        configs.append(original(args))
+        return configs[-1]
 
-        def build(*given: Any) -> Any:
-            model = build_model(*given)
-            loop.finalize_model_grads = lambda *a, **k: (model, finalize(*a, **k))[1]
-            return model
+    def build(*given: Any) -> Any:
+        model = build_model(*given)
+        loop.finalize_model_grads = lambda *a, **k: (model, finalize(*a, **k))[1]
+        return model
 
-        build_model = loop.build_model
-        with (
-            mock.patch.object(loop, "transformer_config", configured),
-            mock.patch.object(loop, "build_model", build),
-            mock.patch.object(loop, "finalize_model_grads", finalize),
-        ):
-            loop.train(args)
-            dropped = weakref.ref(configs.pop())
-            loop.finalize_model_grads = finalize
-            gc.collect()
-            is_freed = dropped() is None
-            loop.train(args)
-            given = loop.finalize_model_grads
-        return is_freed, configs[0], given
-
-    is_freed, config, given = _installed(flags, {"schedule": schedule}, run)
-    return is_freed, config.finalize_model_grads_func is given
+    replaced = {"transformer_config": configured, "build_model": build, "finalize_model_grads": finalize}
+    with mock.patch.multiple(loop, **replaced), _installed(flags, {"schedule": schedule}) as args:
+        loop.train(args)
+        dropped = weakref.ref(configs.pop())
+        loop.finalize_model_grads = finalize
+        gc.collect()
+        is_freed = dropped() is None
+        loop.train(args)
+        given = loop.finalize_model_grads
+    return is_freed, configs[0].finalize_model_grads_func is given
 
 
 @pytest.mark.parametrize(("flags", "schedule"), [(TWO, "zb-h1"), (CHUNKS, "zbv")])

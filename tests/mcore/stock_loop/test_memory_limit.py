@@ -11,14 +11,12 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 import megatron.zerobubble
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.mcore.cpu.device import HostDevice
 from megatron.zerobubble.mcore.stock_loop import patches
 from megatron.zerobubble.mcore.stock_loop.running import _state_bytes
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.simulate import peak_memory
-from tests.support.gpt import _destroy_groups
 from tests.support.ranks import RankPool
-from tests.support.stock import example, train
+from tests.support.stock import example, installed, train
 
 pytestmark = pytest.mark.claims("Your own script", "in a loop of your own: memory limits in bytes", "works, bit for bit")
 
@@ -29,34 +27,26 @@ SEARCH = "--zero-bubble-planning-seconds 0.1"
 
 def _train(rank: int, flags: str) -> dict[str, Any]:
     """Train, and see what is planned: the peak before and after memory was measured, and the bytes that were measured."""
-    loop = example()
-    args = loop.parse(flags.split())
-    _destroy_groups()
     warnings = _Warnings()
     logging.getLogger("megatron.zerobubble").addHandler(warnings)
-    with HostDevice().on_host():
-        megatron.zerobubble.install(args)
-        try:
-            history = loop.train(args)
-            installed = patches._installed()
-            assert installed is not None
-            (running,) = installed._models
-            spec, plan = running.engine.schedule.spec, running.engine.schedule.plan(args.num_microbatches)
-            assert running.engine.replanner is not None
-            (memory, *_) = running.engine.replanner.memory[rank:]
-            parameters = sum(parameter.numel() for chunk in running.chunks for parameter in chunk.parameters())
-            return {
-                "losses": [entry["losses"] for entry in history],
-                "limit": spec.memory_limit,
-                "peak": peak_memory(plan, CostModel.uniform(plan.placement))[rank],
-                "state": memory.state_bytes,
-                "parameters": parameters,
-                "warnings": warnings.texts,
-            }
-        finally:
-            megatron.zerobubble.uninstall()
-            _destroy_groups()
-            logging.getLogger("megatron.zerobubble").removeHandler(warnings)
+    with installed(flags, by_flags=True, initializes=False) as args:
+        history = example().train(args)
+        loop = patches._installed()
+        assert loop is not None
+        (running,) = loop._models
+        spec, plan = running.engine.schedule.spec, running.engine.schedule.plan(args.num_microbatches)
+        assert running.engine.replanner is not None
+        (memory, *_) = running.engine.replanner.memory[rank:]
+        parameters = sum(parameter.numel() for chunk in running.chunks for parameter in chunk.parameters())
+    logging.getLogger("megatron.zerobubble").removeHandler(warnings)
+    return {
+        "losses": [entry["losses"] for entry in history],
+        "limit": spec.memory_limit,
+        "peak": peak_memory(plan, CostModel.uniform(plan.placement))[rank],
+        "state": memory.state_bytes,
+        "parameters": parameters,
+        "warnings": warnings.texts,
+    }
 
 
 class _Warnings(logging.Handler):

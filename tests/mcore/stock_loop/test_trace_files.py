@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,13 +117,6 @@ def nothing_left() -> Iterator[None]:
 def test_what_cannot_be_written_is_refused_at_once(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         megatron.zerobubble.install(**options)
-
-
-def test_the_flags_are_those_of_pretrain_gpt() -> None:
-    parser = megatron.zerobubble.add_zero_bubble_args(argparse.ArgumentParser())
-    args = parser.parse_args(["--enable-zero-bubble", "--zero-bubble-trace", "a", "--zero-bubble-trace-iterations", "3,4"])
-    assert (args.zero_bubble_trace, args.zero_bubble_trace_iterations) == ("a", "3,4")
-    megatron.zerobubble.uninstall()
 
 
 _SCRIPT = """

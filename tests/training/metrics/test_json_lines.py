@@ -59,13 +59,3 @@ def test_a_device_that_is_full_is_logged_once(caplog: pytest.LogCaptureFixture) 
     lines.close()
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "--metrics-jsonl /dev/full cannot be written: No space left on device" in caplog.text
-
-
-@pytest.mark.parametrize(("is_continued", "iterations"), [(False, [2]), (True, [1, 2])])
-def test_a_continued_run_appends(tmp_path: Path, is_continued: bool, iterations: list[int]) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"iteration": 1}\n')
-    lines = JsonLines(str(path), is_continued=is_continued)
-    lines.write([{"iteration": 2}])
-    lines.close()
-    assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == iterations
