@@ -1,7 +1,7 @@
 """`place_communication`, against an independent checker (`program_checker`) and a model of links without any buffer (`hazards`).
 
 Deliberate violations of each rule are caught by one of the two. That sends must not block their rank (rule 3) is in
-`tests/runtime/test_ordering.py` and `tests/runtime/test_rules_on_fake_nccl.py`.
+`tests/runtime/test_executor.py` and `tests/runtime/test_on_fake_nccl.py`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.claims(
     "transfers: order, buffers, no deadlock, random delays on both ends, every schedule; each of three rules broken on "
     "purpose is noticed",
     "works, gloo and a model without buffers; not tried on NCCL",
-    also=("runtime/test_ordering.py",),
+    also=("runtime/test_executor.py",),
 )
 
 

@@ -20,11 +20,13 @@ from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.transforms import forward_only
 from megatron.zerobubble.runtime.executor import Executor
 from megatron.zerobubble.runtime.p2p import Handle, P2PLinks
+from tests.runtime.delays import run_under_delays
 from tests.runtime.on_fake_nccl import Setup, run_program
 from tests.runtime.support import LabelWork, NoLinks, label
 from tests.runtime.test_recording import LABEL_BYTES, Scribe, expected_log
 from tests.support.fake_nccl.device import Device
 from tests.support.programs import FAMILIES
+from tests.support.ranks import RankPool
 
 
 class _Watched(Scribe):
@@ -232,3 +234,16 @@ def test_the_work_notices_a_tensor_that_is_not_its_own() -> None:
         work.forward(Op.parse("1F1"), label(Payload.ACTIVATION, 1, 0), True)
     with pytest.raises(AssertionError, match="was given nothing"):
         work.backward(Op.parse("0B0"), None, False)
+
+
+NUM_RANKS, NUM_MICROBATCHES = 4, 8
+
+
+def ordered_program(name: str, *, lookahead: int = 1) -> Program:
+    plan = build_plan(name, num_ranks=NUM_RANKS, num_microbatches=NUM_MICROBATCHES)
+    return place_communication(plan, lookahead=lookahead)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_under_delays_on_both_ends(name: str, four_ranks: RankPool) -> None:
+    assert four_ranks.run(run_under_delays, ordered_program(name), (1, 2, 3)) == [""] * NUM_RANKS

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.claims(
     "Long runs",
     "`--eager-nccl-communicators`; links with streams of high priority and `--zero-bubble-p2p-max-ctas`",
     "the options arrive at torch, in doubles; **not run on a GPU**",
-    also=("runtime/test_link_groups.py",),
+    also=("runtime/test_p2p.py",),
 )
 
 FLAGS = (

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.claims(
     "recomputation, full (uniform, block) and selective (core_attn, mlp, moe, shared_experts): a layer runs again once, in B;"
     " W multiplies what B recomputed",
     "works, bit for bit",
-    also=("mcore/test_equivalence.py", "mcore/model/test_moe.py"),
+    also=("mcore/test_equivalence.py", "mcore/model/test_layers.py"),
 )
 
 ZBV = Case("zbv", 2, 3, num_chunks=2, num_layers=8)
