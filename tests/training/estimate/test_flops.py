@@ -27,7 +27,7 @@ pytestmark = pytest.mark.claims(
     "progress lines read by a parser of Megatron-LM's; FLOPs of dense, GQA, SwiGLU, MoE, MLA and MTP models against torch's "
     "count of the GEMMs that they run; dry runs",
     "works",
-    also=("training/estimate/test_dry_run.py", "training/test_flag_sources.py", "training/metrics"),
+    also=("training/estimate/test_dry_run.py", "training/config/test_model_flags.py", "training/metrics"),
 )
 
 BASE = (

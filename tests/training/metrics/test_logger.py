@@ -6,7 +6,10 @@ import json
 import logging
 import math
 import re
+import resource
+import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +24,18 @@ from megatron.zerobubble.training.config.settings import Settings
 from tests.support.megatron_lm import LOGGED
 
 with quiet_third_parties():
+    from megatron.zerobubble.training.metrics.json_lines import JsonLines
     from megatron.zerobubble.training.metrics.logger import MetricsLogger
     from megatron.zerobubble.training.metrics.progress_line import IterationRecord
     from megatron.zerobubble.training.step import StepResult
+
+pytestmark = pytest.mark.claims(
+    "Long runs",
+    "metrics, plan file or trace that cannot be written any more: logged once, training goes on",
+    "works",
+    also=("training/test_plan_files.py",),
+)
+
 
 FLAGS = (
     "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --lr 1e-3 "
@@ -36,8 +48,6 @@ STEP = StepResult(
     lr=1 / 3,
     loss_scale=torch.tensor(1.0),
 )
-
-pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
 def settings(flags: str = "") -> Settings:
@@ -66,6 +76,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.usefixtures("world_of_one")
 def test_one_object_per_iteration_in_full_precision(logger: MetricsLogger, jsonl: Path) -> None:
     logger.add(record(1))
     logger.add(record(2, loss=torch.tensor([1.0, 3.0]), grad_norm=1 / 7))
@@ -86,6 +97,7 @@ def test_one_object_per_iteration_in_full_precision(logger: MetricsLogger, jsonl
     assert (second["loss"], second["grad_norm"]) == (1 / 3, 1 / 7)
 
 
+@pytest.mark.usefixtures("world_of_one")
 def test_a_validation_loss_belongs_to_its_iteration(logger: MetricsLogger, jsonl: Path, caplog: pytest.LogCaptureFixture) -> None:
     logger.add(record(1))
     with caplog.at_level(logging.INFO):
@@ -97,6 +109,7 @@ def test_a_validation_loss_belongs_to_its_iteration(logger: MetricsLogger, jsonl
     assert "validation loss at iteration 1: 2.0000 (ppl 7.39)" in caplog.text
 
 
+@pytest.mark.usefixtures("world_of_one")
 def test_a_progress_line(logger: MetricsLogger, caplog: pytest.LogCaptureFixture) -> None:
     logger.add(record(1))
     logger.add(record(2, loss=torch.tensor([1.0, 1.0]), is_stepped=False, grad_norm=math.inf))
@@ -121,6 +134,7 @@ def test_a_progress_line(logger: MetricsLogger, caplog: pytest.LogCaptureFixture
     }
 
 
+@pytest.mark.usefixtures("world_of_one")
 def test_a_parser_of_megatron_lms_lines_reads_ours(caplog: pytest.LogCaptureFixture) -> None:
     """With --log-throughput; 1.5e12 FLOPs a sample, two samples in half a second."""
     metrics = MetricsLogger(settings("--log-throughput"), rank=0, start_iteration=0, flops_per_sample=1.5e12)
@@ -132,6 +146,7 @@ def test_a_parser_of_megatron_lms_lines_reads_ours(caplog: pytest.LogCaptureFixt
     assert "| elapsed time per iteration (ms): 500.0 | throughput per GPU (TFLOP/s/GPU): 6.0 | learning" in caplog.messages[0]
 
 
+@pytest.mark.usefixtures("world_of_one")
 def test_tflops_per_gpu_in_the_json_lines(jsonl: Path) -> None:
     flags = f"--metrics-jsonl {jsonl}"
     metrics = MetricsLogger(settings(flags), rank=0, start_iteration=0, flops_per_sample=1.5e12)
@@ -141,6 +156,7 @@ def test_tflops_per_gpu_in_the_json_lines(jsonl: Path) -> None:
     assert read(jsonl)[0]["tflops_per_gpu"] == 6.0
 
 
+@pytest.mark.usefixtures("world_of_one")
 def test_what_is_not_finite_becomes_null(logger: MetricsLogger, jsonl: Path) -> None:
     logger.add(record(1, is_stepped=False, grad_norm=math.inf, loss=torch.tensor([math.nan, 1.0])))
     logger.log()
@@ -148,6 +164,7 @@ def test_what_is_not_finite_becomes_null(logger: MetricsLogger, jsonl: Path) -> 
     assert (fields["loss"], fields["grad_norm"], fields["skipped"]) == (None, None, True)
 
 
+@pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize("changes", [{"grad_norm": math.nan}, {"loss": torch.tensor([math.inf, 1.0])}])
 def test_training_stops_when_it_diverges(logger: MetricsLogger, changes: dict[str, Any]) -> None:
     def go() -> None:
@@ -158,6 +175,7 @@ def test_training_stops_when_it_diverges(logger: MetricsLogger, changes: dict[st
         go()
 
 
+@pytest.mark.usefixtures("world_of_one")
 def test_training_continues_where_no_token_counts(logger: MetricsLogger, jsonl: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A batch may be all padding or masked: that is no divergence. It is logged once."""
     with caplog.at_level(logging.INFO):
@@ -170,12 +188,14 @@ def test_training_continues_where_no_token_counts(logger: MetricsLogger, jsonl: 
     assert said[0].startswith("iteration 1 has no token that counts in the loss, and so no loss; training goes on.")
 
 
+@pytest.mark.usefixtures("world_of_one")
 def test_training_continues_with_no_check_for_nan() -> None:
     metrics = MetricsLogger(settings("--no-check-for-nan-in-loss-and-grad"), rank=0, start_iteration=0)
     metrics.add(record(1, grad_norm=math.nan))
     metrics.log()
 
 
+@pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize(("start", "lines"), [(0, 1), (1, 2)])
 def test_a_new_run_starts_the_file_and_a_continued_one_appends(jsonl: Path, start: int, lines: int) -> None:
     for start_iteration in (0, start):
@@ -186,6 +206,7 @@ def test_a_new_run_starts_the_file_and_a_continued_one_appends(jsonl: Path, star
     assert len(read(jsonl)) == lines
 
 
+@pytest.mark.usefixtures("world_of_one")
 def test_only_rank_0_writes(jsonl: Path) -> None:
     metrics = MetricsLogger(settings(f"--metrics-jsonl {jsonl}"), rank=1, start_iteration=0)
     metrics.add(record(1))
@@ -193,6 +214,7 @@ def test_only_rank_0_writes(jsonl: Path) -> None:
     assert not jsonl.exists()
 
 
+@pytest.mark.usefixtures("world_of_one")
 def test_speed_leaves_out_the_first_iteration(logger: MetricsLogger) -> None:
     logger.add(replace(record(1), elapsed_ms=lambda: 100_000.0))
     logger.log()
@@ -202,6 +224,7 @@ def test_speed_leaves_out_the_first_iteration(logger: MetricsLogger) -> None:
     assert (logger.totals.num_timed, logger.totals.seconds, logger.totals.tokens_per_s) == (1, 0.5, 64.0)
 
 
+@pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -218,3 +241,39 @@ def test_a_corrected_step_is_logged(
     with caplog.at_level(logging.INFO):
         logger.add(record(37, **changes))
     assert caplog.messages == [f"iteration 37: {said}"]
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """This process' limit on the size of a file, which a write beyond it meets as it would a full disk: after a part of it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_is_logged_once_and_leaves_whole_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = JsonLines(str(path), is_continued=False)
+    lines.write([{"iteration": 1}])
+    with files_of_at_most(path.stat().st_size + 10):
+        for iteration in (2, 3):
+            lines.write([{"iteration": iteration, "schedule": "zbv"}])
+    lines.write([{"iteration": 4}])
+    lines.close()
+    assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [1, 4]
+    (warning,) = caplog.messages
+    assert warning.startswith(f"--metrics-jsonl {path} cannot be written: File too large; training goes on")
+
+
+def test_a_device_that_is_full_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    lines = JsonLines("/dev/full", is_continued=True)
+    lines.write([{"iteration": 1}])
+    lines.write([{"iteration": 2}])
+    lines.close()
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "--metrics-jsonl /dev/full cannot be written: No space left on device" in caplog.text
