@@ -9,7 +9,7 @@ import pytest
 
 from tests.support import gpt
 from tests.support.gpt import Case
-from tests.support.memory_ledger import Held, RankLedger, table, train_watched
+from tests.support.memory_ledger import Held, RankLedger, train_watched
 from tests.support.ranks import RankPool
 
 ZBV = Case("zbv", 4, 5, num_chunks=2, num_layers=8)
@@ -34,13 +34,6 @@ def test_what_may_grow_and_what_may_not() -> None:
     assert grown == ["the peak of activations grew by 2 bytes after iteration 2"]
     assert ledger(held(), held(), predicted=106).complaints() == ["activations took 100 bytes, and the plan predicts 106: -5.7%"]
     assert ledger(held(), held(), predicted=104).complaints() == []
-
-
-def test_what_a_cpu_does_not_know_is_left_out() -> None:
-    unknown = ledger(*[replace(held(), reserved=None, inactive_split=None)] * 3)
-    assert unknown.complaints() == []
-    assert unknown.fragmentation is None
-    assert table([unknown]).splitlines()[-1].endswith("| 0.00 | 0.00 | - | - | - | - |")
 
 
 @pytest.mark.claims(

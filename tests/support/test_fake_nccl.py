@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.fake_nccl.communicators import MismatchError
 from tests.support.fake_nccl.device import Device, Event, Stream
 from tests.support.fake_nccl.engine import StuckError
-from tests.support.fake_nccl.memory import FreedError, OrderError
+from tests.support.fake_nccl.memory import OrderError
 from tests.support.fake_nccl.ranks import run_ranks
 
 SEEDS = range(9)
@@ -67,12 +66,6 @@ def exchange(rank: int, send_first: bool) -> None:
     assert tensors[1].tolist() == [1.0 - rank] * 2
 
 
-def test_both_directions_of_a_pair_are_one_channel() -> None:
-    everywhere(exchange, False)
-    with pytest.raises(StuckError, match=r"rank 1, communicator 0 between ranks 0 and 1: send 1 of .* is next, 1 behind it"):
-        run_ranks(2, exchange, True)
-
-
 def collectives(rank: int) -> None:
     value = torch.tensor([rank + 1.0])
     dist.all_reduce(value)
@@ -102,34 +95,6 @@ def collectives(rank: int) -> None:
 def test_collectives() -> None:
     everywhere(collectives, size=4)
     everywhere(collectives, size=4, eager=True)
-
-
-def all_reduce_without(rank: int, missing: int) -> None:
-    if rank != missing:
-        dist.all_reduce(torch.ones(1))
-
-
-def test_a_collective_that_a_rank_does_not_issue() -> None:
-    with pytest.raises(StuckError, match=r"rank 0, the host of rank 0: waits for ranks \[2\], to make communicator 0"):
-        run_ranks(3, all_reduce_without, 2)
-
-
-def disagree(rank: int) -> None:
-    dist.all_reduce(torch.ones(1 + rank))
-
-
-def cross(rank: int) -> None:
-    if rank == 0:
-        dist.send(torch.ones(2), 1)
-    else:
-        dist.recv(torch.ones(3), 0)
-
-
-def test_ranks_that_disagree() -> None:
-    with pytest.raises(MismatchError, match=r"all-reduce 1 of communicator 0"):
-        run_ranks(2, disagree)
-    with pytest.raises(MismatchError, match=r"send 1 of .* \(torch.float32, 2\), receive 1 of .* \(torch.float32, 3\)"):
-        run_ranks(2, cross)
 
 
 # -- hosts that wait ----------------------------------------------------------------------------------------------------------
@@ -229,23 +194,6 @@ def test_memory_is_handed_out_again_at_once_and_must_have_been_waited_for() -> N
         run_ranks(2, reuse, "")
 
 
-def forget_a_tensor_of_torch(rank: int) -> None:
-    exchange(rank, False)
-    if rank == 0:
-        dist.isend(torch.ones(4), 1)
-        dist.isend(torch.ones(4), 1)
-    else:
-        dist.recv(torch.zeros(4), 0)
-        dist.recv(torch.zeros(4), 0)
-
-
-def test_a_tensor_of_torch_that_is_freed_too_early() -> None:
-    """Where the send came late it is an error then, and everywhere an error when somebody synchronizes."""
-    for seed in SEEDS:
-        with pytest.raises((FreedError, OrderError), match=r"its tensor is freed|a tensor is freed, and nothing orders that"):
-            run_ranks(2, forget_a_tensor_of_torch, seed=seed)
-
-
 def read_without_waiting(rank: int, waits: bool) -> None:
     exchange(rank, False)
     if rank == 0:
@@ -303,22 +251,3 @@ def test_streams_are_ordered_by_events_only() -> None:
         for seed in SEEDS:
             with pytest.raises(OrderError, match=text):
                 run_ranks(1, copy_on_a_stream, events, seed=seed)
-
-
-def cross_two_groups(rank: int) -> None:
-    """Rank 0 starts on the first group and rank 1 on the second; with one queue neither comes to its other group."""
-    first, second = dist.new_group(), dist.new_group()
-    for group in (first, second):
-        dist.all_reduce(torch.zeros(1), group=group)
-    tensors = [torch.zeros(2) for _ in range(4)]
-    order = (first, first, second, second) if rank == 0 else (second, second, first, first)
-    works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor, group in zip(tensors, order, strict=True)]
-    for work in works:
-        work.wait()
-
-
-def test_a_single_hardware_queue() -> None:
-    everywhere(cross_two_groups)
-    for seed in SEEDS:
-        with pytest.raises(StuckError):
-            run_ranks(2, cross_two_groups, seed=seed, single_queue=True)

@@ -80,7 +80,7 @@ def _rebuilds(rank: int, flags: str, options: dict[str, Any], count: int) -> lis
     ],
     ids=["zb-h1", "zbv", "zb-h1-optimistic", "zbv-optimistic", "unequal", "limit"],
 )
-@pytest.mark.sampled(0.33)
+@pytest.mark.sampled(0.16)
 def test_twenty_models_need_what_one_needs(four_ranks: RankPool, flags: str, options: dict[str, Any]) -> None:
     for states in four_ranks.run(_rebuilds, flags, options, 20):
         assert [each["models"] for each in states] == [0] * 20

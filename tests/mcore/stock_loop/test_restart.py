@@ -56,7 +56,7 @@ def _attempts(tmp_path: Path, job: dict[str, Any]) -> list[list[dict[str, Any]]]
     [(f"{TWO} --calculate-per-token-loss", {"schedule": "zb-h1"}), (CHUNKS, {"schedule": "zbv", "dropout_seed": 1})],
     ids=["zb-h1", "zbv"],
 )
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.5, group="whole jobs")
 def test_a_restart_in_process_trains_as_an_undisturbed_run(tmp_path: Path, flags: str, options: dict[str, Any]) -> None:
     if not PACKAGE.is_dir():
         (pytest.fail if os.environ.get("CI") else pytest.skip)("nvidia-resiliency-ext was not fetched: make resiliency")

@@ -109,6 +109,7 @@ IN_A_V = f"{AUTO} --num-layers 8 --virtual-pipeline-model-parallel-size 2 --zero
     "works",
 )
 @pytest.mark.parametrize(("flags", "placement", "named"), [(AUTO, "linear", "zb"), (IN_A_V, "V", "zbv")])
+@pytest.mark.sampled(0.5)
 def test_auto_takes_the_best_order_of_the_loops_chunks(
     four_ranks: RankPool, tmp_path: Path, flags: str, placement: str, named: str
 ) -> None:

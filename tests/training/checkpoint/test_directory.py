@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from megatron.zerobubble.errors import CheckpointError
+from megatron.zerobubble.training.checkpoint import shared
 from megatron.zerobubble.training.checkpoint.directory import TRACKER, existing_directory, prepare, publish, tracked_iteration
 from megatron.zerobubble.training.checkpoint.save import save_checkpoint
 from megatron.zerobubble.training.checkpoint.shared import check_save_directory, wait_for_files
@@ -128,6 +130,8 @@ def test_a_tracker_that_is_a_directory_is_one_line(tmp_path: Path) -> None:
         tracked_iteration(tmp_path)
 
 
+PATIENCE_S = 0.5
+"""A disk here shows its files at once."""
 P2 = ["--pipeline-model-parallel-size", "2", "--zero-bubble-schedule", "zb-h1"]
 
 
@@ -145,6 +149,8 @@ def run(tmp_path: Path, *arguments: object) -> Any:
     script = tmp_path / "on_hosts.py"
     script.write_text(
         "import os, runpy\n"
+        "from megatron.zerobubble.training.checkpoint import shared\n"
+        f"shared._PATIENCE_S = {PATIENCE_S}\n"
         f"os.chdir(os.path.join({str(tmp_path)!r}, 'host' + os.environ['RANK']))\n"
         f"runpy.run_path({str(PRETRAIN)!r}, run_name='__main__')\n"
     )
@@ -200,7 +206,8 @@ def own_host(rank: int, folder: str, *, apart: int) -> Iterator[None]:
     host.mkdir(exist_ok=True)
     os.chdir(host)
     try:
-        yield
+        with mock.patch.object(shared, "_PATIENCE_S", PATIENCE_S):
+            yield
     finally:
         os.chdir(before)
 
