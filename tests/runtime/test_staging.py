@@ -44,7 +44,7 @@ pytestmark = [
         "works on the double; **not run on a GPU**",
         also=(
             "runtime/test_on_fake_nccl.py",
-            "optimizer/test_post_validation_on_fake_nccl.py",
+            "optimizer/test_post_validation.py",
             "mcore/ddp/test_zero2.py",
         ),
     ),

@@ -259,6 +259,7 @@ def train_optimistically(
         # A first loss scale that overflows in the first step
         scaling = {"initial_loss_scale": 2.0**20, "loss_scale_window": 2, "hysteresis": 1}
         loop = Loop(args, optimizer={"min_lr": 0.0, "weight_decay": 0.01, **scaling})
+        loop.data = [example().batches(args) for _ in loop.model]  # to learn from: norms on both sides of CLIP
         result = _schedule(loop, args, evaluate_at, save_at, overflows)
         megatron.zerobubble.uninstall()  # validates the last step
         result["weights"] = dict(_tensors(loop, "named_parameters"))

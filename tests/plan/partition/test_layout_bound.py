@@ -26,7 +26,7 @@ pytestmark = pytest.mark.claims(
     "the parts of the bound over all layouts are reached by plans; the layer file of a profiled run: equal layers, dense and "
     "MoE, patterns",
     "works",
-    also=("mcore/planning/test_layout_proposal.py", "training/test_runs.py"),
+    also=("mcore/planning/test_layers_file.py", "training/test_runs.py"),
 )
 
 has_solver = pytest.mark.skipif(importlib.util.find_spec("ortools") is None, reason="takes OR-tools")
