@@ -221,13 +221,6 @@ def test_a_torch_table_has_the_order_and_not_the_assignment(tmp_path: Path, caps
     assert (again.ops, again.assignment) == (Plan.from_json(plan.read_text()).ops, ())
 
 
-def test_equal_lengths_give_the_usual_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*UNEQUAL, "512,512,512,512"]) == 0
-    out = capsys.readouterr().out
-    assert main([*UNEQUAL[:-1], "--num-microbatches", "4"]) == 0
-    assert capsys.readouterr().out == out
-
-
 def test_links_are_read_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     links = tmp_path / "links.json"
     links.write_text(json.dumps({"latency_ms": [[0, 0.5], [1.0, 0]], "gigabytes_per_s": [[0, 1], [2, 0]]}))

@@ -290,10 +290,6 @@ LABEL_BYTES = 12
 """Of the tensors that `LabelWork` gives: three float32."""
 
 
-class NoOp(Recorder):
-    """Overrides nothing."""
-
-
 class GivingWork(LabelWork):
     """Takes whatever comes: no links move anything here."""
 
@@ -331,21 +327,6 @@ def test_a_fan_out_calls_all_recorders_alike() -> None:
     assert not scribes[1].log
 
 
-def test_a_fan_out_of_a_fan_out_and_of_recorders_that_override_nothing() -> None:
-    program = place_communication(build_plan("zbv", num_ranks=2, num_microbatches=3))
-    scribe, alone = Scribe(), run(program, 0)
-    inner = fan_out([NoOp(), scribe])
-    assert inner is not None
-    Executor(program, 0, NoLinks(), GivingWork(program), fan_out([NoOp(), inner])).run()
-    assert (scribe.log, scribe.in_transit) == (alone.log, alone.in_transit)
-
-
-def test_no_fan_out_of_less_than_two() -> None:
-    alone = NoOp()
-    assert fan_out([]) is None
-    assert fan_out([alone]) is alone
-
-
 def run(program: Program, rank: int) -> Scribe:
     scribe = Scribe()
     Executor(program, rank, NoLinks(), GivingWork(program), scribe).run()
@@ -358,10 +339,3 @@ def test_a_tensor_that_a_rank_hands_to_itself_is_in_transit() -> None:
     assert str(program.plan.ops[0][0]) == "0F0"
     assert in_transit["0F0"] == LABEL_BYTES
     assert run(program, 0).in_transit[-1] == 0
-
-
-def test_a_recorder_may_override_nothing() -> None:
-    program = place_communication(build_plan("zb-h1", num_ranks=2, num_microbatches=2))
-    work = GivingWork(program)
-    Executor(program, 0, NoLinks(), work, NoOp()).run()
-    assert len(work.plan.ops[0]) == 6

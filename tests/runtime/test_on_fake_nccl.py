@@ -34,7 +34,7 @@ from megatron.zerobubble.runtime.watch import Watch
 from tests.runtime.delays import WaitingLinks
 from tests.runtime.on_fake_nccl import CPU, SIZE, ArenaWork, Hazard, Setup, run_program
 from tests.support.fake_nccl.device import Device
-from tests.support.fake_nccl.engine import FakeNcclError, StuckError, here
+from tests.support.fake_nccl.engine import FakeNcclError, StuckError
 from tests.support.fake_nccl.memory import OrderError
 from tests.support.fake_nccl.ranks import run_ranks
 from tests.support.fake_nccl.tracing import TracedOps
@@ -132,13 +132,6 @@ def test_receives_posted_one_op_early_deadlocked(name: str, p: int) -> None:
     setup = Setup(hazard=Hazard.SYNC_ALWAYS)
     assert outcomes(program_of(name, p, lookahead=1), setup, range(3)) == {"StuckError": 3}
     assert outcomes(program_of(name, p), setup, range(3)) == {"ends": 3}
-
-
-@pytest.mark.parametrize("name", ["v-half", "v-min"])
-def test_kernels_loaded_at_their_first_use_deadlocked(name: str) -> None:
-    setup = Setup(hazard=Hazard.SYNC_FIRST)
-    assert outcomes(program_of(name, 4, lookahead=1), setup, range(3)) == {"StuckError": 3}
-    assert outcomes(program_of(name, 4), setup, range(3)) == {"ends": 3}
 
 
 def test_receives_posted_at_their_op_deadlock_in_one_hardware_queue() -> None:
@@ -239,12 +232,6 @@ def test_a_sent_tensor_that_is_freed_is_overwritten_by_its_memorys_next_owner() 
     assert outcomes(program_of("zb-h1", 2), Setup(links=Forgetful), SEEDS) == {"OrderError": 9}
 
 
-def test_a_sent_tensor_that_is_freed_arrives_as_something_else() -> None:
-    """Without the clocks, where its memory was handed out again before it left."""
-    found = outcomes(program_of("zb-h1", 2), Setup(links=Forgetful), SEEDS, checks=False)
-    assert found["AssertionError"] > 0, found
-
-
 def test_a_message_that_is_read_before_it_is_waited_for_is_noticed() -> None:
     with pytest.raises(OrderError, match=r"1F0 reads .*, and nothing orders it after: receive \d+ of .* writes"):
         run_program(program_of("zb-h1", 2), 1, Setup(executor=_Hasty))
@@ -260,10 +247,6 @@ def test_a_receive_buffer_that_is_freed_is_noticed() -> None:
 
 
 # -- communicators --------------------------------------------------------------------------------------------------------
-
-
-def _lazily(_: ProcessGroupLinks, __: Sequence[tuple[int, int]]) -> None:
-    """In place of `_open`: a link is first used by its first message."""
 
 
 def _in_pairs(links: ProcessGroupLinks, pairs: Sequence[tuple[int, int]]) -> None:
@@ -282,14 +265,6 @@ def test_links_that_share_a_communicator(eager: bool) -> None:
     for lookahead, expected in ((1, "StuckError"), (None, "ends")):
         with mock.patch.multiple(p2p, **broken), mock.patch.object(ProcessGroupLinks, "_open", _in_pairs):
             found = outcomes(program_of("zbv", 4, lookahead=lookahead), Setup(), SEEDS, eager=eager)
-        assert found == {expected: 9}
-
-
-def test_links_that_are_opened_by_their_first_message() -> None:
-    """The hosts of both ends wait for each other, and for their devices, in the middle of an iteration."""
-    for lookahead, expected in ((1, "StuckError"), (None, "ends")):
-        with mock.patch.object(ProcessGroupLinks, "_open", _lazily):
-            found = outcomes(program_of("1f1b", 4, lookahead=lookahead), Setup(), SEEDS)
         assert found == {expected: 9}
 
 
@@ -337,30 +312,11 @@ def test_recorder_memory_meter_and_watch(name: str, p: int) -> None:
             assert meter.workspace_bytes >= SIZE * 4
 
 
-def measure_clock(rank: int, skews: list[float]) -> float:
-    """The clock is the number of things that have happened in the whole run: every rank reads the same one, with its skew."""
-    links = own_links(Placement.linear(len(skews)), rank)
-    engine = here().engine
-    with TracedOps():
-        offset = clock_offset_ms(links, rank=rank, num_ranks=len(skews), device=CPU, clock=lambda: engine.num_steps + skews[rank])
-    links.close()
-    return offset
-
-
-@pytest.mark.parametrize("skews", [[0.0, 0.0], [0.0, 1e6], [5e5, -1e6, 0.0, 3e6]])
-def test_the_clock_of_each_rank(skews: list[float]) -> None:
-    for seed in RECORD_SEEDS:
-        offsets = run_ranks(len(skews), measure_clock, skews, seed=seed)
-        for rank, offset in enumerate(offsets):
-            expected = skews[0] - skews[rank]
-            assert abs(offset - expected) < 1000.0 * rank + 1e-6, (seed, rank)
-            assert expected or offset == 0.0, "ranks that share a clock stay aligned"
-
-
 def measure_clock_by_readings(rank: int, skews: list[float], readings: Iterator[int]) -> float:
     links = own_links(Placement.linear(len(skews)), rank)
     clock = lambda: next(readings) + skews[rank]  # noqa: E731
-    offset = clock_offset_ms(links, rank=rank, num_ranks=len(skews), device=CPU, clock=clock)
+    with TracedOps():
+        offset = clock_offset_ms(links, rank=rank, num_ranks=len(skews), device=CPU, clock=clock)
     links.close()
     return offset
 

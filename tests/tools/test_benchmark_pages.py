@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from megatron.zerobubble.cli.published import read_configs
-from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.simulate import simulate
 from tools.benchmarks import interleaved, layouts
@@ -63,13 +62,6 @@ def test_interleaved_1f1b_is_simulated_again(number: int) -> None:
         assert max(found.peak_memory) == pytest.approx(expected["memory"])
 
 
-def test_messages_are_counted_at_links_between_ranks() -> None:
-    """p-1 links one after the other, forward and backward; the two lowest stages of a V are on one rank."""
-    assert interleaved.messages(Placement.linear(4)) == 6
-    assert interleaved.messages(Placement.loop(4, 2)) == 14
-    assert interleaved.messages(Placement.v(4)) == 12
-
-
 def test_readme_says_what_the_results_say() -> None:
     """Its speed at half the memory of v = 2, or 3 to 10 % faster at two thirds; with v = 4 and 8 a lead of 0 to 6 %."""
 
@@ -87,33 +79,6 @@ def test_readme_says_what_the_results_say() -> None:
     readme = " ".join((DOCS.parents[1] / "README.md").read_text(encoding="utf-8").split())
     assert "its speed at half its memory, or 3 to 10 % faster at two thirds" in readme
     assert "With four and eight virtual stages the lead at 1F1B's memory is 0 to 6 %" in readme
-
-
-def test_even_layouts() -> None:
-    assert list(layouts.even_layouts(32, 8, 2)) == [(2,) * 16]
-    assert list(layouts.even_layouts(30, 8, 1)) == [(3, *[4] * 6, 3), (4, 4, 4, 4, 4, 4, 3, 3), (3, *[4] * 6, 3)]
-    assert list(layouts.even_layouts(31, 8, 1)) == [(3, *[4] * 7), (*[4] * 7, 3), (*[4] * 7, 3)]
-    assert list(layouts.even_layouts(13, 4, 2)) == [(2, 2, 2, 2, 2, 1, 1, 1), (1, 2, 2, 2, 2, 2, 1, 1)]
-    for counts in layouts.even_layouts(61, 8, 4):
-        assert sum(counts) == 61
-        assert len(counts) == 32
-
-
-def test_first_and_last_layouts() -> None:
-    """As megatron-core divides: the first and the last rank by their flags, the rest evenly, each by its virtual stages."""
-    assert set(layouts.first_last_layouts(12, 4, 1)) == {
-        (first, inner, inner, 12 - first - 2 * inner) for inner in range(1, 6) for first in range(1, 12 - 2 * inner)
-    }
-    assert (1, 2, 2, 1, 1, 2, 2, 1) in set(layouts.first_last_layouts(12, 4, 2))
-    assert not list(layouts.first_last_layouts(12, 2, 1))
-
-
-def test_sizes_are_the_published_ones() -> None:
-    layers = layouts.shape_named("nemotron-h-8b").model.layers
-    assert [layers.count(kind) for kind in ("mamba", "mlp", "attention")] == [24, 24, 4]
-    weights = 32 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336) + 2 * 4096 * 128256
-    assert layouts.shape_named("llama-3-8b").model.total.static_bytes == pytest.approx(7.5 * weights, rel=1e-6)
-    assert 8.0e9 < weights < 8.1e9
 
 
 def test_the_page_of_layouts_is_that_of_the_results() -> None:

@@ -37,25 +37,6 @@ def test_every_flag_has_one_row() -> None:
     assert sorted(rows) == sorted(frozen)
 
 
-def test_every_row_has_three_cells_and_a_text() -> None:
-    for line in flags.page().splitlines():
-        if line.startswith("| `"):
-            cells = line.strip("|").split(" | ")
-            assert len(cells) == 3, line
-            assert cells[2].strip(), line
-
-
-def test_check_names_the_command_that_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = tmp_path / "flags.md"
-    assert flags.main(["--check", "--output", str(page)]) == 1
-    page.write_text("something old")
-    assert flags.main(["--check", "--output", str(page)]) == 1
-    assert f"run `{flags.COMMAND}`" in capsys.readouterr().err
-    assert flags.main(["--output", str(page)]) == 0
-    assert flags.main(["--check", "--output", str(page)]) == 0
-    assert page.read_text(encoding="utf-8") == flags.page()
-
-
 TEST = "\n\ndef test_it() -> None:\n    pass\n"
 CLAIM = "@pytest.mark.claims('Layers', 'a thing', 'works', also=('plan',))"
 
@@ -83,23 +64,6 @@ def test_a_claim_is_a_row_that_names_its_test() -> None:
 def test_a_claim_without_a_test_or_a_sentence_is_an_error(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         list(tested.claims_of(text, "x.py"))
-
-
-@pytest.mark.parametrize(
-    ("claim", "message"),
-    [
-        (CLAIM.replace("Layers", "Wishes"), "no section .* that is called Wishes"),
-        (CLAIM.replace("'plan'", "'none'"), "also shown by none"),
-    ],
-)
-def test_a_claim_of_an_unknown_section_or_place_is_an_error(
-    claim: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "plan").mkdir()
-    (tmp_path / "test_x.py").write_text(claim + TEST)
-    monkeypatch.setattr(tested, "TESTS", tmp_path)
-    with pytest.raises(ValueError, match=message):
-        tested.page()
 
 
 @pytest.mark.parametrize("page", wrap.pages(), ids=lambda page: page.relative_to(wrap.ROOT).as_posix())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -77,16 +77,6 @@ def test_chunks_are_kept_apart_and_w_runs_in_any_order(store: WeightGradStore) -
     assert torch.equal(second.accumulator(), grad_output.t() @ input_)
     assert not first.accumulator().any()
     assert store.pending == {(0, 0), (0, 1), (1, 0)}
-
-
-def test_a_microbatch_can_come_again_in_the_next_iteration(store: WeightGradStore) -> None:
-    split = weight()
-    for _ in range(2):
-        put(store, (0, 0), (split, *operands(0, split)))
-        store.run(0, 0)
-        store.check_empty()
-    grad_output, input_ = operands(0, split)
-    assert torch.equal(split.accumulator(), grad_output.t() @ input_ * 2)
 
 
 def test_fused_computes_in_b_and_leaves_nothing(store: WeightGradStore) -> None:
@@ -266,44 +256,31 @@ def test_the_error_of_a_w_without_a_b_names_the_waiting_ones(store: WeightGradSt
     assert "In the store: chunk 0 microbatch 4, chunk 1 microbatch 2." in message_of(error)
 
 
-def test_w_twice(store: WeightGradStore) -> None:
+@pytest.mark.parametrize(
+    ("calls", "message"),
+    [
+        ("B0 W0 W0", "rank 3, chunk 0, microbatch 0: W has nothing to compute"),
+        ("begin0 W0", "rank 3, chunk 0, microbatch 0: W has nothing to compute"),
+        ("BW0 W0", "rank 3, chunk 0, microbatch 0: W has nothing to compute"),
+        ("B0 begin0", "rank 3, chunk 0, microbatch 0: B runs a second time before its W"),
+        ("begin0 begin1", "rank 3, chunk 0, microbatch 1: B begins while B of rank 3, chunk 0, microbatch 0 is open"),
+        ("end0", "rank 3: a B ends that never began"),
+    ],
+)
+def test_calls_out_of_turn(store: WeightGradStore, calls: str, message: str) -> None:
     split = weight()
-    put(store, (0, 7), (split, *operands(0, split)))
-    store.run(0, 7)
-    with pytest.raises(WeightGradStoreError, match="rank 3, chunk 0, microbatch 7: W has nothing to compute"):
-        store.run(0, 7)
-
-
-def test_w_of_a_b_that_is_still_open(store: WeightGradStore) -> None:
-    store.begin(0, 1, fused=False)
-    with pytest.raises(WeightGradStoreError, match="rank 3, chunk 0, microbatch 1"):
-        store.run(0, 1)
-
-
-def test_w_after_a_fused_backward(store: WeightGradStore) -> None:
-    split = weight()
-    put(store, (0, 1), (split, *operands(0, split)), fused=True)
-    with pytest.raises(WeightGradStoreError, match="rank 3, chunk 0, microbatch 1"):
-        store.run(0, 1)
-
-
-def test_b_twice_before_its_w(store: WeightGradStore) -> None:
-    put(store, (1, 6))
-    with pytest.raises(WeightGradStoreError, match="rank 3, chunk 1, microbatch 6: B runs a second time before its W"):
-        store.begin(1, 6, fused=False)
-    store.begin(1, 7, fused=False)
-
-
-def test_b_inside_b(store: WeightGradStore) -> None:
-    store.begin(0, 2, fused=False)
-    with pytest.raises(WeightGradStoreError) as error:
-        store.begin(1, 3, fused=False)
-    assert message_of(error) == ("rank 3, chunk 1, microbatch 3: B begins while B of rank 3, chunk 0, microbatch 2 is open")
-
-
-def test_end_without_begin(store: WeightGradStore) -> None:
-    with pytest.raises(WeightGradStoreError, match="rank 3: a B ends that never began"):
-        store.end()
+    run: dict[str, Callable[[int], None]] = {
+        "B": lambda microbatch: put(store, (0, microbatch), (split, *operands(0, split))),
+        "BW": lambda microbatch: put(store, (0, microbatch), (split, *operands(0, split)), fused=True),
+        "W": lambda microbatch: store.run(0, microbatch),
+        "begin": lambda microbatch: store.begin(0, microbatch, fused=False),
+        "end": lambda _: store.end(),
+    }
+    *before, last = calls.split()
+    for call in before:
+        run[call[:-1]](int(call[-1]))
+    with pytest.raises(WeightGradStoreError, match=message):
+        run[last[:-1]](int(last[-1]))
 
 
 def test_an_iteration_that_ends_with_w_left_over_names_them_once(store: WeightGradStore) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel.random import checkpoint, get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
@@ -19,11 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.attention import attention_kernels
 from megatron.zerobubble.mcore.attention.torch_attention import TorchDotProductAttention, use_torch_attention
-from megatron.zerobubble.mcore.cpu.device import HostDevice
-from megatron.zerobubble.training.models.layer_specs import local_layer
-from tools.benchmarks.wgrad.shapes import shape_named
-from tools.benchmarks.wgrad.stack import LayerStack, world_of_one
-from tools.benchmarks.wgrad.stack import _config as _stack_config
+from tools.benchmarks.wgrad.stack import world_of_one
 
 CAUSAL, ARBITRARY = AttnMaskType.causal, AttnMaskType.arbitrary
 HEADS, HEAD_SIZE = 4, 8
@@ -243,23 +238,6 @@ def test_packed_sequences_with_padding_between() -> None:
         assert gradient[used].any()
 
 
-@pytest.mark.parametrize("model", ["6.2B", "Llama-3-8B"])
-def test_a_layer_of_packed_sequences(model: str) -> None:
-    """With megatron-core's rotary positions, which begin anew in every sequence."""
-    shape = replace(shape_named(model).scaled(1 / 16), seq_length=12)
-    with HostDevice().on_host():
-        stack = LayerStack(shape, _stack_config(shape, 1, torch.float32, on_gpu=False))
-    layer, rotary, x_sbh = stack.layers[0], stack.rotary, torch.randn(12, 1, shape.hidden_size)
-
-    def run(part: Tensor, packed: PackedSeqParams | None = None) -> Tensor:
-        positions = None if rotary is None else rotary[: len(part)]
-        output: Tensor = layer(part, attention_mask=None, rotary_pos_emb=positions, packed_seq_params=packed)[0]
-        return output
-
-    alone = torch.cat([run(part) for part in x_sbh.split([5, 1, 6])])
-    torch.testing.assert_close(run(x_sbh, _packed([5, 1, 6])), alone, atol=1e-6, rtol=1e-6)
-
-
 def test_packed_sequences_need_to_be_described() -> None:
     ours, _ = _pair()
     packed = [each.detach().squeeze(1) for each in _inputs(batch=1)]
@@ -294,23 +272,6 @@ def test_dropout_does_not_move_the_default_state() -> None:
     ours.config.sequence_parallel = True  # the caller has entered the tracker's state
     ours(*_inputs(), None)
     assert not torch.equal(before, torch.get_rng_state())
-
-
-def test_recomputation_drops_the_same_weights() -> None:
-    ours, _ = _pair(attention_dropout=0.4)
-    tracker, inputs = get_cuda_rng_tracker(), _inputs()
-    state = tracker.get_states()
-    found = _results(ours, inputs, None)
-    tracker.set_states(dict(state))
-
-    def recomputed(*each: Tensor) -> Any:
-        return checkpoint(lambda query, key, value: ours(query, key, value, None), False, *each)
-
-    output = recomputed(*inputs)
-    gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(7))
-    output.backward(gradient)
-    again = [output.detach(), *(each.grad for each in inputs)]
-    assert all(torch.equal(each, other) for each, other in zip(found, again, strict=True))
 
 
 # -- memory -------------------------------------------------------------------------------------------------------------
@@ -458,14 +419,6 @@ def test_a_bias_or_a_float_mask_in_a_call_is_refused() -> None:
 
 
 # -- choosing it --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("has_experts", [False, True])
-def test_the_local_layers_have_it(has_experts: bool) -> None:
-    experts: dict[str, Any] = {"num_moe_experts": 2, "add_bias_linear": False} if has_experts else {}
-    for backend, module in ((AttnBackend.auto, TorchDotProductAttention), (AttnBackend.local, DotProductAttention)):
-        layer = local_layer(_config(attention_backend=backend, **experts), has_experts=has_experts)
-        assert layer.submodules.self_attention.submodules.core_attention is module
 
 
 def test_the_modules_of_a_built_model_are_replaced() -> None:
