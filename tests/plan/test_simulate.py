@@ -1,4 +1,4 @@
-"""The simulator against published figures and closed forms. Its rules, with random times: `test_replay`."""
+"""The simulator against published figures and closed forms. Its rules, with random times: `costs/test_unequal_costs`."""
 
 import math
 

@@ -180,6 +180,19 @@ def test_the_validator_and_the_curve_of_memory_have_the_peaks_of_the_simulator(c
     assert [max(held for _, held in stair) for stair in stairs] == pytest.approx(list(peaks))
 
 
+@given(cases(), st.sampled_from(list(Objective)))
+def test_the_checker_of_certificates_has_the_times_of_the_simulator(case: tuple[Plan, CostModel], objective: Objective) -> None:
+    """It shares no code with the simulator."""
+    plan, costs = case
+    simulation = simulate(plan, costs)
+    value, bound = verify.check(json.loads(json.dumps(certificate(simulation, objective, max(simulation.peak_memory)))))
+    assert value == pytest.approx(objective.of(simulation))
+    assert bound <= value * (1 + 1e-9)
+    busy = [sum(end - start for _, start, end in row) for row in simulation.rows]
+    assert simulation.bubble_rate == pytest.approx(1 - max(busy) / simulation.span_ms, abs=1e-9)
+    assert simulation.idle_share == pytest.approx(1 - sum(busy) / (len(busy) * simulation.makespan_ms), abs=1e-9)
+
+
 @given(cases())
 def test_no_plan_beats_the_lower_bound(case: tuple[Plan, CostModel]) -> None:
     """Also under its own peak, with fused backwards and with recomputation, where more memory stays for W than before B."""

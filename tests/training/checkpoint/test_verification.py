@@ -209,16 +209,6 @@ def test_what_the_command_cannot_verify_is_one_line(
     assert len(err) < len(str(tmp_path)) + 300
 
 
-@pytest.mark.parametrize("step", ["-1", "x", "9" * 5000, ""])
-def test_a_step_that_is_no_iteration_is_exit_code_2(step: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["checkpoint", "verify", str(tmp_path), f"--ckpt-step={step}"])
-    assert caught.value.code == 2
-    err = capsys.readouterr().err
-    assert "is not an iteration" in err
-    assert len(err) < 200
-
-
 SIZES = {"__0_0.distcp": 3500, "__1_0.distcp": 2000, "common.pt": 70, "empty": 0}
 
 
@@ -270,10 +260,6 @@ def longer(directory: Path) -> None:
         stream.write(b"x")
 
 
-def unlisted(directory: Path) -> None:
-    (directory / "__2_0.distcp").write_bytes(b"x")
-
-
 def folder(directory: Path) -> None:
     unlinked(directory)
     (directory / "__1_0.distcp").mkdir()
@@ -282,9 +268,7 @@ def folder(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (unlinked, "__1_0.distcp is missing"),
         (longer, "common.pt has 71 bytes instead of 70"),
-        (unlisted, "__2_0.distcp was not saved with this checkpoint"),
         (folder, "__1_0.distcp is missing"),
     ],
 )
@@ -304,11 +288,6 @@ def test_a_file_that_cannot_be_read_is_named(checkpoint: Path) -> None:
     unlinked(checkpoint)  # after names were compared
     found = damaged_content(checkpoint, manifest.files)
     assert found == {"__1_0.distcp": f"cannot be read: {os.strerror(2)}"}
-
-
-def test_many_damaged_files_are_one_line() -> None:
-    text = first_damage({f"__{rank}_0.distcp": "is missing" for rank in range(9)})
-    assert text == "__0_0.distcp is missing, __1_0.distcp is missing, __2_0.distcp is missing, and 6 more files"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 64])
