@@ -221,23 +221,6 @@ def test_the_optimizer_and_validation_are_on_a_thread_of_their_own() -> None:
     assert next(event["ts"] for event in events if event["name"] == "rewind") == 0.0
 
 
-def test_nothing_recorded_is_an_empty_trace() -> None:
-    assert events_of() == []
-
-
-def test_a_broken_trace_is_noticed() -> None:
-    """That the check can fail."""
-    timeline = as_recorded("zb-h1", 2, 3)
-    events = events_of(timeline)
-    op = next(index for index, event in enumerate(events) if event["name"] == "1B1")
-    with pytest.raises(AssertionError):
-        check_trace(events[:op] + events[op + 1 :], timeline.plan, iterations=[7])
-    for change in ({"pid": 0}, {"dur": events[op]["dur"] + 100.0}):
-        changed = [*events[:op], events[op] | change, *events[op + 1 :]]
-        with pytest.raises(AssertionError):
-            check_trace(changed, timeline.plan, iterations=[7])
-
-
 def test_plan_and_recorded_run_on_one_axis() -> None:
     timeline = as_recorded("zbv", 2, 4)
     late = Timeline(iteration=7, plan=timeline.plan, ranks=tuple(rank.shifted(5e4) for rank in timeline.ranks))
