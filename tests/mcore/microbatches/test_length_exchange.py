@@ -181,11 +181,7 @@ def test_a_nested_tensor_elsewhere_is_measured_by_its_shape() -> None:
 @pytest.mark.parametrize(
     ("name", "item", "message"),
     [
-        (
-            "thd",
-            {"text": TOKENS},
-            r"'thd' found no tensor named tokens or input_ids .* the dict with text that the data iterator",
-        ),
+        ("thd", {"text": TOKENS}, r"'thd' found no tensor named tokens or input_ids .* the dict with text that the data"),
         ("thd", {"tokens": _nested(3)}, r"'thd' found a nested tensor .*, or microbatch_tokens='nested'"),
         ("thd", 3, "'thd' found no tensor .* the int that"),
         ("thd", {"tokens": torch.tensor(3)}, "'thd' found no tensor"),

@@ -270,10 +270,7 @@ def length_model_json(name: str, value: object) -> object:
         ([1], r"must be an object with forward_ms, .*, got \[1\]"),
         ({}, "'forward_ms' must be a list with one object per stage, got None"),
         (length_model_json("wgrad_ms", []), "'wgrad_ms' must be a list with one object per stage, got \\[\\]"),
-        (
-            length_model_json("wgrad_ms", [[1.0, 0.5, 0.25]] * 2),
-            "wgrad_ms by length, stage 0, must be an object with constant, per_token",
-        ),
+        (length_model_json("wgrad_ms", [[1.0, 0.5, 0.25]] * 2), "wgrad_ms by length, stage 0, must be an object with constant"),
         (length_model_json("activation", [Terms()._asdict()]), "forward_ms has 2 stages and activation has 1"),
         (length_model_json("forward_ms.per_square", math.nan), "per_square of forward_ms by length, stage 1, is nan; it must be"),
         (length_model_json("backward_ms.constant", -1.0), "constant of backward_ms by length, stage 1, is -1.0"),
@@ -281,10 +278,7 @@ def length_model_json(name: str, value: object) -> object:
         (length_model_json("activation.per_token", None), "per_token of activation by length, stage 1, is None"),
         (length_model_json("activation.per_token", True), "per_token of activation by length, stage 1, is True"),
         (length_model_json("activation.per_token", "1" * 999), "per_token of activation by length, stage 1, is '111"),
-        (
-            length_model_json("activation_after_backward", [{}] * 2),
-            "constant of activation_after_backward by length, stage 0, is None",
-        ),
+        (length_model_json("activation_after_backward", [{}] * 2), "constant of activation_after_backward by length, stage 0"),
     ],
 )
 def test_malformed_costs_by_length_are_refused_in_one_line(body: object, message: str) -> None:

@@ -145,15 +145,9 @@ def test_what_the_flags_become() -> None:
     ("flags", "message"),
     [
         ("--fp8-recipe tensorwise", "--fp8-recipe needs --fp8-format e4m3 or hybrid"),
-        (
-            "--fp8-format hybrid --fp8-recipe tensorwise --fp8-amax-history-len 2",
-            "--fp8-amax-history-len has no effect with --fp8-recipe tensorwise",
-        ),
+        ("--fp8-format hybrid --fp8-recipe tensorwise --fp8-amax-history-len 2", "--fp8-amax-history-len has no effect with"),
         ("--fp8-format hybrid --fp8-amax-history-len 0", "--fp8-amax-history-len 0 must be greater than 0"),
-        (
-            "--fp8-format hybrid --recompute-granularity selective --recompute-modules layernorm",
-            "--recompute-modules layernorm does not go with --fp8-recipe delayed",
-        ),
+        ("--fp8-format hybrid --recompute-granularity selective --recompute-modules layernorm", "with --fp8-recipe delayed"),
     ],
 )
 @pytest.mark.usefixtures("engine")
@@ -323,10 +317,7 @@ def test_the_length_of_a_run(flags: str, message: str) -> None:
         (EXPERTS + "--moe-router-num-groups 3 --moe-router-group-topk 1", "3 must divide --num-experts 4"),
         (EXPERTS + "--moe-shared-expert-intermediate-size 32", "do not support biases: add --disable-bias-linear"),
         (EXPERTS + "--moe-grouped-gemm", "leave it out to run the experts one by one"),
-        (
-            EXPERTS + "--tensor-model-parallel-size 2",
-            "--num-experts with --tensor-model-parallel-size 2 needs --sequence-parallel",
-        ),
+        (EXPERTS + "--tensor-model-parallel-size 2", "--num-experts with --tensor-model-parallel-size 2 needs"),
         (P2 + "--mtp-num-layers 1", "--mtp-num-layers does not support learned position embeddings"),
         (
             P2 + "--mtp-num-layers 1 --enable-zero-bubble --zero-bubble-shard-gradients 2 --use-distributed-optimizer "
@@ -338,16 +329,10 @@ def test_the_length_of_a_run(flags: str, message: str) -> None:
             P2 + "--mtp-num-layers 1 --recompute-granularity full --recompute-method block --recompute-num-layers 1 " + ROPE,
             "needs --recompute-method uniform and --recompute-num-layers 1",
         ),
-        (
-            P2 + "--recompute-granularity selective --recompute-modules mlp layernorm",
-            "--recompute-modules layernorm needs --transformer-impl transformer_engine",
-        ),
+        (P2 + "--recompute-granularity selective --recompute-modules mlp layernorm", "--recompute-modules layernorm needs"),
         (P2 + "--recompute-granularity selective --recompute-modules mlp", "--recompute-modules mlp needs --disable-bias-linear"),
         (P2 + "--recompute-modules mlp", "--recompute-modules needs --recompute-granularity selective"),
-        (
-            P2 + "--recompute-granularity selective --recompute-modules mpl",
-            "'mpl' is unknown; choose from core_attn, mla_up_proj",
-        ),
+        (P2 + "--recompute-granularity selective --recompute-modules mpl", "'mpl' is unknown; choose from core_attn"),
         ("--kv-lora-rank 16", "--kv-lora-rank needs --multi-latent-attention"),
         ("--rope-type yarn", "--rope-type needs --multi-latent-attention"),
         ("--recompute-granularity selective --recompute-modules mla_up_proj", "mla_up_proj needs --multi-latent-attention"),
@@ -360,14 +345,8 @@ def test_the_length_of_a_run(flags: str, message: str) -> None:
         (MLA + "--add-qkv-bias", "its projections have no bias"),
         (MLA + "--qk-layernorm", "give --q-lora-rank, or leave it out"),
         (MLA + TP, "needs --sequence-parallel: without it nothing sums the gradient of the key"),
-        (
-            MLA + TP + "--sequence-parallel --kv-lora-rank 15",
-            "--kv-lora-rank plus --qk-pos-emb-head-dim 79 is not divisible by --tensor-model-parallel-size 2",
-        ),
-        (
-            MLA + TP + "--sequence-parallel --q-lora-rank 15",
-            "--q-lora-rank 15 is not divisible by --tensor-model-parallel-size 2",
-        ),
+        (MLA + TP + "--sequence-parallel --kv-lora-rank 15", "--kv-lora-rank plus --qk-pos-emb-head-dim 79 is not divisible by"),
+        (MLA + TP + "--sequence-parallel --q-lora-rank 15", "--q-lora-rank 15 is not divisible by --tensor-model-parallel-size"),
         (SHARD + "--zero-bubble-shard-gradients 0", "--zero-bubble-shard-gradients 0 must be greater than 0"),
         (STOCK_2, "needs a schedule of this package.* not stock: add"),
         (STOCK_2 + " --zero-bubble-schedule auto", "needs a schedule of this package.* not auto: add"),
