@@ -299,23 +299,6 @@ def held(allocated: int = 10, reserved: int | None = 40, activations: int = 100)
     return Held(allocated=allocated, reserved=reserved, inactive_split=7, activations=activations, workspace=3)
 
 
-def ledger(*rows: Held, predicted: int = 100) -> RankLedger:
-    return RankLedger(predicted=predicted, warmup=2, held=rows)
-
-
-def test_what_may_grow_and_what_may_not() -> None:
-    steady = ledger(held(1, 20), held(), held(9, 40, 101), held())
-    assert steady.complaints() == []
-    assert (steady.measured, steady.fragmentation) == (101, 30)
-    assert steady.growth(lambda each: each.allocated) == 0
-    assert ledger(held(), held(), held(11), held()).complaints() == ["allocated memory grew by 1 bytes after iteration 2"]
-    assert ledger(held(), held(), held(), held(10, 42)).complaints() == ["reserved memory grew by 2 bytes after iteration 2"]
-    grown = ledger(held(), held(), held(), held(10, 40, 102)).complaints()
-    assert grown == ["the peak of activations grew by 2 bytes after iteration 2"]
-    assert ledger(held(), held(), predicted=106).complaints() == ["activations took 100 bytes, and the plan predicts 106: -5.7%"]
-    assert ledger(held(), held(), predicted=104).complaints() == []
-
-
 @pytest.mark.claims(
     "Planning and measuring",
     "memory per rank over many iterations: nothing grows, the peak of activation memory is within 5 % of the plan's",

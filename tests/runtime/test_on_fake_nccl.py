@@ -48,7 +48,6 @@ pytestmark = pytest.mark.claims(
     "hardware queue; discarded first forwards; every rule for order, buffers and streams broken once is noticed; receives "
     "posted one op early deadlock",
     "works on the double; **not run on a GPU**",
-    also=("runtime/test_on_fake_nccl.py", "support/test_fake_nccl.py"),
 )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -22,6 +23,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
+from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.attention.core_attention import core_attention
 from megatron.zerobubble.mcore.attention.sequence_parts import SequenceParts, slices
 from megatron.zerobubble.mcore.build import ModelChunks, build_chunks
@@ -30,9 +32,11 @@ from megatron.zerobubble.mcore.cpu.device import HostDevice
 from megatron.zerobubble.mcore.ddp.zero2 import step_on_shards
 from megatron.zerobubble.mcore.model.stage_layout import embedding_ranks, pipeline_layout
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
+from megatron.zerobubble.plan.ir import Op
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.registry import schedule_spec
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
+from megatron.zerobubble.plan.timeline import Timeline
 from megatron.zerobubble.training.models.layer_specs import stage_layers
 
 SEQUENCE = 12
@@ -487,6 +491,42 @@ def difference(actual: Outcome, expected: Outcome) -> Difference:
         grad_norms=max(abs(a - b) / (b or 1.0) for a, b in norms),
         names=tuple(actual.weights),
     )
+
+
+def refusal(rank: int, case: Case) -> str:
+    """Why the case is refused when it is built."""
+    with pytest.raises(ConfigError) as caught:
+        case.trainer()
+    return str(caught.value)
+
+
+def record(rank: int, case: Case) -> Timeline:
+    """The second iteration."""
+    trainer = case.trainer()
+    trainer.schedule.recordings.choose([2], done=0)
+    trainer.train()
+    (timeline,) = trainer.schedule.timelines()
+    trainer.close()
+    return timeline
+
+
+def grown_by_op(rank: int, case: Case) -> list[tuple[str, set[str]]]:
+    """The kind of each op of this rank, and the parameters whose gradients have changed in it."""
+    trainer = case.trainer()
+    weights = dict(trainer.parameters())
+    before, grown = dict.fromkeys(weights, 0.0), []
+
+    def observe(_: Any, op: Op) -> None:
+        now = {name: float(weight.main_grad.double().abs().sum()) for name, weight in weights.items()}
+        grown.append((op.kind.name, {name for name in weights if now[name] != before[name]}))
+        before.update(now)
+
+    trainer.schedule.hooks.observe = observe
+    trainer.zero_gradients()
+    trainer.forward_backward(0)
+    weights.clear()
+    trainer.close()
+    return grown
 
 
 def assert_near(differences: Sequence[Difference], case: Case, tolerance: float = 0.0) -> None:

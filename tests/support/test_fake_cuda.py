@@ -15,11 +15,10 @@ from tests.support.fake_cuda import streams
 from tests.support.fake_cuda.install import FakeCuda, fake_cuda
 from tests.support.fake_cuda.machine import Machine
 from tests.support.fake_cuda.module import REAL, FakeTorchCuda, fake_names
-from tests.support.fake_cuda.tensors import DeviceMemory, attributes
+from tests.support.fake_cuda.tensors import DeviceMemory
 
 _MEMORY = DeviceMemory(Machine())
 _NAMES = fake_names(_MEMORY, (torch.Generator(),))
-_ATTRIBUTES = attributes(_MEMORY)
 
 
 @pytest.fixture
@@ -72,12 +71,6 @@ def test_streams_and_events_have_methods_of_torchs(kind: str) -> None:
             assert same_parameters(method, getattr(real, name)), name
 
 
-def test_every_attribute_of_tensors_is_one_of_torchs() -> None:
-    for name, value in _ATTRIBUTES.items():
-        real = getattr(torch.Tensor, name)
-        assert callable(value) == callable(real), name
-
-
 def test_everything_is_as_before_afterwards() -> None:
     before = {name: getattr(torch, name) for name in ("cuda", "device", "Generator", "tensor", "zeros")}
     start, wait, device = threading.Thread.start, torch.distributed.Work.wait, torch.Tensor.device
@@ -91,41 +84,6 @@ def test_everything_is_as_before_afterwards() -> None:
 
 
 # -- tensors --------------------------------------------------------------------------------------------------------------
-
-
-def test_tensors_know_where_they_are(fake: FakeCuda) -> None:
-    model = torch.nn.Linear(3, 3).to(torch.cuda.current_device())
-    x = torch.ones(2, 3, device="cuda")
-    loss = model(x).sum()
-    loss.backward()
-    on_device = [
-        model.weight,
-        model.weight.grad,
-        x[0],
-        x.T,
-        x.detach(),
-        torch.zeros_like(x),
-        x.new_zeros(2),
-        torch.ones(2, device=0),
-    ]
-    on_device += [
-        torch.tensor([1.0], device="cuda"),
-        torch.ones(2).cuda(),
-        x.to(torch.float64),
-        x + 1.0,
-        torch.rand(2, device="cuda:0"),
-    ]
-    for tensor in on_device:
-        assert tensor is not None
-        assert tensor.device == torch.device("cuda", 0)
-        assert tensor.is_cuda
-        assert not tensor.is_cpu
-    assert x.type() == "torch.cuda.FloatTensor"
-    for tensor in (torch.ones(2), x.cpu(), x.to("cpu"), torch.zeros_like(x, device="cpu"), torch.ones(2).pin_memory()):
-        assert tensor.device.type == "cpu"
-        assert not tensor.is_cuda
-    assert x.to("cuda") is x
-    assert torch.device(0) == torch.device("cuda", 0)
 
 
 def test_kernels_over_both_places_are_refused(fake: FakeCuda) -> None:
@@ -163,23 +121,6 @@ def test_reads_on_the_host_wait(fake: FakeCuda) -> None:
     ):
         read()
         assert calls(fake) == [name]
-
-
-def test_work_that_stays_on_the_device_does_not_wait(fake: FakeCuda) -> None:
-    x = torch.ones(3, device="cuda", requires_grad=True)
-    pinned = torch.empty(3, pin_memory=True)
-    (x * 2).sum().backward()
-    x.detach().masked_fill_(x > 0, 0.0)
-    x.detach()[x > 0] = 0.0
-    pinned.copy_(x.detach(), non_blocking=True)
-    pinned.to("cuda", non_blocking=True)
-    assert x.detach().to("cpu", non_blocking=True).is_pinned()
-    x.detach()[1:].add_(1.0)
-    torch.zeros(3, device="cuda").float().to("cuda")
-    torch.ones(2).sum().item()
-    assert calls(fake) == []
-    pinned.copy_(x.detach())
-    assert calls(fake) == ["Tensor.copy_ to the host"]
 
 
 # -- streams and events ----------------------------------------------------------------------------------------------------

@@ -13,10 +13,10 @@ from megatron.core.distributed.reduce_scatter_with_fp32_accumulation import _Red
 
 from megatron.zerobubble.mcore.ddp.record_buckets import ended
 from megatron.zerobubble.plan.ir import OpKind
-from megatron.zerobubble.plan.timeline import Activity, Bucket, RankTimeline, Timeline
+from megatron.zerobubble.plan.timeline import Activity, Bucket, RankTimeline
 from megatron.zerobubble.profiling.recorder import Exchange
 from megatron.zerobubble.training.checkpoint.contents import SHARDING
-from tests.support.gpt import Case, Trainer, assert_near, compare
+from tests.support.gpt import Case, Trainer, assert_near, compare, record
 from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.claims(
@@ -80,18 +80,9 @@ def test_every_parameter_is_saved_with_its_own_state(four_ranks: RankPool) -> No
     assert all(wrong == [] for _, wrong in results)
 
 
-def _record(rank: int, case: Case) -> Timeline:
-    trainer = Trainer(case)
-    trainer.schedule.recordings.choose([3], done=0)  # megatron-core counts gradients in the first one, and gathers in the second
-    trainer.train()
-    (timeline,) = trainer.schedule.timelines()
-    trainer.close()
-    return timeline
-
-
 @pytest.mark.parametrize("case", [OVERLAPPED, OVERLAPPED_V], ids=str)
 def test_buckets_are_reduced_and_gathered_while_passes_run(four_ranks: RankPool, case: Case) -> None:
-    timeline = four_ranks.run(_record, replace(case, num_steps=4))[0]
+    timeline = four_ranks.run(record, replace(case, num_steps=4))[0]
     for rank, stages in zip(timeline.ranks, timeline.plan.placement.rank_to_stages, strict=True):
         for stage in stages:
             _check_reductions(rank, stage)

@@ -14,19 +14,18 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.ddp import zero2
 from megatron.zerobubble.mcore.ddp.zero2 import ShardedGradientsDDP
 from megatron.zerobubble.mcore.state_memory import state_bytes
 from megatron.zerobubble.plan.ir import OpKind
 from megatron.zerobubble.plan.registry import known_schedules
-from megatron.zerobubble.plan.timeline import Activity, Timeline
+from megatron.zerobubble.plan.timeline import Activity
 from tests.optimizer.support import BASE, Scenario
 from tests.optimizer.support import compare as compare_optimistic
 from tests.support.fake_nccl.engine import FakeNcclError
 from tests.support.fake_nccl.megatron import run_megatron
 from tests.support.fake_nccl.tracing import TracedOps
-from tests.support.gpt import Case, Outcome, Trainer
+from tests.support.gpt import Case, Outcome, Trainer, record, refusal
 from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.claims(
@@ -110,19 +109,10 @@ def test_memory_is_that_of_the_shards_and_volume_is_per_group(four_ranks: RankPo
             assert (num_groups - 0.2) * buffer_bytes < reduced <= num_groups * buffer_bytes, "B's are reduced once"
 
 
-def _record(rank: int, case: Case) -> Timeline:
-    trainer = Trainer(case)
-    trainer.schedule.recordings.choose([2], done=0)
-    trainer.train()
-    (timeline,) = trainer.schedule.timelines()
-    trainer.close()
-    return timeline
-
-
 def test_reductions_overlap_with_wgrad_gemms_of_other_weights(four_ranks: RankPool) -> None:
     """Every group's buckets are reduced inside that group's Ws, and a group's Ws share its time."""
     case = replace(ZERO1_V, shard_gradients=2, num_steps=2)
-    timeline = four_ranks.run(_record, case)[0]
+    timeline = four_ranks.run(record, case)[0]
     for rank, stages in zip(timeline.ranks, timeline.plan.placement.rank_to_stages, strict=True):
         for stage in stages:
             weights = [timed for timed in rank.ops if timed.op.stage == stage and timed.op.kind is OpKind.W]
@@ -137,14 +127,6 @@ def test_reductions_overlap_with_wgrad_gemms_of_other_weights(four_ranks: RankPo
                 assert len(group) == 1 or any(start < group[1].start_ms for start in inside), "the first W ran its share"
 
 
-def _refused(rank: int, case: Case) -> str:
-    try:
-        Trainer(case)
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
@@ -153,8 +135,8 @@ def _refused(rank: int, case: Case) -> str:
     ],
 )
 def test_options_that_need_full_gradients_are_rejected(four_ranks: RankPool, changes: dict[str, Any], why: str) -> None:
-    messages = four_ranks.run(_refused, replace(ZERO1_V, shard_gradients=2, **changes))
-    assert any(why in message for message in messages)
+    for message in four_ranks.run(refusal, replace(ZERO1_V, shard_gradients=2, **changes)):
+        assert why in message
 
 
 STEPS = 2

@@ -14,12 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.plan.ir import Op, OpKind
 from tests.support.deep_ep import Buffer, deep_ep
-from tests.support.gpt import Difference, assert_near, assert_same_bits, compare
+from tests.support.gpt import Difference, assert_near, assert_same_bits, compare, grown_by_op, refusal
 from tests.support.hybrid import HAS_HYBRID_MODEL, WHY_NOT, HybridCase, case
-from tests.support.moe import ZB_H2, ZBV, MoeCase, MoeTrainer
+from tests.support.moe import ZB_H2, ZBV, MoeCase
 from tests.support.mtp import ZB_H2 as MTP_ZB_H2
 from tests.support.mtp import ZBV as MTP_ZBV
 from tests.support.mtp import MtpCase
@@ -114,41 +112,14 @@ def test_the_flex_dispatcher_trains_as_the_all_to_all_one(four_ranks: RankPool, 
     assert_near(four_ranks.run(_compare_flex, case, replace(case.unpipelined, dispatcher="alltoall")), case, 1e-6)
 
 
-def _gradients_by_op(rank: int, case: MoeCase) -> list[tuple[OpKind, bool, bool]]:
-    """After every op: its kind, and whether the gradients of routers and of experts have grown in it."""
-    trainer = MoeTrainer(case)
-    parameters = dict(trainer.parameters())
-    seen = []
-    before = {"router": 0.0, "experts": 0.0}
-
-    def total(kind: str) -> float:
-        return sum(float(p.main_grad.abs().sum()) for name, p in parameters.items() if f".mlp.{kind}." in name)
-
-    def observe(_: Any, op: Op) -> None:
-        now = {kind: total(kind) for kind in before}
-        seen.append((op.kind, now["router"] != before["router"], now["experts"] != before["experts"]))
-        before.update(now)
-
-    trainer.schedule.hooks.observe = observe
-    trainer.zero_gradients()
-    trainer.forward_backward(0)
-    trainer.close()
-    return seen
-
-
 def test_gradients_of_experts_come_in_w_and_those_of_routers_in_b(four_ranks: RankPool) -> None:
-    for seen in four_ranks.run(_gradients_by_op, replace(ZBV, expert_parallel=2, shared=True)):
-        assert set(seen) == {(OpKind.F, False, False), (OpKind.B, True, False), (OpKind.W, False, True)}
-
-
-def _refusal(rank: int, case: MoeCase) -> str:
-    with pytest.raises(ConfigError) as caught:
-        MoeTrainer(case)
-    return str(caught.value)
+    for grown in four_ranks.run(grown_by_op, replace(ZBV, expert_parallel=2, shared=True)):
+        seen = {(op, *(any(f".mlp.{kind}." in name for name in names) for kind in ("router", "experts"))) for op, names in grown}
+        assert seen == {("F", False, False), ("B", True, False), ("W", False, True)}
 
 
 def test_shared_experts_on_a_stream_of_their_own_are_refused(four_ranks: RankPool) -> None:
-    for message in four_ranks.run(_refusal, replace(ZBV, shared=True, shared_overlap=True)):
+    for message in four_ranks.run(refusal, replace(ZBV, shared=True, shared_overlap=True)):
         assert message.startswith("moe_shared_expert_overlap does not go with schedule 'zbv'")
 
 

@@ -196,36 +196,6 @@ def test_a_weight_without_a_name_is_reported(caplog: pytest.LogCaptureFixture) -
     assert "weight: not in the model's checkpoints" in caplog.text
 
 
-def _layers(layout: StageLayout, rank: int, chunk: int) -> list[int]:
-    first = layout.get_layer_offset(vp_stage=chunk, pp_rank=rank)
-    count = layout.layout[rank][chunk].count(LayerType.decoder)
-    return list(range(first, first + count))
-
-
-def test_v_places_layers_down_and_up() -> None:
-    layout = StageLayout(StageLayers.spread(16, Placement.v(4)), Placement.v(4))
-    held = [[_layers(layout, rank, chunk) for chunk in (0, 1)] for rank in range(4)]
-    assert held == [
-        [[0, 1], [14, 15]],
-        [[2, 3], [12, 13]],
-        [[4, 5], [10, 11]],
-        [[6, 7], [8, 9]],
-    ]
-    layout.validate_layer_layout(num_layers=16, mtp_num_layers=None)
-    assert LayerType.embedding in layout.layout[0][0]
-    assert LayerType.loss in layout.layout[0][1]
-
-
-def test_uneven_stages_keep_their_global_index() -> None:
-    layout = StageLayout(StageLayers(per_stage=(2, 3, 3, 2)), Placement.v(2))
-    assert [_layers(layout, *place) for place in ((0, 0), (1, 0), (1, 1), (0, 1))] == [[0, 1], [2, 3, 4], [5, 6, 7], [8, 9]]
-
-
-def test_loop_placement_is_megatron_cores_own() -> None:
-    layout = StageLayout(StageLayers.spread(8, Placement.loop(2, 2)), Placement.loop(2, 2))
-    assert [_layers(layout, rank, chunk) for chunk in (0, 1) for rank in (0, 1)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-
-
 def test_wrong_number_of_stages() -> None:
     with pytest.raises(ConfigError, match=r"layout 'Et.t.tL' has 3 stages, the schedule 4"):
         StageLayout(StageLayers(per_stage=(1, 1, 1)), Placement.v(2))
