@@ -1,4 +1,4 @@
-"""Links over real process groups: values both ways, several pipelines, failures. The executor on them: `test_ordering`."""
+"""Links over real process groups: values both ways, several pipelines, failures. The executor on them: `test_executor`."""
 
 from __future__ import annotations
 
