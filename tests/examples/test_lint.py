@@ -46,14 +46,6 @@ def test_a_script_passes_shellcheck(script: Path) -> None:
     check(tool("shellcheck"), "--external-sources", str(script.relative_to(ROOT)))
 
 
-def test_shellcheck_notices_a_mistake(tmp_path: Path) -> None:
-    bad = tmp_path / "bad.sh"
-    bad.write_text("#!/usr/bin/env bash\nrm -rf $1/*\n")
-    done = subprocess.run([tool("shellcheck"), str(bad)], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "SC2086" in done.stdout
-
-
 def test_the_dockerfile_passes_hadolint() -> None:
     check(tool("hadolint"), "docker/Dockerfile")
 
