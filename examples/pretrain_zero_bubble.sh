@@ -13,7 +13,8 @@
 #   PIPELINE_SIZE TP_SIZE CP_SIZE       pipeline-, tensor- and context-parallel size; the remaining ranks are data parallel
 #   GPUS_PER_NODE                       ranks per machine
 #   NNODES NODE_RANK                    number of machines, and the number of this one (not needed if MASTER_ADDR is its name)
-#   MASTER_ADDR MASTER_PORT             rendezvous address, with several machines; RDZV_ID names the job there
+#   MASTER_ADDR MASTER_PORT             rendezvous address, with several machines, on a private network: who reaches it can run code as you
+#   RDZV_ID                             with several machines: random letters for this job, the same on each (openssl rand -hex 16)
 #   MAX_RESTARTS                        times that torchrun starts all ranks again after a failure, from the latest checkpoint
 #   HIDDEN_SIZE LAYERS ATTENTION_HEADS SEQ_LENGTH MICRO_BATCH_SIZE GLOBAL_BATCH_SIZE TRAIN_ITERS LR
 #   MODEL=deepseek-like                 multi-latent attention, experts with a shared one behind a dense layer, an MTP layer
@@ -130,7 +131,7 @@ if [[ "$launcher" == slurm ]]; then
 else
     start=("${python_bin}torchrun" --nproc-per-node "$ranks_per_node")
     if ((nodes > 1)); then
-        start+=(--nnodes "$nodes" --rdzv-backend c10d --rdzv-id "${RDZV_ID:-zero-bubble}"
+        start+=(--nnodes "$nodes" --rdzv-backend c10d --rdzv-id "${RDZV_ID:?set RDZV_ID to the same random letters on each machine, from: openssl rand -hex 16}"
             --rdzv-endpoint "${MASTER_ADDR:?set MASTER_ADDR to the first machine}:${MASTER_PORT:-29500}")
         [[ -n "$node_rank" ]] && start+=(--rdzv-conf "is_host=$((node_rank == 0))")
     elif [[ -n "${MASTER_PORT:-}" ]]; then

@@ -2,8 +2,6 @@
 """Tokenize text into an indexed dataset for megatron-core: PREFIX.bin and PREFIX.idx, with PREFIX.corpus.json beside them.
 
     python tools/preprocess_data.py --input books.jsonl --json-keys text --append-eod --output-prefix data/books
-    python tools/preprocess_data.py --input books.jsonl.gz --tokenizer-type HuggingFaceTokenizer --tokenizer-model DIRECTORY \\
-        --append-eod --output-prefix data/books
     python tools/preprocess_data.py --python-stdlib --output-prefix data/python-stdlib
 
 A document is one value of a JSON line, or with --python-stdlib one source file of the Python standard library: real text that
@@ -14,20 +12,33 @@ vocabulary size, so that training can reject others.
 from __future__ import annotations
 
 import argparse
+import gzip
+import json
 import os
 import sys
+import sysconfig
 import time
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
+
+import numpy as np
 
 from megatron.zerobubble.errors import DataError, UserError
 from megatron.zerobubble.flags.dataclass_flags import add_group, from_namespace
 from megatron.zerobubble.training.config.tokenizer import TokenizerConfig
 from megatron.zerobubble.training.data.corpus import CorpusInfo, corpus_info_path
-from megatron.zerobubble.training.data.texts import Document, json_texts, stdlib_texts
 
 _LOG_INTERVAL_S = 10.0
+_GZIP = b"\x1f\x8b"
+"""The first bytes of a gzip file, which may have any name."""
+
+_SKIPPED_FOLDERS = frozenset(
+    ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3", "idlelib", "turtledemo")
+)
+"""Directories of the standard library that contain tests or demonstrations, or are not part of it."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,7 +47,6 @@ def main(argv: list[str] | None = None) -> int:
     begin = time.perf_counter()
     try:
         tokenizer = from_namespace(TokenizerConfig, options)
-        tokenizer.check()
         num_bytes = None if options.python_stdlib else _size(options.input)
         with _Progress(num_bytes, options.log_interval) as progress:
             info = preprocess(
@@ -84,6 +94,128 @@ def _size(path: str) -> int:
         return Path(path).stat().st_size
     except OSError as error:
         raise DataError(f"--input {path} cannot be read: {error.strerror}") from None
+
+
+class Document(NamedTuple):
+    """A text to tokenize."""
+
+    text: str
+    """The text."""
+    place: str = "a document"
+    """Where it was read, for errors."""
+    end: int = 0
+    """Bytes of the input that were read when it was complete: of a compressed file, compressed ones."""
+
+
+def json_texts(path: str, keys: Sequence[str]) -> Iterator[Document]:
+    """The documents of a JSON-lines file: the values of `keys` of each line. A file compressed by gzip is decompressed.
+
+    Raises:
+        DataError: the file cannot be read, or a line is not UTF-8 text or not an object with the keys; the message has the line
+            number.
+    """
+    if not Path(path).is_file():
+        raise DataError(f"--input {path} does not exist; give a file with one JSON object a line")
+    number = 0
+    try:
+        with Path(path).open("rb") as file, closing(_decompressed(file)) as lines:
+            for number, line in enumerate(lines, start=1):
+                place = f"--input {path}, line {number}"
+                text = _text(line, place)
+                if text.strip():
+                    for value in _values(text, keys, place):
+                        yield Document(value, place, file.tell())
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"--input {path} is a damaged gzip file after line {number} ({error}); compress the text again") from None
+    except OSError as error:
+        raise DataError(f"--input {path} cannot be read: {error.strerror or error}") from None
+
+
+def _decompressed(file: IO[bytes]) -> IO[bytes] | gzip.GzipFile:
+    start = file.read(len(_GZIP))
+    file.seek(0)
+    return gzip.GzipFile(fileobj=file) if start == _GZIP else file
+
+
+def _text(line: bytes, place: str) -> str:
+    try:
+        return line.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{place}: byte {error.start + 1} of the line, {line[error.start]:#04x}, is not UTF-8; convert the file, for example "
+            "with iconv -f latin1 -t utf-8"
+        ) from None
+
+
+def _values(text: str, keys: Sequence[str], place: str) -> list[str]:
+    """The texts of one line."""
+    try:
+        values = json.loads(text)
+        return [str(values[key]) for key in keys]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{place}: not a JSON object with the key(s) {', '.join(keys)} ({error!r})") from None
+
+
+def stdlib_texts(root: Path | None = None) -> Iterator[Document]:
+    """The Python standard library's source files, sorted by path, so that every run makes the same dataset.
+
+    Args:
+        root: directory of the library; None: that of the running Python.
+    """
+    root = Path(sysconfig.get_path("stdlib")) if root is None else root
+    end = 0
+    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
+        folders = path.relative_to(root).parts[:-1]
+        if _SKIPPED_FOLDERS.isdisjoint(folders) and not any(folder.startswith("config-") for folder in folders):
+            text = path.read_text(encoding="utf-8", errors="replace")
+            end += len(text)
+            if text.strip():
+                yield Document(text, str(path), end)
+
+
+class Encoded(NamedTuple):
+    """A document's tokens."""
+
+    ids: np.ndarray[Any, Any]
+    """[n] token ids, in the smallest dtype of a dataset that holds the vocabulary: uint16 or int32."""
+    end: int
+    """Bytes of the input that were read when the document was complete."""
+
+
+class Encoder:
+    """Tokenizes documents.
+
+    Args:
+        config: the tokenizer.
+        appends_eod: whether to append an end-of-document token to each document.
+    """
+
+    def __init__(self, config: TokenizerConfig, *, appends_eod: bool) -> None:
+        from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
+
+        with quiet_third_parties():  # torch and megatron-core, which --help does without
+            from megatron.core.datasets.indexed_dataset import DType
+
+            from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer
+
+        tokenizer = build_tokenizer(config)
+        self.vocab_size: int = tokenizer.vocab_size
+        """Vocabulary size before padding."""
+        self.dtype = DType.optimal_dtype(self.vocab_size)
+        """numpy's type of the token ids."""
+        self._tokenize = tokenizer.tokenize
+        self._suffix = [int(tokenizer.eod)] if appends_eod else []
+
+    def __call__(self, document: Document) -> Encoded:
+        """The document's tokens. Raises DataError, with the document's place, if it cannot be tokenized."""
+        try:
+            ids = np.asarray([*self._tokenize(document.text), *self._suffix], dtype=np.int64)
+        except Exception as error:  # libraries raise all kinds, for texts of all kinds
+            reason = " ".join(str(error).split())[:200]
+            raise DataError(f"{document.place} cannot be tokenized: {reason or type(error).__name__}") from error
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size:
+            raise DataError(f"{document.place} has the token {ids.max()}, outside of the vocabulary of {self.vocab_size}")
+        return Encoded(ids.astype(self.dtype), document.end)
 
 
 class _Progress:
@@ -156,8 +288,6 @@ def preprocess(
     Raises:
         DataError: there is no text, or it cannot be read or tokenized.
     """
-    from megatron.zerobubble.training.data.encoding import Encoder
-
     encoder = Encoder(tokenizer, appends_eod=appends_eod)
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     temporary = f"{prefix}.{os.getpid()}.writing"
@@ -165,7 +295,7 @@ def preprocess(
         num_documents, num_tokens = _write(map(encoder, documents), temporary, encoder.dtype, progress)
         info = CorpusInfo(
             tokenizer_type=tokenizer.tokenizer_type,
-            vocab_size=encoder.vocab_size if tokenizer.known_vocab_size is None else tokenizer.known_vocab_size,
+            vocab_size=tokenizer.known_vocab_size,
             num_documents=num_documents,
             num_tokens=num_tokens,
         )

@@ -16,6 +16,10 @@ class ProcessState(NamedTuple):
     """When it started, in clock ticks since the machine did: with the id it names one process, as ids are used again."""
     is_zombie: bool
     """Whether it has ended, and its parent has not yet asked for the exit code."""
+    is_stopped: bool
+    """Whether a signal or a debugger has stopped it."""
+    parent: int
+    """Id of its parent."""
 
 
 def process_state(pid: int) -> ProcessState | None:
@@ -25,7 +29,7 @@ def process_state(pid: int) -> ProcessState | None:
     except OSError:
         return None
     fields = text.rpartition(")")[2].split()
-    return ProcessState(start=fields[19], is_zombie=fields[0] == "Z")
+    return ProcessState(start=fields[19], is_zombie=fields[0] == "Z", is_stopped=fields[0] in ("T", "t"), parent=int(fields[1]))
 
 
 def usable_cores() -> int:

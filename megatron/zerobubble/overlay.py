@@ -32,15 +32,7 @@ __all__ = ["add_zero_bubble_args", "install"]
 
 _log = logging.getLogger(__name__)
 
-_SUPPORTED = (
-    *("enable_zero_bubble", "zero_bubble_max_pending_backward", "zero_bubble_v_schedule", "zero_bubble_schedule"),
-    *("zero_bubble_v_schedule_mem_setup", "zero_bubble_memory_limit", "zero_bubble_load_plan"),
-    *("zero_bubble_pipeline_timers_start_iter", "zero_bubble_pipeline_timers_end_iter", "zero_bubble_replan_interval"),
-    *("zero_bubble_planning_seconds", "zero_bubble_p2p_max_ctas", "zero_bubble_torch_attention"),
-    *("zero_bubble_trace", "zero_bubble_trace_iterations", "zero_bubble_save_plan", "zero_bubble_balance_stages"),
-    "zero_bubble_watchdog_seconds",
-    *("enable_optimizer_post_validation", "post_validation_patience", "post_validation_rollback", "post_validation_snapshot"),
-)
+_SUPPORTED = tuple(each.name for each in dataclasses.fields(ZeroBubbleConfig) if each.name != "zero_bubble_shard_gradients")
 """Fields of `ZeroBubbleConfig` that a stock training loop supports."""
 
 _NEEDS_SCHEDULE = {

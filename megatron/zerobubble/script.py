@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron.zerobubble.job.launch import Launch
-from megatron.zerobubble.job.rendezvous import job_store
+from megatron.zerobubble.job.rendezvous import connect
 from megatron.zerobubble.overlay import install
 
 __all__ = ["run_script"]
@@ -41,7 +41,9 @@ def run_script(
         from megatron.zerobubble.job.failure import JobGuard
         from megatron.zerobubble.mcore.stock_loop.patches import finish, supervise_by
 
-        guard = JobGuard(job_store(launch), launch.rank, error_file=launch.error_file)
+        connection = connect(launch, hosts_store=False)
+        connection.use_for_process_group(launch)
+        guard = JobGuard(connection.of(), launch.rank, error_file=launch.error_file)
         supervise_by(guard)
         with guard:
             runpy.run_path(script, run_name="__main__")

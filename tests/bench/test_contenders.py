@@ -143,7 +143,6 @@ def test_a_script_gets_its_flags_and_the_contenders() -> None:
         ("--contenders zbv --contender-flags zbv -- SCRIPT", "--contender-flags 'zbv': give CONTENDER[,CONTENDER...]=FLAGS"),
         ("--contenders zbv --contender-flags v-half=-x -- SCRIPT", "'v-half=-x': v-half is not among the contenders zbv"),
         ("--contenders zbv --contender-flags zbv=' -- SCRIPT", "No closing quotation"),
-        ("--peak-tflops 1 -- SCRIPT", "--peak-tflops is for the reference trainer"),
         ("-- SCRIPT --zero-bubble-planning-seconds -1", "--zero-bubble-planning-seconds"),
     ],
 )
@@ -173,7 +172,6 @@ def test_a_layout_for_other_stages_is_dropped_with_a_note() -> None:
         ("--rounds 0", "--rounds 0 must be 1 or more"),
         ("--timed-iters -1", "--timed-iters -1 must be 1 or more"),
         ("--warmup-iters 2", "--warmup-iters 2 must be 6 or more"),
-        ("--peak-tflops 0", "--peak-tflops 0.0 must be greater than 0"),
         ("--hidden-sice 3", "--hidden-sice"),
         ("--contenders interleaved-1f1b:8", "no contender can run: interleaved-1f1b:8: --num-layers 8"),
     ],

@@ -85,9 +85,3 @@ def test_the_reason_of_a_failed_job_is_the_last_line(tmp_path: Path) -> None:
     assert re.match(line, done.stderr.splitlines()[-1]), done.stderr
     cause = done.stderr[done.stderr.index("Root Cause") :]
     assert re.search(line, cause)
-
-
-def test_a_dry_run_starts_no_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = [*TINY_MODEL, *TINY_BATCH, "--mock-data", "--train-iters", "2", "--pipeline-model-parallel-size", "2"]
-    assert main(["train", "--nproc-per-node", "4", *flags, "--dry-run"]) == 0
-    assert "job: 4 ranks = 2 pipeline x 1 tensor x 1 context x 2 data" in capsys.readouterr().out

@@ -72,7 +72,7 @@ def test_without_two_gpus_ranks_run_on_the_cpu_and_nothing_is_set(cluster: Clust
     assert cluster.rank_arguments(None)[:3] == ["--nproc-per-node", "4", "--standalone"]
 
 
-RENDEZVOUS = "--nproc-per-node 8 --nnodes 2 --rdzv-backend c10d --rdzv-id zero-bubble --rdzv-endpoint node0:29500 "
+RENDEZVOUS = "--nproc-per-node 8 --nnodes 2 --rdzv-backend c10d --rdzv-id 4f1c --rdzv-endpoint node0:29500 "
 
 
 @pytest.mark.parametrize(("rank", "is_host"), [("0", "1"), ("1", "0"), ("", None)])
@@ -80,7 +80,7 @@ def test_several_machines_under_torchrun(cluster: Cluster, rank: str, is_host: s
     """A scheduler's RANK and WORLD_SIZE, which count processes, change nothing. Without NODE_RANK torchrun compares names."""
     processes = {"WORLD_SIZE": "16", "RANK": "9"}
     sizes = {"PIPELINE_SIZE": "8", "TP_SIZE": "2"}
-    given = cluster.environment(GPUS="8", NNODES="2", NODE_RANK=rank, MASTER_ADDR="node0", **sizes)
+    given = cluster.environment(GPUS="8", NNODES="2", NODE_RANK=rank, MASTER_ADDR="node0", RDZV_ID="4f1c", **sizes)
     given |= processes
     done = cluster.run(SCRIPT, environment=given)
     assert (done.returncode, done.stderr) == (0, "")
@@ -94,6 +94,8 @@ def test_several_machines_under_torchrun(cluster: Cluster, rank: str, is_host: s
 def test_the_variables_of_the_papers_scripts_count_machines_with_a_warning(cluster: Cluster) -> None:
     environment = cluster.environment(GPUS="8", WORLD_SIZE="2", RANK="1", MASTER_ADDR="node0")
     done = cluster.run(SCRIPT, environment=environment)
+    assert "RDZV_ID: set RDZV_ID to the same random letters on each machine, from: openssl rand -hex 16" in done.stderr
+    done = cluster.run(SCRIPT, environment=environment | {"RDZV_ID": "4f1c"})
     assert done.returncode == 0
     assert done.stderr == (
         "warning: numbers of machines are taken from WORLD_SIZE=2 (give NNODES) RANK=1 (give NODE_RANK); schedulers set these "
@@ -157,7 +159,7 @@ def test_the_deepseek_like_model_has_flags_that_go_together(cluster: Cluster, te
     place = flags.index("--data-path")
     settings = settings_from_argv([*flags[:place], *flags[place + 2 :], "--mock-data"], world_size=4)
     assert settings.mla.multi_latent_attention
-    assert settings.moe_layer_pattern == (0, *(1,) * (settings.num_layers - 1))
+    assert settings.moe_layer_pattern == (0, *(1,) * (settings.model.num_layers - 1))
 
 
 def test_an_unknown_model_is_an_error(cluster: Cluster) -> None:

@@ -37,6 +37,8 @@ PHASES = {
 }
 """Names of phases, and what the watch reports at their begin."""
 ENVIRONMENT = "ZB_TEST_FAULT"
+_LONGEST_S = 30.0
+"""Seconds that a rank waits for a fault from outside."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +46,14 @@ class Fault:
     """What happens to which rank, and when."""
 
     kind: str
-    """raise, kill, stop, cut, full or slow."""
+    """raise, kill, stop, cut, full or slow; or outside: the rank waits where it is until somebody else has done the fault."""
     rank: int
     phase: str
     """A key of PHASES."""
     after_ms: float
     """Milliseconds after the phase has begun."""
     note: str
-    """File in which the rank writes the time and its process number when it happens."""
+    """File in which the rank writes the time and its process number when it happens; the number alone before one from outside."""
 
     def environment(self) -> dict[str, str]:
         """What the job's environment has to have."""
@@ -118,7 +120,7 @@ class _Moments:
         if self._is_done or not text.startswith(PHASES[self._fault.phase]):
             return
         self._is_done = True
-        if self._fault.kind == "raise":
+        if self._fault.kind in ("raise", "outside"):
             self._do()
         else:
             self._timer = threading.Timer(self._fault.after_ms / 1000.0, self._do)
@@ -132,6 +134,9 @@ class _Moments:
                 time.sleep(0.005)
             note.write_text(f"{time.time()} {os.getpid()} {other}")
             return
+        if self._fault.kind == "outside":
+            self._wait_for(note)
+            return
         note.write_text(f"{time.time()} {os.getpid()}")
         if self._fault.kind == "raise":
             raise InjectedError("the injected failure")
@@ -139,6 +144,22 @@ class _Moments:
             resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
             return
         os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[self._fault.kind])
+
+    def _wait_for(self, note: Path) -> None:
+        """Until the fault has been done; `done` says so. A rank that was started again has nothing to wait for."""
+        if note.exists():
+            return
+        part = note.with_suffix(".part")
+        part.write_text(str(os.getpid()))
+        part.rename(note)
+        until = time.monotonic() + _LONGEST_S
+        while not done(note).exists() and time.monotonic() < until:
+            time.sleep(0.005)
+
+
+def done(note: Path) -> Path:
+    """The file that tells a rank that a fault from outside has been done."""
+    return note.with_suffix(".done")
 
 
 def _slow_down(fault: Fault, rank: int) -> None:

@@ -14,8 +14,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.faults.inject import PHASES, Fault
 from tests.training.launch import ROOT, TIMEOUT_S, TINY_BATCH, TINY_MODEL, environment, launch
@@ -100,11 +102,11 @@ def run(trial: Trial, folder: Path) -> Outcome | None:
     ended = time.time()
     if not note.exists() or (trial.kind == "cut" and done.returncode == 0):
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-        assert _losses(folder) == _undisturbed(trial.layout), "a fault that happened to nobody changes nothing"
+        assert losses_of(folder) == _undisturbed(trial.layout), "a fault that happened to nobody changes nothing"
         return None
     assert done.returncode != 0, f"{trial}: the job ended as if nothing had happened\n{done.stdout}"
     when, _, *other = note.read_text().split()
-    resumed_at, has_same_losses = _go_on(folder, trial.layout)
+    resumed_at, losses = go_on(folder, flags_of(folder, flags, num_ranks), num_ranks)
     return Outcome(
         trial=trial,
         seconds=round(ended - float(when), 1),
@@ -113,7 +115,7 @@ def run(trial: Trial, folder: Path) -> Outcome | None:
         root_cause=_root_cause(done.stderr),
         num_left=_num_processes(marker),
         resumed_at=resumed_at,
-        has_same_losses=has_same_losses,
+        has_same_losses=losses == _undisturbed(trial.layout),
     )
 
 
@@ -148,27 +150,26 @@ def _undisturbed(layout: str) -> dict[int, float]:
     """The losses of a job without a fault."""
     num_ranks, flags = LAYOUTS[layout]
     with tempfile.TemporaryDirectory() as name:
-        done = launch(flags_of(Path(name), flags, num_ranks), num_ranks=num_ranks, script=JOB)
-        assert done.returncode == 0, done.stderr
-        losses = _losses(Path(name))
-        assert sorted(losses) == list(range(1, NUM_ITERATIONS + 1))
-        return losses
+        losses = go_on(Path(name), flags_of(Path(name), flags, num_ranks), num_ranks)[1]
+    assert sorted(losses) == list(range(1, NUM_ITERATIONS + 1))
+    return losses
 
 
-def _losses(folder: Path) -> dict[int, float]:
+def losses_of(folder: Path) -> dict[int, float]:
     """The last loss of each iteration. A job that has nothing left to train writes one more line, with a validation loss."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return {fields["iteration"]: fields["loss"] for fields in lines if "loss" in fields}
 
 
-def _go_on(folder: Path, layout: str) -> tuple[int, bool]:
-    """Start the job again; (iteration from which it goes on, whether its losses are those of the undisturbed one)."""
-    num_ranks, flags = LAYOUTS[layout]
+def go_on(
+    folder: Path, flags: list[str], num_ranks: int, start: Callable[..., subprocess.CompletedProcess[str]] = launch
+) -> tuple[int, dict[int, float]]:
+    """Start a job, again or for the first time; (iteration from which it goes on, its losses)."""
     tracker = folder / "saved" / "latest_checkpointed_iteration.txt"
     begin = int(tracker.read_text()) if tracker.exists() else 0
-    done = launch(flags_of(folder, flags, num_ranks), num_ranks=num_ranks, script=JOB)
+    done = start(flags, num_ranks=num_ranks, script=JOB)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return begin, _losses(folder) == _undisturbed(layout)
+    return begin, losses_of(folder)
 
 
 def _named(stdout: str, stderr: str) -> tuple[int, ...]:
@@ -219,9 +220,10 @@ def damaged(folder: Path, generator: random.Random) -> tuple[Path, str]:
     return file, f"bit {bit} of byte {place}"
 
 
-def record(outcome: Outcome) -> None:
-    """Add a line to the file in ZB_TEST_FAULTS, if there is one."""
+def record(outcome: Any) -> None:
+    """Add a trial, a dataclass, to the file in ZB_TEST_FAULTS, if there is one, with what its properties say."""
     file = os.environ.get("ZB_TEST_FAULTS")
     if file:
+        said = {name: getattr(outcome, name) for name, value in vars(type(outcome)).items() if isinstance(value, property)}
         with Path(file).open("a") as lines:
-            lines.write(json.dumps(asdict(outcome) | {"is_as_promised": outcome.is_as_promised}) + "\n")
+            lines.write(json.dumps(asdict(outcome) | said) + "\n")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import itertools
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +16,11 @@ import pytest
 import torch
 
 from megatron.zerobubble.errors import ConfigError, TransferError
+from megatron.zerobubble.job import failure
 from megatron.zerobubble.job.error_file import read_error_file
-from megatron.zerobubble.job.failure import JobGuard, who_failed
-from megatron.zerobubble.job.heartbeats import publish, this_process
+from megatron.zerobubble.job.failure import JobGuard, RankFailure, first_to_fail, who_failed
+from megatron.zerobubble.job.heartbeats import Process, publish, this_process
+from megatron.zerobubble.runtime.watch import Doing
 from tests.job.test_verdict import WAITS, beat
 from tests.training.launch import TINY_BATCH, TINY_MODEL, launch
 
@@ -129,10 +133,21 @@ def test_a_rank_that_was_killed_is_named_by_those_that_lost_it(tmp_path: Path) -
     """Its process is gone, and it has recorded nothing."""
     store, said, left = torch.distributed.HashStore(), io.StringIO(), []
     gone = subprocess.Popen([sys.executable, "-c", "pass"])
-    process = replace(this_process(str(tmp_path / "error.json")), pid=gone.pid, born="1")
+    process = replace(this_process(), pid=gone.pid, born="1")
     gone.wait()
     publish(store, 1, replace(beat("saves", **WAITS), process=process))  # type: ignore[arg-type]
-    guard = JobGuard(store, 0, world_size=2, leave=left.append, stream=said, pause=_no_pause)  # type: ignore[arg-type]
+    files = [tmp_path / str(rank) / "error.json" for rank in range(2)]
+    for file in files:
+        file.parent.mkdir()
+    guard = JobGuard(
+        store,  # type: ignore[arg-type]
+        0,
+        world_size=2,
+        leave=left.append,
+        stream=said,
+        error_file=str(files[0]),
+        pause=_no_pause,
+    )
     with pytest.raises(TransferError), guard:
         raise TransferError("send failed")
     assert left == [1]
@@ -140,10 +155,91 @@ def test_a_rank_that_was_killed_is_named_by_those_that_lost_it(tmp_path: Path) -
         r"rank 0 stops: rank 1 \(process \d+ on \S+\) is gone, ended from outside; when last heard of, it saves\n",
         said.getvalue(),
     )
-    assert str(read_error_file(tmp_path / "error.json")).startswith("rank 1 (process")
-    failure = who_failed(store)  # type: ignore[arg-type]
-    assert failure is not None
-    assert failure.rank == 1
+    assert str(read_error_file(files[1])).startswith("rank 1 (process")
+    recorded = who_failed(store)  # type: ignore[arg-type]
+    assert recorded is not None
+    assert recorded.rank == 1
+
+
+FAR = Process(host="node1 boot", pid=41, born="1")
+
+
+def lost(store: object, folder: Path, *, waits_for: int | None = None, count: Callable[[], object] = lambda: None) -> str:
+    """What rank 0 says when it has lost a peer of a job of four ranks, of which 2 and 3 are on another machine.
+
+    Args:
+        waits_for: the rank whose message it waited for.
+        count: called at each look for the reason.
+    """
+    said, paused = io.StringIO(), []
+
+    def pause(seconds: float) -> None:
+        paused.append(seconds)
+        count()
+
+    own = str(folder / "error.json")
+    guard = JobGuard(store, 0, world_size=4, leave=lambda code: None, stream=said, pause=pause, error_file=own)  # type: ignore[arg-type]
+    doing = Doing(text="waits", is_first=False, waits_for=waits_for)
+    guard.doing = lambda: doing
+    with pytest.raises(TransferError), guard:
+        raise TransferError("send failed")
+    assert max(paused, default=0.0) < 1.0, "no rank of another machine is given time to exit first"
+    line = said.getvalue()
+    if " stops " in line:
+        assert line.endswith(f": {read_error_file(folder / 'error.json')}\n"), "torchrun's summary names it here, too"
+    return line
+
+
+@pytest.mark.parametrize(("waits_for", "named", "other"), [(None, 2, 3), (3, 3, 2)])
+def test_a_rank_of_another_machine_whose_heartbeats_end_is_named(
+    waits_for: int | None, named: int, other: int, tmp_path: Path
+) -> None:
+    """Rank 1, on that machine too, has ended its work."""
+    store = torch.distributed.HashStore()
+    for rank in (1, 2, 3):
+        publish(store, rank, beat("runs 2F0", process=FAR, is_last=rank == 1))  # type: ignore[arg-type]
+    assert lost(store, tmp_path, waits_for=waits_for) == (
+        f"rank 0 stops while it waits: rank {named} (process 41 on node1) is gone with rank {other}, ended from outside; when "
+        "last heard of, it runs 2F0\n"
+    )
+
+
+def test_a_rank_of_another_machine_that_goes_on_is_not_named(tmp_path: Path) -> None:
+    store, beats = torch.distributed.HashStore(), itertools.count()
+
+    def goes_on() -> None:
+        publish(store, 2, beat(process=FAR, count=next(beats)))  # type: ignore[arg-type]
+
+    goes_on()
+    assert lost(store, tmp_path, count=goes_on).startswith("rank 0 failed while it waits:\nTraceback")
+
+
+def test_a_reason_from_another_machine_is_shown_once_on_each(tmp_path: Path) -> None:
+    store = torch.distributed.HashStore()
+    first_to_fail(store, RankFailure(2, "rank 2 on node1 has ended: no such dataset", FAR.host))  # type: ignore[arg-type]
+    assert lost(store, tmp_path) == "rank 0 stops while it waits: rank 2 on node1 has ended: no such dataset\n"
+    assert report(ConfigError("no such dataset"), rank=1, store=store) == (
+        [2],
+        "rank 1 stops: rank 2 on node1 has ended: no such dataset\n",
+    )
+    assert report(ConfigError("no such dataset"), rank=0, store=store) == ([2], "")
+
+
+def test_a_lost_store_is_named_with_its_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not answer, as when the machine that hosts it has lost its power."""
+
+    class Silent:
+        def check(self, keys: list[str]) -> bool:
+            time.sleep(1000.0)
+            return False
+
+    monkeypatch.setenv("MASTER_ADDR", "node0")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setattr(failure, "_STORE_S", 0.2)
+    assert lost(Silent(), tmp_path) == (
+        "rank 0 stops while it waits: the job's store on node0, port 29500 (MASTER_ADDR, MASTER_PORT), is gone: that host, or "
+        "what it ran of this job, has ended\n"
+    )
 
 
 def test_success_and_interrupts_pass() -> None:

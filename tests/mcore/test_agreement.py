@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore import agreement, zb_schedules
-from megatron.zerobubble.mcore.agreement import Given, Record, check_same, content_digest, differences, refuse
+from megatron.zerobubble.mcore.agreement import Given, Record, check_same, content_digest, differences
 from megatron.zerobubble.mcore.replanner import Replanner, Window
 from megatron.zerobubble.mcore.stock_loop import same_options
 from megatron.zerobubble.plan.ir import Plan
@@ -89,21 +89,22 @@ def test_every_rank_raises_the_same_line() -> None:
     assert set(found) == {found[0]}
 
 
-@pytest.mark.parametrize("refusing", [0, 2])
-def test_no_rank_waits_for_one_that_refused(refusing: int) -> None:
-    def ends(store: Any) -> None:
-        refuse(store, "--lr 7\nis too large", rank=refusing, world_size=3)
-
-    others = [rank for rank in range(3) if rank != refusing]
-    found = on_threads(ends, *(comparing(rank, "1") for rank in others))
-    assert found[1] == found[2]
-    assert found[1] == f"rank {refusing} on {socket.gethostname()} has ended before it joined the job: --lr 7 is too large"
-
-
 def test_a_rank_that_does_not_come_is_named() -> None:
     found = on_threads(comparing(0, "1", timeout_s=0.2), comparing(1, "1", timeout_s=0.2))
     assert found[0] == found[1]
     assert found[0].startswith("of 3 ranks these have not come to compare what they were given: 2; see the output of their hosts")
+
+
+@pytest.mark.parametrize("key", ["rank/2", "values/2"])
+def test_what_no_rank_has_written_is_one_line(key: str) -> None:
+    def forging(store: Any) -> None:
+        store.set("values/2", "[" * 100_000 if key == "values/2" else "{}")
+        store.set("rank/2", '["node", "2"]' if key == "values/2" else "\x1b")
+        store.add("arrived", 1)
+
+    first, second, _ = on_threads(comparing(0, "1"), comparing(1, "1"), forging)
+    assert first == second
+    assert first.startswith("what ranks were given cannot be compared: something else has written to the job's store; ")
 
 
 def test_a_first_rank_that_does_not_come_is_named() -> None:

@@ -18,7 +18,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.zerobubble.job import pulse
@@ -32,7 +31,6 @@ from megatron.zerobubble.plan.communication import Message, Payload
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.runtime.p2p import ProcessGroupLinks
 from megatron.zerobubble.runtime.recording import RecordedLinks
-from megatron.zerobubble.runtime.staging import Staging
 from megatron.zerobubble.runtime.watch import Watch
 from megatron.zerobubble.wgrad.sharing import Gathered
 from tests.support.gpt import Case
@@ -55,26 +53,9 @@ OWN = GradientStatistics((1.0,), (0.0,))
 Act = Callable[[], object]
 
 
-class _HostCopies:
-    """Copies from host to host, in place of those between a device and the host."""
-
-    def mark(self) -> None: ...
-
-    def leave(self, tensor: Tensor) -> tuple[Tensor, Act]:
-        return tensor.clone(), lambda: None
-
-    def space(self, buffer: Tensor) -> Tensor:
-        return torch.empty_like(buffer)
-
-    def arrive(self, host: Tensor, buffer: Tensor, mark: None) -> None:
-        buffer.copy_(host)
-
-    def follow(self, copied: None) -> None: ...
-
-
-def _passed(rank: int, watch: Watch, message: Message, staging: Staging | None = None) -> Act:
+def _passed(rank: int, watch: Watch, message: Message, *, through_host: bool = False) -> Act:
     """One message, sent by its source and received by its target."""
-    links = ProcessGroupLinks(Placement.linear(4), pipeline=range(4), rank=rank, device=CPU, staging=staging)
+    links = ProcessGroupLinks(Placement.linear(4), pipeline=range(4), rank=rank, device=CPU, through_host=through_host)
     recorded = RecordedLinks(links, watch)
 
     def act() -> None:
@@ -96,11 +77,11 @@ def _send(rank: int, watch: Watch) -> Act:
 
 
 def _staged_receive(rank: int, watch: Watch) -> Act:
-    return _passed(rank, watch, GRADIENT, Staging(_HostCopies(), CPU))
+    return _passed(rank, watch, GRADIENT, through_host=True)
 
 
 def _staged_send(rank: int, watch: Watch) -> Act:
-    return _passed(rank, watch, ACTIVATION, Staging(_HostCopies(), CPU))
+    return _passed(rank, watch, ACTIVATION, through_host=True)
 
 
 def _unreported_send(rank: int, watch: Watch) -> Act:

@@ -34,7 +34,6 @@ class Scenario:
     redone: tuple[int, ...] = ()
     """Iterations whose optimistic step has to be redone."""
     patience: int = 0
-    rollback: str = "exact"
     on_host: bool = False
     loss_scale: float | None = None
     """A constant one; None: dynamic."""
@@ -149,7 +148,6 @@ def train(rank: int, scenario: Scenario, optimistic: bool) -> History:
         trainer.optimizer,
         optimistic=optimistic,
         patience=scenario.patience,
-        rollback=scenario.rollback,
         snapshot_on_host=scenario.on_host,
         on_host=trainer.host.on_host,
     )
@@ -252,13 +250,3 @@ def compare(rank: int, scenario: Scenario) -> tuple[list[str], list[int], list[i
     optimistic = train(rank, scenario, optimistic=True)
     assert synchronous.redone == []
     return differences(synchronous, optimistic), optimistic.redone, optimistic.rolled_back, optimistic.steps
-
-
-def compare_nearly(rank: int, scenario: Scenario) -> tuple[float, list[int], list[tuple[int, ...]]]:
-    """Largest final difference of master weights and Adam's moments, relative to the largest entry of a tensor; which steps were
-    redone, and on which ranks."""
-    synchronous = train(rank, scenario, optimistic=False)
-    optimistic = train(rank, scenario, optimistic=True)
-    pairs = zip(optimistic.state, synchronous.state, strict=True)
-    apart = [float((a - b).abs().max() / (b.abs().max() or 1.0)) for a, b in pairs]
-    return max(apart), optimistic.redone, optimistic.rolled_back

@@ -11,10 +11,9 @@ import pytest
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
-from megatron.zerobubble.plan.memory_profile import activation_memory_over_time
 from megatron.zerobubble.plan.registry import build_plan, known_schedules, schedule_info
 from megatron.zerobubble.plan.search.search_options import SearchOptions, smallest_memory
-from megatron.zerobubble.plan.simulate import peak_memory, simulate
+from megatron.zerobubble.plan.simulate import memory_over_time, peak_memory, simulate
 from megatron.zerobubble.plan.transforms import first_microbatches, forward_only, group_weight_gradients, split_fused, wgrad_group
 from megatron.zerobubble.plan.validate import live_microbatches, validate
 
@@ -130,7 +129,7 @@ def test_one_rank_by_hand() -> None:
     costs = CostModel.uniform(plan.placement, activation_after_backward=0.25)
     simulation = simulate(plan, costs)
     assert plan.to_text() == "0F0 0B0 0W0 0F1 0B1 0W1"
-    assert activation_memory_over_time(simulation.rows, 2, costs) == (((0, 1), (2, 0.25), (3, 0), (3, 1), (5, 0.25), (6, 0)),)
+    assert memory_over_time(simulation.rows, 2, costs) == (((0, 1), (2, 0.25), (3, 0), (3, 1), (5, 0.25), (6, 0)),)
 
 
 @pytest.mark.parametrize("name", [info.name for info in known_schedules()])
@@ -138,7 +137,7 @@ def test_the_highest_step_is_the_peak_and_nothing_is_left(name: str) -> None:
     plan = build_plan(name, num_ranks=4, num_microbatches=7)
     costs = CostModel.uniform(plan.placement, backward_ms=1.3, wgrad_ms=0.6, comm_ms=0.1, activation_after_backward=0.4)
     simulation = simulate(plan, costs)
-    stairs = activation_memory_over_time(simulation.rows, 7, costs)
+    stairs = memory_over_time(simulation.rows, 7, costs)
     assert tuple(max(memory for _, memory in stair) for stair in stairs) == simulation.peak_memory
     assert all(stair[-1][1] == 0 for stair in stairs)
     assert all(list(stair) == sorted(stair, key=lambda step: step[0]) for stair in stairs)

@@ -18,7 +18,6 @@ from megatron.zerobubble.plan.render.chrome_trace import render_trace
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.validate import validate
 from megatron.zerobubble.playground.recorded import read_trace
-from megatron.zerobubble.playground.words import milliseconds
 from megatron.zerobubble.profiling.report import report, reports_to_json
 from tests.playground.pages import SMALL, Open, cells, drop
 from tests.profiling.support import as_recorded
@@ -74,7 +73,7 @@ def test_the_form_plans_and_the_link_restores_it_in_another_page(opened: Open) -
         assert peak <= 0.9 + 1e-9
         plan = build_plan("1f1b", num_ranks=3, num_microbatches=5)
         times = CostModel.uniform(plan.placement, backward_ms=1.5, comm_ms=0.1)
-        assert cells(page, "iteration time with the synchronous optimizer")[0] == milliseconds(simulate(plan, times).makespan_ms)
+        assert cells(page, "iteration time with the synchronous optimizer")[0] == f"{simulate(plan, times).makespan_ms:.2f} ms"
         reached = page.locator("#metrics").inner_text()
         with opened(page.url.partition("?")[2]) as other:
             other.wait_for_selector("main[aria-busy=false]")

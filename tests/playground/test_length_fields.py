@@ -146,9 +146,9 @@ def test_a_drawing_has_the_microbatch_and_the_tokens_of_every_slot() -> None:
 
 def test_links_alone_are_shown_and_the_plan_is_for_them() -> None:
     drawn = search(microbatch_tokens=None, links=FASTER | {"message_bytes": [2e6]})[-1]
-    assert drawn["lengths"][0] == "links of 2.000 ms to 2.500 ms per mean message between neighboring ranks"
+    assert drawn["lengths"][0] == "links of 2.000 to 2.500 ms per mean message between neighboring ranks"
     drawn = search(microbatch_tokens=None, links=LINKS)[-1]
-    assert drawn["lengths"][0] == "links of 0.5000 ms to 1.000 ms per mean message between neighboring ranks"
+    assert drawn["lengths"][0] == "links of 0.500 to 1.000 ms per mean message between neighboring ranks"
     assert json.loads(drawn["plan"])["costs"]["links"]["latency_ms"] == LINKS["latency_ms"]
     assert drawn["flags"], "a run may load it: its microbatches are equal"
 
@@ -156,7 +156,7 @@ def test_links_alone_are_shown_and_the_plan_is_for_them() -> None:
 def test_a_file_of_links_is_opened() -> None:
     opened = open_file(json.dumps(FASTER).encode())
     assert opened == {"kind": "links", "links": FASTER | {"message_bytes": [0.0]}, "num_ranks": 2}
-    with pytest.raises(UserError, match="num_ranks is 65; the playground takes 1 to 64"):
+    with pytest.raises(UserError, match="num_ranks is 65; the playground takes whole numbers from 1 to 64"):
         open_file(json.dumps({"latency_ms": [[0.0] * 65] * 65}).encode())
     with pytest.raises(UserError, match="latency_ms has 2 rows of 1 numbers"):
         open_file(b'{"latency_ms": [[0], [0]]}')

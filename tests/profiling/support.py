@@ -24,7 +24,7 @@ def run_as_simulated(plan: Plan, costs: CostModel, *, iteration: int = 7) -> Tim
     """What a recorder would see of a simulated run: sends from the end of their op, receives posted when the op before ends,
     waits until the message is there, and an optimizer of 2 ms behind the last op."""
     program: Program = place_communication(plan)
-    simulation, comm_ms = simulate(plan, costs), costs.comm_ms
+    simulation = simulate(plan, costs)
     sent = {
         step.send: timed.end_ms
         for steps, row in zip(program.steps, simulation.rows, strict=True)
@@ -36,7 +36,7 @@ def run_as_simulated(plan: Plan, costs: CostModel, *, iteration: int = 7) -> Tim
         free, spans = 0.0, []
         for step, timed in zip(steps, row, strict=True):
             if step.take is not None:
-                arrived = max(free, sent[step.take] + comm_ms)
+                arrived = max(free, sent[step.take] + costs.link_ms(step.take.source, step.take.target))
                 spans.append(span(Activity.WAIT, free, arrived, step.take))
                 spans.append(span(Activity.RECEIVE, free, arrived, step.take))
             if step.send is not None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.zerobubble.plan.communication import Message, Payload
+from megatron.zerobubble.plan.communication import Message, Payload, links_of
 from megatron.zerobubble.plan.ir import Op, Placement, Plan
 from megatron.zerobubble.plan.registry import known_schedules
 from megatron.zerobubble.plan.simulate import TimedOp
 from megatron.zerobubble.plan.timeline import Activity, RankTimeline, Timeline
-from megatron.zerobubble.profiling.breakdown import Causes, Phases, link_ms, rank_records, rank_times
+from megatron.zerobubble.profiling.breakdown import Causes, Phases, link_times, rank_records, rank_times
 from tests.profiling.support import as_recorded, span
 
 
@@ -76,8 +76,8 @@ def test_idle_between_the_first_backward_and_the_last_forward_is_steady() -> Non
 
 
 def test_a_link_is_timed_where_its_receiver_waited_for_the_sender() -> None:
-    assert link_ms(small()) == 0.75  # 0.5 and 1 ms
-    assert link_ms(as_recorded("zbv", 2, 6, comm_ms=0.0)) == 0.0
+    assert link_times(small()) == {(0, 1): 0.5, (1, 0): 1.0}
+    assert set(link_times(as_recorded("zbv", 2, 6, comm_ms=0.0)).values()) == {0.0}
 
 
 @pytest.mark.parametrize("m", [1, 2, 9])
@@ -93,4 +93,4 @@ def test_the_parts_add_up(name: str, m: int) -> None:
         # A simulation idles for messages only, and a link never takes longer than its costs.
         assert causes.other_ms == pytest.approx(0.0, abs=1e-9)
         assert min(causes.peer_ms, causes.link_ms, time.phases.warmup_ms, time.phases.cooldown_ms) >= 0.0
-    assert link_ms(timeline) == pytest.approx(0.25)
+    assert link_times(timeline) == pytest.approx(dict.fromkeys(links_of(timeline.plan.placement), 0.25))

@@ -61,7 +61,7 @@ def test_a_stage_takes_as_long_as_its_slowest_member() -> None:
     twin = {**first, (0, OpKind.B): 2.5}
     second = {(stage, kind): 7.0 for stage in (1, 2) for kind in (OpKind.F, OpKind.BW)}
     ranks = [RankProfile(times_ms=times, memory={}) for times in (first, twin, second)]
-    costs = combine(ranks, Placement.v(2), link_ms=[0.1, 0.3])
+    costs = combine(ranks, Placement.v(2), {(0, 1): 0.15, (1, 0): 0.25})
     assert costs.forward_ms == (1.0, 7.0, 7.0, 4.0)
     assert costs.backward_ms == (2.5, 7.0, 7.0, 5.0)
     assert costs.wgrad_ms == (3.0, 0.0, 0.0, 0.0)

@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from megatron.zerobubble.plan.communication import links_of
 from megatron.zerobubble.plan.costs.cost_model import Activations, CostModel
 from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.lengths_and_links import Unequal
+from megatron.zerobubble.plan.costs.links import unequal_links
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.profiling.report import FORMAT, report, reports_to_json
 from tests.profiling.support import as_recorded, run_as_simulated
@@ -50,6 +52,27 @@ def test_unequal_microbatches_that_ran_as_planned_are_reported_so(name: str) -> 
     sizes = Activations(activation=(0.5,) * plan.num_stages, activation_after_backward=(0.25,) * plan.num_stages)
     again = report(replace(run_as_simulated(plan, costs), activations=sizes)).simulation.costs
     assert (again.activation, again.activation_after_backward) == (sizes.activation, sizes.activation_after_backward)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_a_slow_link_is_named_with_its_hosts_and_predicted_as_it_is(name: str) -> None:
+    plan = build_plan(name, num_ranks=4, num_microbatches=6)
+    times = {pair: 14.0 if pair == (1, 2) else 0.9 for pair in links_of(plan.placement)}
+    costs = replace(CostModel.uniform(plan.placement), links=unequal_links(times, 4))
+    timeline = run_as_simulated(plan, costs)
+    seen = report(timeline)
+    assert seen.links == pytest.approx(times)
+    assert seen.simulation.span_ms == pytest.approx(seen.span_ms), "their median would predict half of it"
+    (line,) = (line.strip() for line in seen.lines() if "P2P" in line)
+    assert line == "P2P 0.90 ms (median of 6 links); slowest rank 1 -> rank 2 14.00 ms"
+    hosts = [replace(rank, host=f"node{number // 2}") for number, rank in enumerate(timeline.ranks)]
+    named = report(replace(timeline, ranks=tuple(hosts)))
+    assert any(line.endswith("slowest rank 1 (node0) -> rank 2 (node1) 14.00 ms") for line in named.lines())
+    body = named.to_json()
+    assert {"sender": 1, "receiver": 2, "ms": pytest.approx(14.0)} in body["links"]
+    assert body["hosts"] == ["node0", "node0", "node1", "node1"]
+    assert body["costs"]["links"]["latency_ms"][1][2] == pytest.approx(14.0)
+    assert "0.90 to 14.00 ms, the slowest from rank 1 to rank 2" in named.simulation.costs.times_text
 
 
 def test_measured_activations_are_in_the_costs_of_the_report() -> None:

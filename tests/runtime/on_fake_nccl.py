@@ -121,7 +121,6 @@ class Setup:
     Each of our rules is broken by one of these, so that what runs without changes is our code as it is.
     """
 
-    make_links: Callable[..., ProcessGroupLinks] = ProcessGroupLinks
     links: Callable[[P2PLinks], P2PLinks] = lambda links: links
     executor: Callable[..., Executor] = Executor
     work: Callable[..., ArenaWork] = ArenaWork
@@ -151,7 +150,7 @@ def iterate(rank: int, program: Program, seed: int, setup: Setup) -> RankResult:
     num_ranks = program.plan.num_ranks
     replica, rank = divmod(rank, num_ranks)
     pipeline = range(replica * num_ranks, (replica + 1) * num_ranks)
-    links = setup.make_links(program.plan.placement, pipeline=pipeline, rank=rank, device=CPU)
+    links = ProcessGroupLinks(program.plan.placement, pipeline=pipeline, rank=rank, device=CPU)
     work = setup.work(program, device, injector(setup.hazard, rank, program, seed, device))
     recorder = setup.recorder()
     for _ in range(setup.iterations):

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 import weakref
-from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -115,26 +112,3 @@ class NoLinks:
 
     def wait(self) -> None:
         """Done already."""
-
-
-class Taken:
-    """The backend: takes host memory, and is done when the test says so."""
-
-    def __init__(self, log: list[str]) -> None:
-        self.log = log
-        self.called, self.waited, self.may_end = threading.Event(), threading.Event(), threading.Event()
-        self.num_waits = 0
-        self.given: list[float] = []
-        self.host: Tensor | None = None
-
-    def __call__(self, host: Tensor) -> Any:
-        self.log.append("call")
-        self.given.append(host[0].item())
-        self.host = host
-        self.called.set()
-        return mock.Mock(wait=self._wait)
-
-    def _wait(self) -> None:
-        self.num_waits += 1
-        self.waited.set()
-        assert self.may_end.wait(PATIENCE_S)

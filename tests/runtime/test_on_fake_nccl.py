@@ -40,15 +40,24 @@ from tests.support.fake_nccl.ranks import run_ranks
 from tests.support.fake_nccl.tracing import TracedOps
 from tests.support.programs import FAMILIES, post_at_take, post_one_later, rewrite
 
-pytestmark = pytest.mark.claims(
-    "Schedules",
-    "every schedule on a double of NCCL (sends without a buffer, work on streams behind events, communicators made at first "
-    "use or eagerly, memory handed out again at once, clocks that find accesses which nothing orders), 1,000 random orders "
-    "with p = 2 and 200 with p = 4, with a device-wide synchronization or a new communicator inside ops, and with one "
-    "hardware queue; discarded first forwards; every rule for order, buffers and streams broken once is noticed; receives "
-    "posted one op early deadlock",
-    "works on the double; **not run on a GPU**",
-)
+pytestmark = [
+    pytest.mark.claims(
+        "Schedules",
+        "every schedule on a double of NCCL (sends without a buffer, work on streams behind events, communicators made at first "
+        "use or eagerly, memory handed out again at once, clocks that find accesses which nothing orders), 1,000 random orders "
+        "with p = 2 and 200 with p = 4, with a device-wide synchronization or a new communicator inside ops, and with one "
+        "hardware queue; discarded first forwards; every rule for order, buffers and streams broken once is noticed; receives "
+        "posted one op early deadlock",
+        "works on the double; **not run on a GPU**",
+    ),
+    pytest.mark.claims(
+        "Schedules",
+        "on the double of NCCL: recorder, memory meter, clock, link times; post-validation; real training steps with DDP, the "
+        "distributed optimizer and sharded gradients, every torch op traced",
+        "works on the double; **not run on a GPU**",
+        also=("optimizer/test_post_validation.py", "mcore/ddp/test_zero2.py"),
+    ),
+]
 
 
 HAZARDS = list(Hazard)

@@ -1,7 +1,4 @@
-"""The threads that issue transfers and watch them: each has its rank's GPU as its current device before it calls CUDA.
-
-The threads that issue and stage transfers on CUDA: `test_staging`.
-"""
+"""Every thread of ours has its rank's GPU as its current device before it calls CUDA."""
 
 from __future__ import annotations
 
@@ -79,14 +76,13 @@ def test_on_the_cpu_no_thread_calls_cuda(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_no_thread_is_started_elsewhere() -> None:
-    """Only what has no tensors on a GPU starts others: planning, commands with progress, the playground's server."""
+    """Only what has no tensors on a GPU starts others: searches and commands with progress."""
     starts = {
         path.relative_to(PACKAGE).as_posix()
         for path in PACKAGE.rglob("*.py")
         if re.search(r"\bThread(Pool\w+)?\(", path.read_text())
     }
-    planning = {"mcore/microbatches/iteration_plans.py", "plan/search/search.py"}
-    assert starts == {"runtime/threads.py", "cli/progress_bar.py", "playground/task_workers.py", *planning}
+    assert starts == {"runtime/threads.py", "cli/progress_bar.py", "plan/search/search.py"}
 
 
 CPU = torch.device("cpu")
@@ -174,10 +170,10 @@ def test_a_wait_in_a_phase_has_no_limit_of_its_own(watch: Watch) -> None:
             doing = watch.current()
             assert doing is not None
             assert (doing.is_limited, doing.is_waiting, doing.waits_for) == (False, True, None)
-        assert watch.text() == "saves"
+        assert watch.last().text == "saves"
 
 
 def test_after_an_error_the_wait_is_the_last_report(watch: Watch) -> None:
     with pytest.raises(ZeroDivisionError), watch.waits("waits for rank 1", 1):
         raise ZeroDivisionError
-    assert watch.text() == "waits for rank 1"
+    assert watch.last().text == "waits for rank 1"

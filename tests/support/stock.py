@@ -23,10 +23,10 @@ from megatron.zerobubble.mcore.attention.core_attention import core_attention
 from megatron.zerobubble.mcore.attention.sequence_parts import SequenceParts, slices
 from megatron.zerobubble.mcore.compat import mtp_entries
 from megatron.zerobubble.mcore.cpu.device import HostDevice
-from megatron.zerobubble.plan.partition.hybrid_pattern import EXPERTS, HybridPattern
-from megatron.zerobubble.training.models.hybrid_model import hybrid_stack
+from megatron.zerobubble.plan.partition.hybrid_pattern import HybridPattern
 from megatron.zerobubble.training.models.layer_specs import mtp_layers
 from tests.support.gpt import _destroy_groups
+from tests.support.hybrid import EXPERTS, hybrid_stack
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "stock_megatron_core.py"
 

@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 
 import pretrain_gpt
 from megatron.zerobubble.job.launch import Launch
+from megatron.zerobubble.job.meeting import Attempt
 from megatron.zerobubble.mcore.cpu.device import HostDevice, quiet_third_parties
 from megatron.zerobubble.runtime.watch import Watch
 from megatron.zerobubble.training.arguments import settings_from_argv
@@ -42,7 +43,7 @@ def _training_state_of(rank: int, flags: Sequence[str]) -> Iterator[TrainingStat
     host = HostDevice()
     host.install()  # where the rank has not
     launch = Launch(rank=rank, local_rank=rank, ranks_on_host=world_size, world_size=world_size, has_threads_set=True)
-    job = Job(launch=launch, host=host, store=store, watch=Watch(host.device))  # type: ignore[arg-type]
+    job = Job(launch=launch, attempt=Attempt.alone(), host=host, store=store, watch=Watch(host.device))  # type: ignore[arg-type]
     if parallel_state.model_parallel_is_initialized():  # by a test that ended early
         _destroy_groups()
     training_state = build_training_state(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count, islice
@@ -18,9 +17,6 @@ from megatron.zerobubble.errors import ZeroBubbleError
 from megatron.zerobubble.mcore.microbatches.iteration_plans import UnequalOptions
 from megatron.zerobubble.mcore.microbatches.length_exchange import Lengths
 from megatron.zerobubble.mcore.replanner import Replanner, Window
-from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.ir import Plan
-from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.search.search_options import SearchOptions
 from tests.support.gpt import MICRO_BATCH, SEQUENCE, VOCABULARY, Case, Difference, Outcome, Tensors, Trainer, compare
 from tests.support.moe import MoeCase, MoeTrainer
@@ -33,8 +29,6 @@ class UnequalCase(Case):
 
     reorders: bool = True
     """Whether the plan may change the order of the microbatches."""
-    announces: bool = False
-    """Whether lengths are announced an iteration ahead, or exchanged when it begins."""
     multiple: int = 1
     """Lengths are multiples of this."""
     num_steps: int = 3
@@ -46,7 +40,7 @@ class UnequalCase(Case):
     @property
     def unpipelined(self) -> Case:
         """The same training without a pipeline."""
-        return replace(super().unpipelined, reorders=True, announces=False)  # type: ignore[call-arg]
+        return replace(super().unpipelined, reorders=True)  # type: ignore[call-arg]
 
     def lengths(self, step: int, replica: int) -> list[int]:
         """Tokens of each microbatch of a step. Every third step they are equal."""
@@ -76,11 +70,6 @@ class UnequalTrainer(Trainer):
 
             self.schedule.unequal.arrange = recorded  # type: ignore[method-assign]
 
-    def close(self) -> None:
-        """As the base class, once no thread plans: iterations that were announced and did not run are planned, too."""
-        self.schedule.close()
-        super().close()
-
     def _schedule_options(self) -> dict[str, Any]:
         if self.case.spec.is_stock:
             return {}
@@ -91,19 +80,6 @@ class UnequalTrainer(Trainer):
             reorders=self.case.reorders,
         )
         return {"unequal": options}
-
-    def forward_backward(self, step: int, *, forward_only: bool = False) -> list[float]:
-        """One call of the schedule; with `announces` the lengths of this step and the next are known before."""
-        unequal = self.schedule.unequal
-        if self.case.announces and unequal is not None and not forward_only:
-            for ahead in ([step] if unequal.num_expected == 0 else []) + [step + 1]:
-                unequal.expect(
-                    tuple(
-                        tuple(of_tokens(tokens) for tokens in self.case.lengths(ahead, replica % 2))
-                        for replica in range(parallel_state.get_data_parallel_world_size())
-                    )
-                )
-        return super().forward_backward(step, forward_only=forward_only)
 
     def batches(self, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(tokens, labels) of each microbatch, at its own length."""
@@ -159,39 +135,15 @@ def evaluate_unequal(rank: int, case: UnequalCase) -> tuple[list[float], list[fl
     return evaluated, trained, order
 
 
-def plan_ahead(rank: int, case: UnequalCase) -> tuple[list[str], list[str]]:
-    """Announce an iteration, wait for its plan, and train two steps: the threads that planned until it began, and in all."""
-    trainer = case.trainer()
-    assert trainer.schedule.unequal is not None
-    threads: list[str] = []
-    has_planned, plan = threading.Event(), MicrobatchPlanner.plan
-
-    def recorded(planner: MicrobatchPlanner, costs: CostModel) -> Plan:
-        found = plan(planner, costs)
-        threads.append(threading.current_thread().name)
-        has_planned.set()
-        return found
-
-    with mock.patch.object(MicrobatchPlanner, "plan", recorded):
-        trainer.schedule.unequal.expect((tuple(of_tokens(tokens) for tokens in case.lengths(0, 0)),))
-        has_planned.wait(60)
-        before = list(threads)
-        for step in range(2):
-            trainer.forward_backward(step)
-        trainer.close()
-    return before, threads
-
-
 def record_exchanges(rank: int, case: UnequalCase) -> list[str]:
-    """In each step, the all-gathers of the world and the passes of this rank, in the order in which they began."""
+    """In each step, what is all-gathered and the passes of this rank, in the order in which they began."""
     trainer = case.trainer()
-    all_gather, forward_step = dist.all_gather, trainer.forward_step
+    all_gather, forward_step = dist.all_gather_object, trainer.forward_step
     begun: list[str] = []
 
-    def exchange(tensors: Any, tensor: Any, group: Any = None, **options: Any) -> Any:
-        if len(tensors) == dist.get_world_size():
-            begun.append("exchange")
-        return all_gather(tensors, tensor, group=group, **options)
+    def exchange(objects: Any, own: Any, **options: Any) -> Any:
+        begun.append("plans" if isinstance(own, str) else "lengths")
+        return all_gather(objects, own, **options)
 
     def forward(*given: Any) -> Any:
         begun.append("F")
@@ -199,7 +151,7 @@ def record_exchanges(rank: int, case: UnequalCase) -> list[str]:
 
     trainer.forward_step = forward  # type: ignore[method-assign]
     steps = []
-    with mock.patch.object(dist, "all_gather", exchange):
+    with mock.patch.object(dist, "all_gather_object", exchange):
         for step in range(case.num_steps):
             trainer.forward_backward(step)
             steps.append(" ".join(begun))
@@ -250,14 +202,6 @@ def read_different_data(rank: int, case: UnequalCase) -> None:
     """The last rank's iterator is over other samples."""
     trainer = case.trainer()
     trainer.forward_backward(rank // 3)
-
-
-def announce_wrong_lengths(rank: int, case: UnequalCase) -> None:
-    """Announce lengths that the data does not have."""
-    trainer = case.trainer()
-    assert trainer.schedule.unequal is not None
-    trainer.schedule.unequal.expect((tuple(of_tokens(SEQUENCE + 1 - tokens) for tokens in case.lengths(0, 0)),))
-    trainer.forward_backward(0)
 
 
 def give_wrong_lengths(rank: int, case: UnequalCase) -> None:

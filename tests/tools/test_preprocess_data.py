@@ -13,8 +13,7 @@ import pytest
 from megatron.zerobubble.errors import DataError
 from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
 from megatron.zerobubble.training.data.corpus import read_corpus_info
-from megatron.zerobubble.training.data.texts import json_texts, stdlib_texts
-from tools.preprocess_data import main
+from tools.preprocess_data import json_texts, main, stdlib_texts
 
 with quiet_third_parties():
     from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -96,10 +95,8 @@ def test_a_bar_in_a_terminal(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--tokenizer-type SentencePieceTokenizer", "--tokenizer-type SentencePieceTokenizer needs --tokenizer-model"),
         ("--tokenizer-type NullTokenizer", "--tokenizer-type NullTokenizer needs --vocab-size"),
         ("--tokenizer-type NullTokenizer --vocab-size 9", r"texts\.jsonl, line 1 cannot be tokenized: invalid literal for int"),
-        ("--tokenizer-type SentencePieceTokenizer --tokenizer-model absent", "--tokenizer-model absent: there is no such file"),
         ("--output-prefix /dev/null/data", "/dev/null: Not a directory|/dev/null: File exists"),
         ("--input .", r"--input \. does not exist; give a file"),
     ],

@@ -40,7 +40,7 @@ class Killed:
     @property
     def redone(self) -> list[int]:
         """Iterations done again after each kill."""
-        line = r"^restart \d+ of \d+: (?:resuming after iteration (\d+)|nothing that this job)"
+        line = r"^restart \d+: (?:resuming after iteration (\d+)|nothing that this job)"
         resumed = re.findall(line, self.output, re.MULTILINE)
         return [before - int(after or 0) for before, after in zip(self.kills, resumed, strict=True)]
 

@@ -56,6 +56,16 @@ def test_all_ranks_exit_one_iteration_after_the_first_signal(store: torch.distri
     assert (signalled.is_urgent, other.is_urgent) == (True, True)
 
 
+def test_an_iteration_that_no_rank_has_written_ends_nothing(
+    store: torch.distributed.HashStore, signalled: EarlyExit, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.set("early_exit", "1 signal\n\xff")
+    assert not signalled.is_due(4)
+    assert not signalled.is_due(5)
+    (line,) = caplog.messages
+    assert line.startswith("early exit is off: the job's store has, as its iteration, what no rank writes: ")
+
+
 def test_the_first_reason_counts(store: torch.distributed.HashStore, signalled: EarlyExit) -> None:
     late = EarlyExit(store, handles_signal=False, after_minutes=0.0)  # type: ignore[arg-type]
     assert not late.is_due(7)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from tests.training.launch import ROOT, TINY_BATCH, TINY_MODEL, launch_warm, met
 
 pytestmark = pytest.mark.claims(
     "Long runs",
-    "whole jobs on a double of `torch.cuda` (ZB-H1, ZBV; fp32, bf16, fp16; post-validation, exact and inverse; NCCL's groups "
+    "whole jobs on a double of `torch.cuda` (ZB-H1, ZBV; fp32, bf16, fp16; post-validation; NCCL's groups "
     "served by gloo, and gloo through host memory; checkpoints, evaluation, traces, re-planning): the losses and norms of the"
     " CPU; in an iteration the host waits for the device once, in the step, and never in the passes; names and parameters are"
     " those of the installed torch",
@@ -36,7 +35,6 @@ CASES = {
     "zbv, bf16": ["--zero-bubble-v-schedule", "--bf16", "--use-distributed-optimizer"],
     "zbv, optimistic": ["--zero-bubble-v-schedule", *POST_VALIDATION],
     "zb-h1, per token, optimistic": ["--enable-zero-bubble", "--calculate-per-token-loss", *POST_VALIDATION],
-    "zb-h1, inverse": ["--enable-zero-bubble", *POST_VALIDATION, "--post-validation-rollback", "inverse"],
     "zb-h1, fp16": ["--enable-zero-bubble", "--fp16", "--initial-loss-scale", "1024"],
     "zb-h1, gloo": ["--enable-zero-bubble", "--distributed-backend", "gloo"],
 }
@@ -85,20 +83,15 @@ def test_a_run_on_the_fake_device_has_the_bits_of_the_cpu(run: Any, name: str, t
 @pytest.mark.parametrize("name", [name for name in CASES if "gloo" not in name])
 @pytest.mark.sampled(0.25)
 def test_the_host_waits_once_in_an_iteration_and_never_in_the_passes(run: Any, name: str) -> None:
-    """Once per rank, in the step. One more begins the recording of an iteration, and one is for the progress line.
-
-    Without a snapshot the host also asks whether the step could be rolled back at all.
-    """
+    """Once per rank, in the step. One more begins the recording of an iteration, and one is for the progress line."""
     found = run(name)
     assert found.waits("passes") == []
     assert found.waits("validation") == []
     for iteration in range(1, 1 + ITERATIONS):
         waits = found.waits("step", iteration)
         reads = [wait for wait in waits if "post_validation/optimizer.py" in wait and "in prepare" in wait]
-        asks = [wait for wait in waits if "post_validation/optimizer.py" in wait and "in are_safe" in wait]
         assert len(reads) == 2, "one for each of two ranks"
-        assert len(asks) == (1 if "inverse" in name else 0), "the last rank takes no optimistic step"
-        assert len(waits) == len(reads) + len(asks), waits
+        assert len(waits) == len(reads), waits
         extra = found.waits("around the passes", iteration)
         assert len(extra) == (2 if iteration in (2, 4) else 0), extra
         assert all("marks.py" in wait for wait in extra)
@@ -108,10 +101,7 @@ def test_the_host_waits_once_in_an_iteration_and_never_in_the_passes(run: Any, n
 
 
 def test_no_other_thread_waits_for_the_device(run: Any) -> None:
-    """On NCCL. With gloo two threads copy messages through host memory, and wait for their copies."""
     assert not [sync for sync in run("zbv, bf16").syncs if sync["part"].startswith("<")]
-    calls = Counter(sync["call"] for sync in run("zb-h1, gloo").syncs if sync["part"].startswith("<"))
-    assert set(calls) == {"Event.synchronize"}
 
 
 def test_everything_around_the_iterations_runs_too(tmp_path: Path) -> None:

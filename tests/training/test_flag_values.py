@@ -31,14 +31,13 @@ MODEL = (
 P4 = "--pipeline-model-parallel-size 4 --global-batch-size 8 "
 BASES = {
     "plain": MODEL,
-    "dry run": MODEL + P4 + "--enable-zero-bubble --dry-run ",
+    "pipeline": MODEL + P4 + "--enable-zero-bubble ",
     "fp16": MODEL + P4 + "--zero-bubble-v-schedule --fp16 ",
     "rope": MODEL + P4 + "--position-embedding-type rope --group-query-attention --zero-bubble-schedule auto ",
-    "experts": MODEL + "--num-experts 4 --dry-run ",
+    "experts": MODEL + "--num-experts 4 ",
     "latent": MODEL + "--multi-latent-attention --save none --load none ",
     "trace": MODEL + P4 + "--zero-bubble-schedule zb --zero-bubble-trace . ",
-    "files": MODEL.replace("--mock-data ", "")
-    + "--tokenizer-type SentencePieceTokenizer --tokenizer-model none --data-path none ",
+    "files": MODEL.replace("--mock-data ", "") + "--tokenizer-type NullTokenizer --vocab-size 9 --data-path none ",
 }
 VALUES = [
     *("inf", "-inf", "nan", "1e400", "1e308", "5e-324", "-0.0", "0", "-1", "1", "3", "0.5", "0x10"),

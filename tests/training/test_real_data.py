@@ -1,11 +1,12 @@
-"""Training on text, with tokenizers that people have: what is read, and whole jobs."""
+"""Training on text: what is read, and jobs on datasets that cannot be."""
 
 from __future__ import annotations
 
-import math
+import importlib
 import re
 import shutil
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,38 +15,28 @@ import torch
 
 from megatron.zerobubble.errors import DataError
 from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
+from megatron.zerobubble.training import config
 from megatron.zerobubble.training.arguments import settings_from_argv
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.config.tokenizer import TokenizerConfig
-from megatron.zerobubble.training.data.texts import Document
-from tests.support import tokenizers as tiny
-from tests.training.launch import TINY_BATCH, TINY_MODEL, launch_warm, metrics, train
-from tools.preprocess_data import preprocess
+from tests.training.launch import TINY_BATCH, TINY_MODEL, launch_warm
+from tools.preprocess_data import Document, preprocess
 
 with quiet_third_parties():
     from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer
     from megatron.zerobubble.training.data.samples import build_datasets
 
-pytestmark = pytest.mark.claims(
-    "Long runs",
-    "whole jobs with a Hugging Face and with a SentencePiece tokenizer",
-    "works",
-)
-
 RUN = [*TINY_MODEL, *TINY_BATCH, "--train-iters", "8", "--eval-interval", "8", "--eval-iters", "1"]
 ZERO_BUBBLE = ["--pipeline-model-parallel-size", "2", "--enable-zero-bubble"]
 
 
-def write_corpus(folder: Path, tokenizer: TokenizerConfig) -> str:
-    """A dataset of this package's Python files; its prefix."""
-    prefix = str(folder / "code")
-    preprocess(documents=map(Document, tiny.texts()), tokenizer=tokenizer, prefix=prefix, appends_eod=True)
-    return prefix
-
-
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_corpus(tmp_path_factory.mktemp("corpus"), TokenizerConfig())
+    """A dataset of this package's Python files; its prefix."""
+    prefix = str(tmp_path_factory.mktemp("corpus") / "code")
+    texts = (path.read_text(encoding="utf-8") for path in sorted(Path(config.__path__[0]).glob("*.py")))
+    preprocess(documents=map(Document, texts), tokenizer=TokenizerConfig(), prefix=prefix, appends_eod=True)
+    return prefix
 
 
 def settings(*flags: str) -> Settings:
@@ -103,28 +94,13 @@ def test_a_job_on_a_damaged_dataset_ends_at_once(tmp_path: Path, corpus: str) ->
     assert re.search(r"error: \S+docs\.idx: sequence 0 has a length of 0; it must be above 0", said)
 
 
-def test_a_job_with_a_hugging_face_tokenizer(tmp_path: Path) -> None:
-    hugging_face = tiny.hugging_face(tmp_path)
-    data = ["--data-path", write_corpus(tmp_path, hugging_face), "--split", "70,30"]
-    tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", hugging_face.tokenizer_model]
-    flags = [*RUN, *ZERO_BUBBLE, *data, *tokenizer, "--make-vocab-size-divisible-by", "64"]
-    said = train([*flags, "--metrics-jsonl", tmp_path / "metrics.jsonl"], num_ranks=2)
-    check_curve(tmp_path / "metrics.jsonl", tiny.VOCAB_SIZE)
-    assert "validation loss at iteration 8: " in said
-
-
-@pytest.mark.sampled(0.3)
-def test_a_job_with_a_sentencepiece_tokenizer(tmp_path: Path) -> None:
-    sentencepiece = tiny.sentencepiece(tmp_path)
-    tokenizer = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", sentencepiece.tokenizer_model]
-    data = ["--data-path", write_corpus(tmp_path, sentencepiece), "--split", "70,30", "--reset-position-ids", "--eod-mask-loss"]
-    train([*RUN, *ZERO_BUBBLE, *data, *tokenizer, "--metrics-jsonl", tmp_path / "metrics.jsonl"], num_ranks=2)
-    check_curve(tmp_path / "metrics.jsonl", tiny.SENTENCEPIECE_VOCAB_SIZE)
-
-
-def check_curve(path: Path, vocab_size: int) -> None:
-    """The first loss is a guess among the tokens, padding included at most; it falls."""
-    losses = [fields["loss"] for _, fields in sorted(metrics(path).items())]
-    assert len(losses) == 8
-    assert math.log(vocab_size) - 0.3 < losses[0] < math.log(vocab_size + 128) + 0.3
-    assert losses[-1] < losses[0] - 0.5
+def test_transformers_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading it takes seconds on every rank, and megatron-core would wherever it is installed."""
+    package = importlib.import_module("megatron.core.tokenizers.text")
+    monkeypatch.setattr(package, "libraries", package.libraries)  # what is imported anew below is taken away at the end
+    for name in list(sys.modules):
+        if name.split(".")[0] == "transformers" or name.startswith("megatron.core.tokenizers.text.libraries"):
+            monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "transformers.py").write_text("raise AssertionError")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert build_tokenizer(TokenizerConfig()).vocab_size == 256

@@ -18,6 +18,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import traceback
 from contextlib import suppress
 from typing import Any
@@ -44,7 +45,7 @@ def serve() -> None:
     for line in sys.stdin:
         job = os.fork()
         if job == 0:
-            _become_torchrun(json.loads(line))
+            become_torchrun(json.loads(line))
         previous = signal.signal(signal.SIGTERM, functools.partial(_end, job))
         _, status = os.waitpid(job, 0)
         signal.signal(signal.SIGTERM, previous)
@@ -57,7 +58,8 @@ def _end(job: int, *_: object) -> None:
     os._exit(1)
 
 
-def _become_torchrun(request: dict[str, Any]) -> None:
+def become_torchrun(request: dict[str, Any]) -> None:
+    """Run a job in this process, and end it. With "cold" in the request, start a new Python for it."""
     os.setpgid(0, 0)
     code = 1
     try:
@@ -68,6 +70,9 @@ def _become_torchrun(request: dict[str, Any]) -> None:
             os.close(opened)
         os.environ.clear()
         os.environ.update(request["env"])
+        tempfile.tempdir = None
+        if request.get("is_cold"):
+            os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *request["argv"]])
         from torch.distributed.run import main
 
         main(["--start-method", "fork", "--run-path", *request["argv"]])

@@ -48,8 +48,6 @@ class Options:
     """Untimed iterations of a contender's first block."""
     num_later_warm_up: int
     """Untimed iterations of its later blocks, which load the plan and measure nothing."""
-    peak_tflops: float | None
-    """Of one device, for MFU."""
     directory: Path
     """Where the report and the ranks' output go."""
 
@@ -91,8 +89,6 @@ def parse_options(argv: Sequence[str], *, world_size: int, prog: str) -> Options
     rounds = _number("--rounds", args.rounds, default=3 if args.quick else 5, least=1)
     num_timed = _number("--timed-iters", args.timed_iters, default=3 if args.quick else 10, least=1)
     num_warm_up = _number("--warmup-iters", args.warmup_iters, default=WARM_UP, least=WARM_UP)
-    if args.peak_tflops is not None and not 0 < args.peak_tflops < float("inf"):
-        raise ConfigError(f"--peak-tflops {args.peak_tflops} must be greater than 0 and finite")
     if not has_script and (args.cpu or args.contender_flags):
         raise ConfigError("--cpu and --contender-flags are for a script: give -- SCRIPT and its flags after them")
     job = _script_job(args, rest, script, names) if has_script else _trainer_job(rest, world_size=world_size, prog=prog)
@@ -111,7 +107,6 @@ def parse_options(argv: Sequence[str], *, world_size: int, prog: str) -> Options
         num_timed=num_timed,
         num_warm_up=num_warm_up,
         num_later_warm_up=_LATER_WARM_UP,
-        peak_tflops=args.peak_tflops,
         directory=Path(args.bench_dir),
     )
 
@@ -143,8 +138,6 @@ def _script_job(args: argparse.Namespace, unknown: Sequence[str], script: Sequen
         raise ConfigError("give a training script and its flags after --")
     if not Path(script[0]).is_file():
         raise ConfigError(f"the script {shown(script[0])} is not a file")
-    if args.peak_tflops is not None:
-        raise ConfigError("--peak-tflops is for the reference trainer: the floating-point operations of a script are not known")
     if is_turned_off():
         raise ConfigError("ZERO_BUBBLE=0 is in the environment, so no schedule would be installed; unset it to compare")
     among_its_own = _BenchParser(add_help=False, allow_abbrev=False)
@@ -233,7 +226,6 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "--warmup-iters", type=int, metavar="N", help=f"untimed iterations of each contender's first block (default {WARM_UP})"
     )
     parser.add_argument("--quick", action="store_true", help="fewer and shorter blocks")
-    parser.add_argument("--peak-tflops", type=float, metavar="X", help="what one device can do, in TFLOP/s, for MFU")
     parser.add_argument(
         "--bench-dir", default="bench", metavar="DIR", help="directory for the report and the ranks' output (default %(default)s)"
     )

@@ -125,12 +125,10 @@ class _Comparison:
         job, firsts = self._options.job, list(self._first.values())
         predict(firsts, self._outcomes, job)
         sizes = next((block.result.sizes for block in firsts), None)
-        return Table.of(
-            list(self._outcomes.values()),
+        return Table(
+            outcomes=list(self._outcomes.values()),
             baseline=self._options.baseline,
             tokens=sizes.tokens if sizes is not None and job.has_full_sequences else None,
-            flops=job.flops,
-            peak_tflops=self._options.peak_tflops,
             num_ranks=self._launch.world_size,
             num_cores=os.cpu_count() if self._device() == "CPU" else None,
             pipeline_size=1 if sizes is None else sizes.pipeline,

@@ -12,16 +12,17 @@ from typing import Any
 
 from megatron.zerobubble.bench.speed_ups import Estimate, Row, Table
 from megatron.zerobubble.files import replace_text
-from megatron.zerobubble.plan.render.svg import Panel, render_panels
+from megatron.zerobubble.plan.render.svg import Panel, render_svg
 
 __all__ = ["FORMAT", "can_draw", "markdown", "to_json", "write"]
 
 FORMAT = "zerobubble-bench/1"
 
-_COLUMNS = (
-    *("contender", "ms/iteration", "95 %", "speed-up", "95 %", "predicted", "reached", "tokens/s", "tokens/s/rank"),
-    *("TFLOP/s/rank", "MFU", "bubble", "predicted bubble", "peak MiB", "x baseline", "activations MiB", "predicted MiB", "loss"),
+_FACTS = (
+    *("predicted_speed_up", "reached", "tokens_per_s", "tokens_per_s_per_rank"),
+    "memory_ratio",
 )
+"""Numbers of a row that follow from others."""
 
 
 def can_draw() -> bool:
@@ -36,9 +37,10 @@ def markdown(table: Table, about: Mapping[str, Any]) -> str:
         table: the comparison.
         about: a line per entry below the verdict.
     """
-    columns = [column for column in range(len(_COLUMNS)) if column == 0 or any(_cells(row)[column] != "-" for row in table.rows)]
-    lines = [[_COLUMNS[column] for column in columns], ["---"] + ["---:"] * (len(columns) - 1)]
-    lines += [[_cells(row)[column] for column in columns] for row in table.rows]
+    rows = [_cells(row) for row in table.rows]
+    names = [name for name in rows[0] if name == "contender" or any(cells[name] != "-" for cells in rows)]
+    lines = [[_heading(name) for name in names], ["---"] + ["---:"] * (len(names) - 1)]
+    lines += [[cells[name] for name in names] for cells in rows]
     text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     remarks = [f"{row.outcome.name}: {row.outcome.failure}" for row in table.rows if row.outcome.failure is not None]
     remarks += [f"{row.outcome.name}: {row.outcome.note}" for row in table.rows if row.outcome.note is not None]
@@ -47,37 +49,44 @@ def markdown(table: Table, about: Mapping[str, Any]) -> str:
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _cells(row: Row) -> list[str]:
-    outcome = row.outcome
-    name = outcome.name if outcome.ran is None else f"{outcome.name} ({outcome.ran})"
-    is_baseline = row.speed_up is not None and row.speed_up.low == row.speed_up.high == 1.0
-    if row.ms is None:
-        return [name, "failed" if outcome.failure else "-", *["-"] * (len(_COLUMNS) - 2)]
-    first = min(outcome.losses) if outcome.losses else None
-    return [
-        name,
-        _digits(row.ms.value),
-        _interval(row.ms),
-        "-" if row.speed_up is None else f"{row.speed_up.value:.3f}",
-        "-" if row.speed_up is None or is_baseline else _interval(row.speed_up),
-        "-" if row.predicted_speed_up is None else f"{row.predicted_speed_up:.3f}",
-        "-" if row.reached is None or is_baseline else f"{row.reached:.0%}",
-        _digits(row.tokens_per_s),
-        _digits(row.tokens_per_s_per_rank),
-        _digits(row.tflops_per_rank),
-        "-" if row.utilization is None else f"{row.utilization:.1%}",
-        "-" if outcome.bubble is None else f"{outcome.bubble:.1%}",
-        "-" if outcome.predicted_bubble is None else f"{outcome.predicted_bubble:.1%}",
-        _mib(row.peak_bytes),
-        "-" if row.memory_ratio is None else f"{row.memory_ratio:.2f}",
-        _mib(outcome.activation_bytes),
-        _mib(outcome.predicted_activation_bytes),
-        "-" if first is None else f"{outcome.losses[first]:.6f}",
-    ]
+def _heading(name: str) -> str:
+    return "95 %" if name.startswith("95 %") else name
 
 
-def _interval(estimate: Estimate) -> str:
-    if estimate.low is None or estimate.high is None:
+def _cells(row: Row) -> dict[str, str]:
+    """Column -> cell; "-" where nothing is known."""
+    outcome, ms = row.outcome, row.outcome.ms
+    ratio = row.speed_up
+    is_compared = ratio is not None and not ratio.low == ratio.high == 1.0  # the baseline is not
+    first = outcome.losses[min(outcome.losses)] if outcome.losses else None
+    cells = {
+        "ms/iteration": _digits(None if ms is None else ms.value),
+        "95 % of ms": _interval(ms),
+        "speed-up": _formatted(None if ratio is None else ratio.value, ".3f"),
+        "95 % of speed-up": _interval(ratio if is_compared else None),
+        "predicted": _formatted(row.predicted_speed_up, ".3f"),
+        "reached": _formatted(row.reached if is_compared else None, ".0%"),
+        "tokens/s": _digits(row.tokens_per_s),
+        "tokens/s/rank": _digits(row.tokens_per_s_per_rank),
+        "bubble": _formatted(outcome.bubble, ".1%"),
+        "predicted bubble": _formatted(outcome.predicted_bubble, ".1%"),
+        "peak MiB": _mib(outcome.peak_bytes),
+        "x baseline": _formatted(row.memory_ratio, ".2f"),
+        "activations MiB": _mib(outcome.activation_bytes),
+        "predicted MiB": _mib(outcome.predicted_activation_bytes),
+        "loss": _formatted(first, ".6f"),
+    }
+    if ms is None:
+        cells = dict.fromkeys(cells, "-") | {"ms/iteration": "failed" if outcome.failure else "-"}
+    return {"contender": outcome.label} | cells
+
+
+def _formatted(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}"
+
+
+def _interval(estimate: Estimate | None) -> str:
+    if estimate is None or estimate.low is None or estimate.high is None:
         return "-"
     return f"{_digits(estimate.low)} to {_digits(estimate.high)}"
 
@@ -109,21 +118,11 @@ def to_json(table: Table, about: Mapping[str, Any]) -> dict[str, Any]:
 
 def _row_json(row: Row) -> dict[str, Any]:
     outcome = asdict(row.outcome)
-    outcome["seconds"] = {str(each): seconds for each, seconds in row.outcome.seconds.items()}
-    for name in ("losses", "overhead"):
+    for name in ("seconds", "losses", "overhead"):
         outcome[name] = {str(each): value for each, value in outcome[name].items()}
-    return outcome | {
-        "ms": None if row.ms is None else asdict(row.ms),
-        "speed_up": None if row.speed_up is None else asdict(row.speed_up),
-        "predicted_speed_up": row.predicted_speed_up,
-        "reached": row.reached,
-        "tokens_per_s": row.tokens_per_s,
-        "tokens_per_s_per_rank": row.tokens_per_s_per_rank,
-        "tflops_per_rank": row.tflops_per_rank,
-        "utilization": row.utilization,
-        "peak_bytes": row.peak_bytes,
-        "memory_ratio": row.memory_ratio,
-    }
+    estimates = {"ms": row.outcome.ms, "speed_up": row.speed_up}
+    outcome |= {name: None if value is None else asdict(value) for name, value in estimates.items()}
+    return outcome | {name: getattr(row, name) for name in _FACTS} | {"peak_bytes": row.outcome.peak_bytes}
 
 
 def write(directory: Path, table: Table, about: Mapping[str, Any], panels: Sequence[Panel], *, title: str) -> list[Path]:
@@ -160,7 +159,7 @@ def _page(table: Table, text: str, panels: Sequence[Panel], *, title: str) -> st
     prose = "".join(_prose(part) for part in text.split("\n\n")[1:] if part.strip())
     drawn = ""
     if panels:
-        drawn = render_panels(panels, title="One iteration of each contender", subtitle="gray is idle", width_px=1400)
+        drawn = render_svg(panels, title="One iteration of each contender", subtitle="gray is idle", width_px=1400)
     return (
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{escape(title)}</title><style>{_STYLE}</style></head>"
         f"<body><h1>{escape(title)}</h1><div class='box'><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"

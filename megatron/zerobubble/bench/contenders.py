@@ -84,12 +84,10 @@ class Contender:
             run=replace(
                 job.run,
                 train_iters=num_iterations,
-                dry_run=False,
                 eval_iters=0,
                 exit_interval=None,
                 exit_duration_in_mins=None,
                 exit_signal_handler=False,
-                skip_train=False,
             ),
             optim=replace(job.optim, lr_decay_iters=job.optim.lr_decay_iters or job.run.train_iters),
             checkpoint=CheckpointConfig(),

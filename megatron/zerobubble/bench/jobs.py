@@ -6,7 +6,6 @@ Imports no torch.
 from __future__ import annotations
 
 import contextlib
-import functools
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,7 +16,8 @@ from megatron.zerobubble.bench.programs import Program, Script, TrainerRun
 from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.overlay import check_supported
-from megatron.zerobubble.plan.partition.part_costs import PartCosts
+from megatron.zerobubble.plan.partition.layer_costs import Model
+from megatron.zerobubble.plan.partition.layout import costs_of_placements
 from megatron.zerobubble.training.config.settings import Settings
 
 if TYPE_CHECKING:
@@ -69,7 +69,8 @@ class TrainerJob:
         assert isinstance(measured, TrainerRun)
         assert wanted is None or isinstance(wanted, TrainerRun)
         own, layers = measured.settings.placement, (wanted.settings if wanted else self.settings.without_layout()).stage_layers
-        others = PartCosts.from_stages(costs, measured.settings.stage_layers(own)).costs_of(layers)
+        held = measured.settings.stage_layers(own)
+        others = costs_of_placements(Model.measured(("layer",) * held.num_layers, held, costs), layers, links=costs.links)
         return lambda placement: costs if placement == own else others(placement)
 
     @property
@@ -81,16 +82,6 @@ class TrainerJob:
     def has_full_sequences(self) -> bool:
         """Whether all microbatches have --seq-length tokens."""
         return not self.settings.data.reads_documents
-
-    @functools.cached_property
-    def flops(self) -> float | None:
-        """FLOPs of an iteration of all ranks; None for documents, whose FLOPs differ."""
-        from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer
-        from megatron.zerobubble.training.estimate.flops import iteration_flops
-
-        if self.settings.data.reads_documents:
-            return None
-        return iteration_flops(self.settings, vocab_size=build_tokenizer(self.settings.tokenizer).vocab_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +102,6 @@ class ScriptJob:
     loss_causes = "Dropout does this, and weights that the script draws rank by rank: they depend on the layers of a rank."
     has_unequal_lengths = False
     has_full_sequences = True
-    flops = None
 
     def program(self, contender: Contender, *, num_iterations: int) -> tuple[Program, str | None]:
         """See `TrainerJob`. How long the script trains is its own."""

@@ -6,9 +6,10 @@ contenders on the placement with the most stages, from which those of other plac
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.zerobubble.bench.block import BlockResult
 from megatron.zerobubble.bench.contenders import Contender
@@ -17,12 +18,13 @@ from megatron.zerobubble.bench.programs import Program
 from megatron.zerobubble.bench.speed_ups import Outcome
 from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.links import unequal_links
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.render.svg import Panel
 from megatron.zerobubble.plan.simulate import Simulation, simulate
-from megatron.zerobubble.plan.timeline import Activity, RankTimeline, Timeline
+from megatron.zerobubble.plan.timeline import Activity, Timeline
 from megatron.zerobubble.profiling.report import report
 
 __all__ = ["FirstBlock", "interleaved_ms", "panels", "predict"]
@@ -118,10 +120,8 @@ def panels(blocks: Sequence[FirstBlock], job: Job) -> list[Panel]:
             continue
         simulation = _simulated(block, blocks, job)
         if simulation is not None:
-            rows = tuple(RankTimeline(ops=row) for row in simulation.rows)
-            drawn.append(
-                Panel(caption=f"{name}: simulated with measured pass times, bubble {simulation.bubble_rate:.1%}", ranks=rows)
-            )
+            caption = f"{name}: simulated with measured pass times, bubble {simulation.bubble_rate:.1%}"
+            drawn.append(Panel.of_ops(simulation.rows, caption=caption))
     return drawn
 
 
@@ -157,9 +157,10 @@ def _source(blocks: Sequence[FirstBlock]) -> _Source | None:
         return tuple(statistics.median(values) for values in zip(*(getattr(costs, name) for _, costs in alike), strict=True))
 
     names = ("forward_ms", "backward_ms", "wgrad_ms", "activation", "activation_after_backward")
-    links = statistics.median(costs.comm_ms for _, costs in alike)
-    costs = CostModel.of_lists({name: median(name) for name in names}, comm_ms=links)
-    return _Source(costs=costs, program=alike[0][0].program)
+    pairs = itertools.permutations(range(placement.num_ranks), 2)
+    links = {pair: statistics.median(costs.link_ms(*pair) for _, costs in alike) for pair in pairs}
+    costs = CostModel.of_lists({name: median(name) for name in names}, comm_ms=statistics.median(links.values() or [0.0]))
+    return _Source(costs=replace(costs, links=unequal_links(links, placement.num_ranks)), program=alike[0][0].program)
 
 
 def _outside_ms(blocks: Sequence[FirstBlock]) -> float | None:

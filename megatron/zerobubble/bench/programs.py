@@ -12,7 +12,6 @@ from pathlib import Path
 
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.job.launch import Launch
-from megatron.zerobubble.job.rendezvous import meet_in_attempt
 from megatron.zerobubble.script import run_script
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.models.gpt import forward_step_provider, model_provider
@@ -75,7 +74,6 @@ class Script:
 
     def run(self, launch: Launch) -> None:
         """Run the script as `python SCRIPT` would. All ranks must call it. Its folder is first on the path already."""
-        meet_in_attempt(launch)
         flags = {field.name: getattr(self.zero_bubble, field.name) for field in dataclasses.fields(self.zero_bubble)}
         run_script(self.script, self.arguments, launch, flags=argparse.Namespace(**flags), on_cpu=self.on_cpu)
 

@@ -6,11 +6,12 @@ are close in time, so that a machine which is slow for minutes slows both.
 
 A prediction is the simulator's time for the contender's order with measured times of the passes, plus the measured time of the
 optimizer step. Stages that were not measured under the contender itself, as with megatron-core's own schedules, get theirs from
-the parts of the model as measured under another contender (`plan.partition.part_costs`).
+the parts of the model as measured under another contender (`plan.partition.layer_costs`).
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -99,120 +100,103 @@ class Outcome:
     allocated_bytes: int | None = None
     """Peak of everything that the allocator had given out; None on the CPU."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One contender in the table."""
-
-    outcome: Outcome
-    ms: Estimate | None
-    """Milliseconds per iteration; None if no block has ended."""
-    speed_up: Estimate | None
-    """Over the baseline."""
-    predicted_speed_up: float | None
-    """Over the baseline, by the planner."""
-    tokens_per_s: float | None
-    tokens_per_s_per_rank: float | None
-    tflops_per_rank: float | None
-    """Floating-point operations of the model per second and rank, in 10^12; None if they are not known."""
-    utilization: float | None
-    """Model FLOPs utilization: `tflops_per_rank` over --peak-tflops; None without it."""
-    memory_ratio: float | None
-    """Peak memory over the baseline's: everything allocated, or on the CPU state and activations."""
-
-    @property
-    def reached(self) -> float | None:
-        """The share of the predicted speed-up that was measured."""
-        if self.speed_up is None or not self.predicted_speed_up:
-            return None
-        return self.speed_up.value / self.predicted_speed_up
+    @functools.cached_property
+    def ms(self) -> Estimate | None:
+        """Milliseconds per iteration; None if no block has ended."""
+        return interval([1000.0 * each for each in self.seconds.values()]) if self.seconds else None
 
     @property
     def peak_bytes(self) -> int | None:
         """Peak memory of the fullest rank: everything allocated, or on the CPU state and activations."""
-        return _peak(self.outcome)
+        if self.allocated_bytes is not None or self.state_bytes is None or self.activation_bytes is None:
+            return self.allocated_bytes
+        return self.state_bytes + self.activation_bytes
+
+    @property
+    def label(self) -> str:
+        """Its name, with the schedule that ran."""
+        return self.name if self.ran is None else f"{self.name} ({self.ran})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One contender in the table: what follows from its outcome and the baseline's."""
+
+    outcome: Outcome
+    base: Outcome
+    table: Table
+
+    @functools.cached_property
+    def speed_up(self) -> Estimate | None:
+        """Over the baseline."""
+        return speed_up(self.base.seconds, self.outcome.seconds)
+
+    @property
+    def predicted_speed_up(self) -> float | None:
+        """Over the baseline, by the planner."""
+        return _over(self.base.predicted_ms, self.outcome.predicted_ms)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of all ranks together; None if the number of tokens differs between iterations."""
+        return _over(_over(self.table.tokens, _value(self.outcome.ms)), 1e-3)
+
+    @property
+    def tokens_per_s_per_rank(self) -> float | None:
+        """The same over the number of ranks."""
+        return _over(self.tokens_per_s, self.table.num_ranks)
+
+    @property
+    def memory_ratio(self) -> float | None:
+        """Peak memory over the baseline's."""
+        return _over(self.outcome.peak_bytes, self.base.peak_bytes)
+
+    @property
+    def reached(self) -> float | None:
+        """The share of the predicted gain that was measured; None where the interval of the measured one contains 1."""
+        ratio, predicted = self.speed_up, self.predicted_speed_up
+        if ratio is None or predicted is None or ratio.low is None or ratio.high is None or ratio.low <= 1.0 <= ratio.high:
+            return None
+        return _over(ratio.value - 1.0, predicted - 1.0)
+
+
+def _value(estimate: Estimate | None) -> float | None:
+    return None if estimate is None else estimate.value
+
+
+def _over(value: float | None, other: float | None) -> float | None:
+    """A quotient; None if a number is not known."""
+    return value / other if value is not None and other else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
     """The comparison so far."""
 
-    rows: tuple[Row, ...]
+    outcomes: Sequence[Outcome]
+    """One per contender."""
     baseline: str
     """The contender that speed-ups are relative to."""
+    tokens: int | None
+    """Per iteration, of all ranks together; None if it differs."""
     num_ranks: int
     num_cores: int | None
     """CPU cores that the ranks of this machine share; None on GPUs."""
     pipeline_size: int
-    interleaved: Mapping[int, float]
+    interleaved: Mapping[int, float] = field(default_factory=dict)
     """Virtual stages per rank -> predicted time of interleaved 1F1B in ms, for those that were not among the contenders."""
     loss_causes: str = ""
     """Why losses may differ: a sentence."""
 
-    @staticmethod
-    def of(
-        outcomes: Sequence[Outcome],
-        *,
-        baseline: str,
-        tokens: int | None,
-        flops: float | None,
-        peak_tflops: float | None,
-        num_ranks: int,
-        num_cores: int | None,
-        pipeline_size: int,
-        interleaved: Mapping[int, float] | None = None,
-        loss_causes: str = "",
-    ) -> Table:
-        """The table of what is known.
-
-        Args:
-            outcomes: one per contender.
-            baseline: name of the one that speed-ups are relative to.
-            tokens: per iteration, of all ranks together; None if it differs.
-            flops: floating-point operations of the model per iteration, of all ranks together.
-            peak_tflops: what one device can do, in 10^12 floating-point operations per second.
-            num_ranks: ranks of the job.
-            num_cores: CPU cores that the ranks of one machine share; None on GPUs.
-            pipeline_size: pipeline ranks.
-            interleaved: predicted times of interleaved 1F1B with other numbers of virtual stages.
-            loss_causes: a sentence on why losses may differ.
-        """
-        (base,) = [outcome for outcome in outcomes if outcome.name == baseline]
-        rows = []
-        for outcome in outcomes:
-            ms = interval([1000.0 * each for each in outcome.seconds.values()]) if outcome.seconds else None
-            rate = None if ms is None or tokens is None else tokens / ms.value * 1000.0
-            tflops = None if flops is None or ms is None else flops / ms.value / 1e9 / num_ranks
-            predicted = None
-            if base.predicted_ms is not None and outcome.predicted_ms:
-                predicted = base.predicted_ms / outcome.predicted_ms
-            own, theirs = _peak(outcome), _peak(base)
-            rows.append(
-                Row(
-                    outcome=outcome,
-                    ms=ms,
-                    speed_up=speed_up(base.seconds, outcome.seconds),
-                    predicted_speed_up=predicted,
-                    tokens_per_s=rate,
-                    tokens_per_s_per_rank=None if rate is None else rate / num_ranks,
-                    tflops_per_rank=tflops,
-                    utilization=None if tflops is None or peak_tflops is None else tflops / peak_tflops,
-                    memory_ratio=own / theirs if own is not None and theirs else None,
-                )
-            )
-        return Table(
-            rows=tuple(rows),
-            baseline=baseline,
-            num_ranks=num_ranks,
-            num_cores=num_cores,
-            pipeline_size=pipeline_size,
-            interleaved=dict(interleaved or {}),
-            loss_causes=loss_causes,
-        )
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """One per contender."""
+        (base,) = [outcome for outcome in self.outcomes if outcome.name == self.baseline]
+        return tuple(Row(outcome=outcome, base=base, table=self) for outcome in self.outcomes)
 
     def same_losses(self) -> str:
         """A sentence about the losses of the last iteration of every contender's first block."""
-        last = {row.outcome.name: row.outcome.losses[min(row.outcome.losses)] for row in self.rows if row.outcome.losses}
+        last = {each.name: each.losses[min(each.losses)] for each in self.outcomes if each.losses}
         if len(last) < 2:
             return ""
         low, high = min(last.values()), max(last.values())
@@ -226,11 +210,8 @@ class Table:
 
     def noise(self) -> str:
         """A warning if the same contender's time differs much between rounds; else empty."""
-        spreads = {
-            row.outcome.name: max(row.outcome.seconds.values()) / min(row.outcome.seconds.values())
-            for row in self.rows
-            if len(row.outcome.seconds) > 1
-        }
+        seconds = {each.name: each.seconds.values() for each in self.outcomes if len(each.seconds) > 1}
+        spreads = {name: max(values) / min(values) for name, values in seconds.items()}
         worst = max(spreads, key=lambda name: spreads[name], default=None)
         if worst is None or spreads[worst] < _NOISY:
             return ""
@@ -241,7 +222,7 @@ class Table:
 
     def verdict(self) -> str:
         """The result in one or two sentences."""
-        ran = [row for row in self.rows if row.ms is not None]
+        ran = [row for row in self.rows if row.outcome.ms is not None]
         if not ran:
             return "No contender ran."
         if len(ran) == 1:
@@ -253,14 +234,14 @@ class Table:
         if best is base or best.speed_up is None or not best.speed_up.is_above_one:
             return self._no_gain(base, best)
         where = "" if best.memory_ratio is None else f" at {best.memory_ratio:.2f} times its memory"
-        text = f"{_name(best)} is {best.speed_up.value:.2f} times as fast as {base.outcome.name}{where}."
+        text = f"{best.outcome.label} is {best.speed_up.value:.2f} times as fast as {base.outcome.name}{where}."
         return text + self._alternative(best)
 
     def _no_gain(self, base: Row, best: Row) -> str:
         if best.speed_up is not None and best.speed_up.low is None and best is not base:
             return (
-                f"{_name(best)} was {best.speed_up.value:.2f} times as fast as {base.outcome.name} in one round, which is no "
-                "evidence yet: more --rounds give an interval."
+                f"{best.outcome.label} was {best.speed_up.value:.2f} times as fast as {base.outcome.name} in one round, "
+                "which is no evidence yet: more --rounds give an interval."
             )
         text = f"No contender is measurably faster than {base.outcome.name}"
         if self.noise():
@@ -274,8 +255,8 @@ class Table:
             )
         if best is not base and best.speed_up is not None and best.speed_up.value > _WORTH_MORE_ROUNDS:
             return (
-                f"{_name(best)} was {best.speed_up.value:.2f} times as fast as {base.outcome.name}, but the interval contains 1: "
-                "more --rounds make it narrower."
+                f"{best.outcome.label} was {best.speed_up.value:.2f} times as fast as {base.outcome.name}, but the interval "
+                "contains 1: more --rounds make it narrower."
             )
         if base.outcome.predicted_bubble is not None:
             return (
@@ -286,7 +267,7 @@ class Table:
 
     def _alternative(self, best: Row) -> str:
         """Whether interleaved 1F1B would do as well."""
-        if best.outcome.predicted_ms is None or _name(best).startswith("interleaved"):
+        if best.outcome.predicted_ms is None or best.outcome.label.startswith("interleaved"):
             return ""
         close = {v: ms for v, ms in self.interleaved.items() if ms <= 1.01 * best.outcome.predicted_ms}
         if not close:
@@ -297,15 +278,3 @@ class Table:
 
 def _cores(count: int) -> str:
     return f"{count} CPU cores" if count > 1 else "one CPU core"
-
-
-def _name(row: Row) -> str:
-    return row.outcome.name if row.outcome.ran is None else f"{row.outcome.name} ({row.outcome.ran})"
-
-
-def _peak(outcome: Outcome) -> int | None:
-    if outcome.allocated_bytes is not None:
-        return outcome.allocated_bytes
-    if outcome.state_bytes is None or outcome.activation_bytes is None:
-        return None
-    return outcome.state_bytes + outcome.activation_bytes

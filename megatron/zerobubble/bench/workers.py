@@ -26,7 +26,7 @@ from typing import Any
 from megatron.zerobubble.bench.block import BlockRequest, BlockResult, run_block
 from megatron.zerobubble.job.error_file import read_error_file
 from megatron.zerobubble.job.key_value_store import Store
-from megatron.zerobubble.job.launch import Launch, enter_attempt
+from megatron.zerobubble.job.launch import Launch, enter_block
 
 __all__ = ["BlockFailure", "Interrupted", "Workers"]
 
@@ -101,7 +101,7 @@ class Workers:
         self._store.add(f"{key}/ended", 1)
         self._wait_for_all(f"{key}/ended")
         if self._store.check([f"{key}/failed"]):
-            outcome = BlockFailure(self._store.get(f"{key}/failed").decode())
+            outcome = BlockFailure(self._store.get(f"{key}/failed").decode(errors="replace"))
         self._store.add(f"{key}/read", 1)
         if self._launch.rank == 0:  # which may host the store, and leave after the last block
             self._wait_for_all(f"{key}/read")
@@ -200,7 +200,7 @@ def _serve(
         os._exit(0)  # process groups need no farewell, and exit handlers may wait for other ranks
 
     try:
-        run(request, enter_attempt(launch, request.number + 1, reason), tick=lambda: sending.send(None), end=end)
+        run(request, enter_block(launch, request.number, reason), tick=lambda: sending.send(None), end=end)
     except Exception as error:
         sending.send(BlockFailure(_line(error)))
         raise

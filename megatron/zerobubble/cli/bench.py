@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from megatron.zerobubble.bench.bench_options import Options, parse_options
@@ -24,7 +25,7 @@ from megatron.zerobubble.cli.ranks import start_ranks, take_count
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.job.exit import exit_with_error
 from megatron.zerobubble.job.launch import read_launch
-from megatron.zerobubble.job.rendezvous import share_store
+from megatron.zerobubble.job.rendezvous import announce_exit, share_store
 
 _PROG = "zerobubble bench"
 
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = _checked(flags, world_size=launch.world_size)
     except UserError as error:
-        exit_with_error(error, rank=launch.rank, prog=_PROG)
+        exit_with_error(error, rank=launch.rank, prog=_PROG, before_exit=partial(announce_exit, launch))
     if isinstance(options.job, ScriptJob):
         sys.path[0] = str(Path(options.job.script).resolve().parent)  # before anything imports megatron.core
     with BenchProgress(options.num_iterations, is_quiet=launch.rank != 0) as progress:

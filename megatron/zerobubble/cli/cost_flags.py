@@ -38,10 +38,10 @@ class GivenCosts:
     """The file of --costs, if it was given."""
 
     @property
-    def source(self) -> str | None:
-        """One line about measured costs by length, if they count."""
+    def source(self) -> list[str]:
+        """A line about measured costs by length, if they count."""
         model, tokens = self.unequal.model, self.unequal.tokens
-        return None if model is None else f"costs by length as measured in {shown(self.file)}: {model.text(max(tokens))}"
+        return [] if model is None else [f"costs by length as measured in {shown(self.file)}: {model.text(max(tokens))}"]
 
     def of(self, placement: Placement) -> CostModel:
         """The costs on a placement. Raises PlanError if those of the file are for other stages or microbatches."""

@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.zerobubble.cli.cost_flags import GivenCosts, read_costs
@@ -40,7 +41,7 @@ from megatron.zerobubble.plan.registry import (
 )
 from megatron.zerobubble.plan.render.chrome_trace import render_chrome_trace
 from megatron.zerobubble.plan.render.plan_summary import headline, lengths, measures, slot_notes, slots, summary
-from megatron.zerobubble.plan.render.svg import render_svg
+from megatron.zerobubble.plan.render.svg import Panel, render_svg
 from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from megatron.zerobubble.plan.search.search_progress import Progress
 from megatron.zerobubble.plan.simulate import Simulation, simulate
@@ -205,7 +206,9 @@ def _write_text(target: str, text: str) -> None:
 def run_plan(args: argparse.Namespace) -> None:
     """`plan`: generate or search a plan, with --layers also a layout; simulate it, write it to files and show it."""
     if args.layers is not None:
-        _run_layers(args)
+        found, sizes = plan_layers(args)
+        lines = [*sizes, *[""] * bool(sizes), layout_summary(found, args.width)]
+        _write(args, found.result.simulation, found.stage_costs.memory_limit, layout_to_json(found), lines)
         return
     if args.schedule is None:
         raise ConfigError("the schedule is missing: give --schedule, or --layers for the best of all")
@@ -218,33 +221,23 @@ def run_plan(args: argparse.Namespace) -> None:
     limit = _with_default(args, given, args.memory_limit)
     result = stoppable(f"planning {args.schedule}", lambda progress: _result(args, given, limit, progress))
     simulation = result.simulation
+    lines = [summary(result, args.width)]
+    if args.schedule == AUTO:
+        lines.append(result.verdict(Objective(args.objective)))
+    lines += given.source
+    text = simulation.plan.to_json(costs=simulation.costs.to_json(), metrics=result.metrics())
+    _write(args, simulation, limit, text, lines)
+
+
+def _write(args: argparse.Namespace, simulation: Simulation, memory_limit: float | None, text: str, lines: Sequence[str]) -> None:
+    """Write the files that are asked for, and print the lines unless a file is printed."""
     if args.json is not None:
-        _write_text(args.json, simulation.plan.to_json(costs=simulation.costs.to_json(), metrics=result.metrics()))
+        _write_text(args.json, text)
     _write_pictures(args, simulation)
     if args.certificate is not None:
-        _write_text(args.certificate, json.dumps(certificate(simulation, Objective(args.objective), limit)))
+        _write_text(args.certificate, json.dumps(certificate(simulation, Objective(args.objective), memory_limit)))
     if "-" not in (args.json, args.certificate):
-        print(summary(result, args.width))
-        if args.schedule == AUTO:
-            print(result.verdict(Objective(args.objective)))
-        _print_source(given)
-
-
-def _print_source(given: GivenCosts) -> None:
-    if given.source is not None:
-        print(given.source)
-
-
-def _run_layers(args: argparse.Namespace) -> None:
-    found, sizes = plan_layers(args)
-    if args.json is not None:
-        _write_text(args.json, layout_to_json(found))
-    _write_pictures(args, found.result.simulation)
-    if args.certificate is not None:
-        proof = certificate(found.result.simulation, Objective(args.objective), found.stage_costs.memory_limit)
-        _write_text(args.certificate, json.dumps(proof))
-    if "-" not in (args.json, args.certificate):
-        print("\n".join([*sizes, *[""] * bool(sizes), layout_summary(found, args.width)]))
+        print("\n".join(lines))
 
 
 def run_pareto(args: argparse.Namespace) -> None:
@@ -270,7 +263,7 @@ def run_pareto(args: argparse.Namespace) -> None:
                 f"{point['memory_limit']:<6.3f}  {point['schedule']:17} {100 * point['bubble_rate']:6.2f} %"
                 f"  {100 * point['bound_bubble_rate']:5.2f} %"
             )
-        _print_source(given)
+        print("".join(f"{line}\n" for line in given.source), end="")
 
 
 def _draw_pareto(points: list[dict[str, Any]], target: str) -> None:
@@ -347,8 +340,8 @@ def run_show(args: argparse.Namespace) -> None:
 def _write_pictures(args: argparse.Namespace, simulation: Simulation) -> None:
     if args.svg is not None:
         subtitle = "; ".join([measures(simulation), *lengths(simulation)[:1]])
-        svg = render_svg(simulation.rows, title=headline(simulation.plan), subtitle=subtitle, notes=slot_notes(simulation))
-        write_whole(args.svg, svg)
+        panel = Panel.of_ops(simulation.rows, notes=slot_notes(simulation))
+        write_whole(args.svg, render_svg([panel], title=headline(simulation.plan), subtitle=subtitle))
     if args.trace is not None:
         write_whole(args.trace, render_chrome_trace(simulation.rows, slots(simulation)))
 

@@ -12,11 +12,10 @@ from megatron.zerobubble.cli.progress_bar import stoppable
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.memory_limit import bytes_of
 from megatron.zerobubble.messages import quoted
-from megatron.zerobubble.plan.bounds.schedule_bound import Bound
+from megatron.zerobubble.plan.bounds.schedule_bound import TimeBound
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.partition.joint import LayoutResult, plan_layout
 from megatron.zerobubble.plan.partition.layer_costs import Model
-from megatron.zerobubble.plan.partition.layout_bound import LayoutBound
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.registry import check_at_least_one
 from megatron.zerobubble.plan.render.plan_summary import headline
@@ -189,7 +188,7 @@ def layout_to_json(found: LayoutResult) -> str:
     return json.dumps(body)
 
 
-def _bounds(bound: Bound | LayoutBound, simulation: Simulation) -> str:
+def _bounds(bound: TimeBound, simulation: Simulation) -> str:
     """Both lower bounds and the plan's gaps to them; a gap is never less than 0 but for rounding."""
     gaps = [max(0.0, 100 * gap) for gap in (bound.gap(simulation.span_ms), bound.makespan_gap(simulation.makespan_ms))]
     return (

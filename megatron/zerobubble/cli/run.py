@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,6 +29,7 @@ from megatron.zerobubble.cli.ranks import FLAG, start_ranks, take_count
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.job.exit import exit_with_error
 from megatron.zerobubble.job.launch import Launch, read_launch
+from megatron.zerobubble.job.rendezvous import announce_exit
 from megatron.zerobubble.overlay import READY_LENGTHS, add_flags, schedule_of
 from megatron.zerobubble.script import run_script
 
@@ -68,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             rank=0 if launch is None else launch.rank,
             prog=_PROG,
             error_file=None if launch is None else launch.error_file,
+            is_reporting=None if launch is None else launch.local_rank == 0,
+            before_exit=None if launch is None else partial(announce_exit, launch),
         )
     return start_ranks(count, _MODULE, words)
 

@@ -35,10 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if count is None:
         run(model_provider, forward_step_provider, argv=flags, prog=_PROG)
         return 0
-    settings = parse_arguments(flags, rank=0, world_size=count, prog=_PROG)  # one line for a bad flag, before any rank starts
-    if settings.run.dry_run:
-        run(model_provider, forward_step_provider, argv=[*flags, "--dry-run-world-size", str(settings.world_size)], prog=_PROG)
-        return 0
+    parse_arguments(flags, rank=0, world_size=count, prog=_PROG)  # one line for a bad flag, before any rank starts
     return start_ranks(count, __spec__.name, flags)
 
 

@@ -81,9 +81,8 @@ class ZeroBubbleConfig:
     """JSON file of a plan to run from the first iteration on. Without a flag that chooses a schedule, the plan's schedule runs;
     with one, the plan must place its stages on the same ranks."""
     zero_bubble_balance_stages: bool = False
-    """Measure the time of one layer, the embedding and the head, and log the --pipeline-model-parallel-layout with the least
-    compute on the bottleneck rank; from profiled times also the fastest layout of all schedules. With --zero-bubble-schedule
-    auto, run that layout."""
+    """Measure the time of one layer, the embedding and the head, and log the fastest --pipeline-model-parallel-layout of all
+    schedules within the memory of the running plan."""
     zero_bubble_shard_gradients: int | None = field(default=None, metadata={"metavar": "K"})
     """Shard gradients over the data-parallel ranks while they accumulate (ZeRO-2): W of K microbatches of a layer run together,
     followed by one reduce-scatter. Gradient memory per rank is then its shard and two buckets; up to K-1 more microbatches wait
@@ -113,20 +112,15 @@ class ZeroBubbleConfig:
 
     enable_optimizer_post_validation: bool = False
     """Step the optimizer optimistically, before the global gradient norm and overflow status are known, and correct the step
-    afterwards if they require it (post-validation). Results are those of the synchronous optimizer. By default a snapshot of
-    weights and optimizer state is held from the step to its validation."""
+    afterwards if they require it (post-validation). Results are those of the synchronous optimizer. A snapshot of weights and
+    optimizer state is held from the step to its validation."""
     post_validation_patience: int = 10
     """After a corrected step, number of consecutive synchronous steps that would have needed no correction before steps are
     optimistic again. 0: every step is optimistic."""
-    post_validation_rollback: str = field(default="exact", metadata={"metavar": "exact|inverse"})
-    """How an optimistic step is rolled back: from a snapshot, bit for bit (exact); or without one, by inverting Adam, with a
-    small rounding error (inverse). Steps that could not be inverted accurately, with gradients far above Adam's moments, are
-    synchronous."""
     post_validation_snapshot: str = field(default="device", metadata={"metavar": "device|host"})
-    """Memory that holds the snapshot of --post-validation-rollback exact: the device's, or host memory."""
+    """Memory that holds the snapshot from which an optimistic step is rolled back: the device's, or host memory."""
 
     def __post_init__(self) -> None:
-        one_of(self.post_validation_rollback, ("exact", "inverse"), "--post-validation-rollback")
         one_of(self.post_validation_snapshot, ("device", "host"), "--post-validation-snapshot")
         not_negative(self, "zero_bubble_watchdog_seconds")
         positive(self, "zero_bubble_p2p_max_ctas")

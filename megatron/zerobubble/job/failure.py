@@ -5,20 +5,23 @@ a socket. So the first rank that fails records itself in the job's store *before
 exits without running exit handlers (which could wait for other ranks). A rank that fails afterwards because a peer is gone finds
 the record and prints one line, with the first one's reason. torchrun sees the first exit and ends the other ranks.
 
-A rank that was killed records nothing. So one that has lost a peer first waits a moment for a record, and looks which process of
-its machine is gone.
+A rank that was killed records nothing. So one that has lost a peer first waits for a record, looks which process of its machine
+is gone, and then whose heartbeats from another machine have ended. It leaves at once after a failure on another machine, whose
+torchrun ends no rank here; otherwise the one that failed first is given time to exit first.
 
-A `UserError` is reported as one line with exit code 2, as before the process group is initialized.
+A `UserError` is reported as one line with exit code 2, as before the process group is initialized. One rank of every machine
+prints it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, NamedTuple, TextIO
@@ -26,9 +29,13 @@ from typing import Any, NamedTuple, TextIO
 import torch
 
 from megatron.zerobubble.errors import TransferError, UserError
+from megatron.zerobubble.job.answering_store import AnsweringStore
 from megatron.zerobubble.job.error_file import write_error_file
-from megatron.zerobubble.job.heartbeats import Beat, departed
-from megatron.zerobubble.job.key_value_store import Store
+from megatron.zerobubble.job.heartbeats import Beat, is_gone, published, this_process
+from megatron.zerobubble.job.key_value_store import Store, read_value, typed
+from megatron.zerobubble.job.launch import store_name
+from megatron.zerobubble.job.siblings import error_file_beside
+from megatron.zerobubble.runtime.watch import Doing
 
 __all__ = ["JobGuard", "RankFailure", "first_to_fail", "who_failed"]
 
@@ -36,8 +43,13 @@ _KEY = "first_failure"
 _GRACE_S = 3.0
 """Seconds that a rank which failed after another one waits: torchrun ends the job at the first exit, and the reason that it shows
 is that of the rank that exited."""
-_LOOKS, _LOOK_S = 10, 0.2
-"""How often a rank that has lost a peer looks for the reason, and the seconds between two looks."""
+_LOOK_S, _LEAST_LOOKS = 0.2, 10
+"""Seconds between two looks for the reason by a rank that has lost a peer, and how often it looks at least."""
+_SILENT_BEATS = 3.5
+"""Heartbeats that do not come before a rank of another machine counts as gone."""
+_NO_RANK = -1
+_STORE_S = 10.0
+"""Seconds in which the job's store has to answer."""
 _LOST_PEER = ("connection closed", "connection reset", "broken pipe", "connection refused", "timed out", "nccl", "gloo")
 """Parts of the error messages that process groups raise when a peer is gone."""
 
@@ -48,6 +60,8 @@ class RankFailure(NamedTuple):
     rank: int
     line: str
     """Its reason, in one line."""
+    host: str
+    """Its machine, as in `heartbeats.Process`."""
 
 
 class JobGuard:
@@ -74,21 +88,22 @@ class JobGuard:
         pause: Callable[[float], object] = time.sleep,
         world_size: int = 0,
     ) -> None:
-        self._store = store
+        self._store: Store = AnsweringStore(store, _STORE_S)
         self._world_size = world_size
         self._rank = rank
+        self._host = this_process().host
         self._leave = leave
         self._stream = stream
         self._error_file = error_file
         self._pause = pause
         self._uncaught: tuple[Any, Any] = (None, None)
         """What `take_uncaught` installed, and what was there before."""
-        self.doing: Callable[[], str | None] = lambda: None
-        """Returns what this rank is doing, as in "runs 3F0"; called when it fails. None: unknown."""
+        self.doing: Callable[[], Doing | None] = lambda: None
+        """Returns what this rank is doing; called when it fails. None: unknown."""
 
-    def follow(self, store: Store, rank: int, *, world_size: int, doing: Callable[[], str | None]) -> None:
+    def follow(self, store: Store, rank: int, *, world_size: int, doing: Callable[[], Doing | None]) -> None:
         """Use another store, and report what the rank does there; see the class and `doing`."""
-        self._store, self._rank, self._world_size, self.doing = store, rank, world_size, doing
+        self._store, self._rank, self._world_size, self.doing = AnsweringStore(store, _STORE_S), rank, world_size, doing
 
     def take_uncaught(self) -> None:
         """Report exceptions that nothing catches, in place of the process's own report, where this guard is not around it."""
@@ -114,50 +129,77 @@ class JobGuard:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if not isinstance(error, Exception):
             return
-        stream = self._stream or sys.stderr
-        doing, has_lost_a_peer = _while(self.doing()), _lost_a_peer(error)
-        gone = self._who_is_gone() if has_lost_a_peer else {}
-        rank = next(iter(gone), self._rank)
-        line = _gone(rank, gone[rank]) if gone else _line(error, rank=rank, doing=doing)
-        failure = first_to_fail(self._store, rank, line)
-        if failure.rank in gone:
-            # torchrun compares times in whole seconds, in which the ranks that it ends itself may end, too
-            write_error_file(gone[failure.rank].process.error_file, failure.line)
-        if failure.rank != self._rank and has_lost_a_peer:
-            report = f"rank {self._rank} stops{doing}: {failure.line}\n"
-        elif isinstance(error, UserError):
-            report = f"error: {error}\n" if failure.rank == self._rank else ""
+        doing = self.doing()
+        has_lost_a_peer = _lost_a_peer(error)
+        failure = self._first_failure(error, doing, has_lost_a_peer=has_lost_a_peer)
+        is_own, is_elsewhere = failure.rank == self._rank, failure.host != self._host
+        if isinstance(error, UserError) and not has_lost_a_peer:
+            report = f"error: {error}\n" if is_own else ""
+        elif is_own or not has_lost_a_peer:
+            report = f"rank {self._rank} failed{_while(doing)}:\n" + "".join(traceback.format_exception(error))
         else:
-            report = f"rank {self._rank} failed{doing}:\n" + "".join(traceback.format_exception(error))
+            report = f"rank {self._rank} stops{_while(doing)}: {failure.line}\n"
+        if is_elsewhere and not report and self._is_first_here():
+            report = f"rank {self._rank} stops: {failure.line}\n"
+        stream = self._stream or sys.stderr
         stream.write(report)
-        if failure.rank == self._rank:
+        if is_own or is_elsewhere:
             write_error_file(self._error_file, failure.line, details=report.strip())
         sys.stdout.flush()
         stream.flush()
-        if failure.rank != self._rank:
+        if not (is_own or is_elsewhere):
             self._pause(_GRACE_S)
         self._leave(2 if isinstance(error, UserError) else 1)
 
-    def _who_is_gone(self) -> dict[int, Beat]:
-        """Ranks whose processes are gone without a record, once that is seen; empty if another rank has recorded itself."""
-        with suppress(RuntimeError):  # the store is gone with the rank that hosted it
-            for _ in range(_LOOKS if self._world_size else 0):
-                if who_failed(self._store) is not None:
-                    break
-                gone = departed(self._store, self._world_size)
-                if gone:
-                    return gone
-                self._pause(_LOOK_S)
-        return {}
+    def _first_failure(self, error: Exception, doing: Doing | None, *, has_lost_a_peer: bool) -> RankFailure:
+        """The failure on record, after this rank's own or that of a rank which is gone is, if there was none."""
+        own = RankFailure(self._rank, _line(error, rank=self._rank, doing=_while(doing)), self._host)
+        try:
+            gone = self._who_is_gone(None if doing is None else doing.waits_for) if has_lost_a_peer else None
+            failure = first_to_fail(self._store, gone or own)
+        except RuntimeError:  # the store is gone with the machine that hosted it, or with a rank
+            if not has_lost_a_peer:
+                return own
+            return RankFailure(_NO_RANK, f"{store_name()} is gone: that host, or what it ran of this job, has ended", "")
+        if gone is not None and failure.rank == gone.rank:
+            # torchrun compares times in whole seconds, in which the ranks that it ends itself may end, too
+            beside = error_file_beside(self._error_file, own_rank=self._rank, rank=failure.rank)
+            write_error_file(beside, failure.line)
+        return failure
+
+    def _who_is_gone(self, waits_for: int | None) -> RankFailure | None:
+        """A rank that is gone without a record, once that is seen; None if a rank has recorded itself, or all are there.
+
+        Args:
+            waits_for: the rank whose message this one was waiting for.
+        """
+        if not self._world_size:
+            return None
+        ranks = [rank for rank in range(self._world_size) if rank != self._rank]
+        before = published(self._store, ranks)
+        here = {rank: beat for rank, beat in before.items() if beat.process.host == self._host and not beat.is_last}
+        longest_s = max((_SILENT_BEATS * beat.interval_s for beat in before.values()), default=0.0)
+        for _ in range(max(_LEAST_LOOKS, round(longest_s / _LOOK_S))):
+            if who_failed(self._store) is not None:
+                return None
+            departed = {rank: beat for rank, beat in here.items() if is_gone(beat.process)}
+            if departed:
+                return _gone(departed, waits_for)
+            self._pause(_LOOK_S)
+        beats = published(self._store, [rank for rank in before if rank not in here])
+        silent = {rank: beat for rank, beat in beats.items() if beat.count == before[rank].count and not beat.is_last}
+        return _gone(silent, waits_for) if silent and who_failed(self._store) is None else None
+
+    def _is_first_here(self) -> bool:
+        """Whether no other rank of this machine has asked before."""
+        with suppress(RuntimeError):
+            return self._store.add(f"told on {self._host}", 1) == 1
+        return True
 
 
-def first_to_fail(store: Store, rank: int, line: str) -> RankFailure:
-    """Record that `rank` failed and its reason, unless another rank did before; return the failure that is on record."""
-    own = RankFailure(rank, line)
-    try:
-        return _read(store.compare_set(_KEY, "", json.dumps(own)))
-    except (RuntimeError, ValueError):  # the store is gone with the rank that hosted it
-        return own
+def first_to_fail(store: Store, failure: RankFailure) -> RankFailure:
+    """Record a failure, unless another one was before; return the one that is on record. Raises RuntimeError without a store."""
+    return _read(store.compare_set(_KEY, "", json.dumps(failure._asdict()))) or failure
 
 
 def who_failed(store: Store) -> RankFailure | None:
@@ -165,24 +207,29 @@ def who_failed(store: Store) -> RankFailure | None:
     return _read(store.get(_KEY)) if store.check([_KEY]) else None
 
 
-def _read(text: bytes) -> RankFailure:
-    return RankFailure(*json.loads(text))
+def _read(text: bytes) -> RankFailure | None:
+    return read_value(text, "the first failure", lambda fields: typed(RankFailure, fields))
 
 
-def _gone(rank: int, beat: Beat) -> str:
+def _gone(beats: Mapping[int, Beat], waits_for: int | None) -> RankFailure:
+    """The failure of ranks that are gone, given their last beats."""
+    rank = waits_for if waits_for is not None and waits_for in beats else min(beats)
+    beat, others = beats[rank], [str(each) for each in sorted(beats) if each != rank]
+    where = f"process {beat.process.pid} on {beat.process.host.split()[0]}"
+    also = f" with rank{'s' if len(others) > 1 else ''} {', '.join(others)}" if others else ""
     before = "" if beat.doing is None else f"; when last heard of, it {beat.doing}"
-    return f"rank {rank} (process {beat.process.pid} on {beat.process.host.split()[0]}) is gone, ended from outside{before}"
+    return RankFailure(rank, f"rank {rank} ({where}) is gone{also}, ended from outside{before}", beat.process.host)
 
 
 def _line(error: Exception, *, rank: int, doing: str) -> str:
     """The reason in one line."""
     if isinstance(error, UserError):
-        return f"error: {error}"
+        return f"rank {rank} on {socket.gethostname()} has ended: {error}"
     return f"rank {rank} failed{doing}: " + traceback.format_exception_only(error)[0].partition("\n")[0]  # its notes come after
 
 
-def _while(doing: str | None) -> str:
-    return "" if doing is None else f" while it {doing}"
+def _while(doing: Doing | None) -> str:
+    return "" if doing is None else f" while it {doing.text}"
 
 
 def _lost_a_peer(error: Exception) -> bool:

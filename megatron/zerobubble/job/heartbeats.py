@@ -8,32 +8,30 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-from megatron.zerobubble.job.key_value_store import Store
+from megatron.zerobubble.job.key_value_store import Store, read_value, typed
 from megatron.zerobubble.job.tcp_connections import Connections
 from megatron.zerobubble.machine import process_state
 
-__all__ = ["Beat", "Process", "departed", "kill", "publish", "published", "this_process"]
+__all__ = ["Beat", "Process", "is_gone", "publish", "published", "this_process"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Process:
-    """Where a rank runs."""
+    """Where a rank runs, by its own account: for messages, and never to send it a signal."""
 
     host: str
-    """Name and boot of its machine, the same for two processes that can send each other signals."""
+    """Name and boot of its machine, the same for two processes that can see each other."""
     pid: int
     """Its process number there."""
     born: str
     """When the process began, in the machine's own units, because numbers are used again; empty if unknown."""
-    error_file: str | None
-    """Where torchrun expects the reason of its failure; None without torchrun."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +55,8 @@ class Beat:
     """For how many seconds `doing` has not changed."""
     silence_of_next_s: float
     """For how many seconds it has not heard of the next rank."""
+    interval_s: float
+    """Seconds from one beat to the next, as intended."""
     busy_s: float
     """Time of all its ops so far, in seconds."""
     num_iterations: int
@@ -72,23 +72,11 @@ class Beat:
         return self.doing is not None and (self.is_waiting or self.is_shared)
 
 
-def this_process(error_file: str | None) -> Process:
-    """Where this rank runs.
-
-    Args:
-        error_file: where torchrun expects the reason of its failure.
-    """
-    return Process(host=f"{socket.gethostname()}{_boot()}", pid=os.getpid(), born=_start(os.getpid()), error_file=error_file)
-
-
-def kill(process: Process) -> bool:
-    """Kill a process of this machine that does not answer; SIGTERM would wait in one that is stopped. Whether it was there."""
-    if not process.born or _start(process.pid) != process.born or process.host != this_process(None).host:
-        return False
-    with suppress(OSError):
-        os.kill(process.pid, signal.SIGKILL)
-        return True
-    return False
+def this_process() -> Process:
+    """Where this rank runs."""
+    state = process_state(os.getpid())
+    born = "" if state is None else state.start
+    return Process(host=f"{socket.gethostname()}{_boot()}", pid=os.getpid(), born=born)
 
 
 def publish(store: Store, rank: int, beat: Beat) -> None:
@@ -101,22 +89,22 @@ def published(store: Store, ranks: Iterable[int]) -> dict[int, Beat]:
     known = [rank for rank in ranks if store.check([_key(rank)])]
     beats = {}
     for rank, text in zip(known, store.multi_get([_key(rank) for rank in known]), strict=True) if known else ():
-        fields = json.loads(text)
-        connections = Connections(**{name: tuple(ends) for name, ends in fields["connections"].items()})
-        beats[rank] = Beat(**fields | {"process": Process(**fields["process"]), "connections": connections})
+        beat = read_value(text, f"the heartbeat of rank {rank}", _beat)
+        if beat is not None:
+            beats[rank] = beat
     return beats
 
 
-def departed(store: Store, world_size: int) -> dict[int, Beat]:
-    """The last beats of ranks of this machine whose processes are gone before their work ended."""
-    here = this_process(None).host
-    beats = published(store, range(world_size))
-    return {
-        rank: beat for rank, beat in beats.items() if beat.process.host == here and not beat.is_last and _is_gone(beat.process)
-    }
+def _beat(fields: Any) -> Beat:
+    connections = Connections(**{name: tuple(map(str, ends)) for name, ends in fields["connections"].items()})
+    process = typed(Process, fields["process"])
+    if not process.host.split():
+        raise ValueError("host")
+    return typed(Beat, fields | {"process": process, "connections": connections})
 
 
-def _is_gone(process: Process) -> bool:
+def is_gone(process: Process) -> bool:
+    """Whether a process of this machine is not there any more."""
     state = process_state(process.pid)
     return bool(process.born) and (state is None or state.start != process.born or state.is_zombie)
 
@@ -131,8 +119,3 @@ def _boot() -> str:
     with suppress(OSError):
         found = f" {Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     return found
-
-
-def _start(pid: int) -> str:
-    state = process_state(pid)
-    return "" if state is None else state.start

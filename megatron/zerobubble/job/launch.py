@@ -14,18 +14,20 @@ from megatron.zerobubble.errors import ConfigError
 
 __all__ = [
     "Launch",
-    "enter_attempt",
+    "enter_block",
     "has_agent_store",
-    "has_master",
     "is_turned_off",
     "launcher_environment",
+    "master",
     "read_launch",
+    "store_name",
     "use_agent_store",
 ]
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _RESTART_COUNT, _MAX_RESTARTS = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
+_RUN_ID = "TORCHELASTIC_RUN_ID"
 _SWITCH = "ZERO_BUBBLE"
 
 
@@ -46,9 +48,11 @@ class Launch:
     error_file: str | None = None
     """Where torchrun expects the reason of this rank's failure; None without torchrun."""
     restart_count: int = 0
-    """How often torchrun has started all ranks again after a failure."""
+    """How often this host's torchrun has started its ranks again after a failure of one of them; hosts differ."""
     max_restarts: int = 0
     """How often it may (--max-restarts); 0 without torchrun."""
+    run_id: str = ""
+    """The id of torchrun's rendezvous (--rdzv-id), the same in all attempts of a job."""
 
 
 def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
@@ -78,19 +82,21 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
         error_file=environment.get(_ERROR_FILE),
         restart_count=number(_RESTART_COUNT, 0),
         max_restarts=number(_MAX_RESTARTS, 0),
+        run_id=environment.get(_RUN_ID, ""),
     )
 
 
-def enter_attempt(launch: Launch, number: int, error_file: Path) -> Launch:
-    """Make this process a rank of another job with the same ranks and launcher, as torchrun does when it restarts a job.
+def enter_block(launch: Launch, number: int, error_file: Path) -> Launch:
+    """Make this process a rank of another job with the same ranks and launcher, which starts several one after the other.
 
     Args:
         launch: which rank it is.
         number: tells the jobs apart: each meets in a part of torchrun's store of its own.
         error_file: where it leaves the reason of its failure.
     """
-    os.environ.update({_RESTART_COUNT: str(number), _MAX_RESTARTS: "0", _ERROR_FILE: str(error_file)})
-    return replace(launch, restart_count=number, max_restarts=0, error_file=str(error_file))
+    run_id = f"{launch.run_id}/{number}"
+    os.environ.update({_RUN_ID: run_id, _RESTART_COUNT: "0", _MAX_RESTARTS: "0", _ERROR_FILE: str(error_file)})
+    return replace(launch, run_id=run_id, restart_count=0, max_restarts=0, error_file=str(error_file))
 
 
 def is_turned_off() -> bool:
@@ -116,6 +122,17 @@ def use_agent_store() -> None:
     os.environ[_AGENT_STORE] = "True"
 
 
-def has_master() -> bool:
-    """Whether the environment names the host and port of a rendezvous."""
-    return "MASTER_ADDR" in os.environ
+def master() -> tuple[str, int] | None:
+    """Host and port of the rendezvous; None where the environment names none. Raises ConfigError."""
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if host is None:
+        return None
+    if not port.isdecimal():
+        raise ConfigError(f"the environment variable MASTER_PORT is {port!r}, not a number; start the job with torchrun")
+    return host, int(port)
+
+
+def store_name() -> str:
+    """The store at which the ranks meet, in messages."""
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    return "the job's store" if host is None else f"the job's store on {host}, port {port} (MASTER_ADDR, MASTER_PORT),"

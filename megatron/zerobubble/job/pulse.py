@@ -10,6 +10,7 @@ import threading
 import time
 from types import FrameType
 
+from megatron.zerobubble.job.failure import RankFailure, who_failed
 from megatron.zerobubble.job.heartbeats import Beat, publish, published, this_process
 from megatron.zerobubble.job.key_value_store import Store
 from megatron.zerobubble.job.stragglers import Stragglers
@@ -63,7 +64,6 @@ class Pulse:
         interval_s: seconds between two beats.
         watch: this rank's activity.
         stillness: for how long it has not changed.
-        error_file: where torchrun expects the reason of this rank's failure.
         alarm_key: key that is in the store after an alarm.
         long_s: seconds after which a wait is so long that the rank looks at its connections.
     """
@@ -77,14 +77,13 @@ class Pulse:
         interval_s: float,
         watch: Watch,
         stillness: Stillness,
-        error_file: str | None,
         alarm_key: str,
         long_s: float,
     ) -> None:
         self._store, self._rank, self._world_size, self.interval_s = store, rank, world_size, interval_s
         self._watch, self._stillness, self._alarm_key = watch, stillness, alarm_key
         self._long_s = long_s
-        self._process = this_process(error_file)
+        self._process = this_process()
         self._stragglers = Stragglers()
         self._count = 0
         self.next_rank = (rank + 1) % world_size
@@ -98,6 +97,8 @@ class Pulse:
         """Seconds that the store has not answered; the watchdog's other thread counts them."""
         self.is_alarm = False
         """Whether the alarm has been raised, by any rank."""
+        self.failure: RankFailure | None = None
+        """The first rank that has failed."""
         self.depends = False
         """Whether what this rank did at its last beat may last because of others."""
         self.place = ""
@@ -110,6 +111,7 @@ class Pulse:
             while not over.wait(self.interval_s if self._count else 0.0):
                 self._publish(is_last=False)
                 self.is_alarm = self._store.check([self._alarm_key])
+                self.failure = who_failed(self._store)
                 heard = published(self._store, [self.next_rank]).get(self.next_rank)
                 now = time.monotonic()
                 passed_s = min(now - looked, 2.0 * self.interval_s)
@@ -147,6 +149,7 @@ class Pulse:
             is_shared=doing is None or doing.is_shared,
             still_s=still_s,
             silence_of_next_s=self.next_silent_s,
+            interval_s=self.interval_s,
             busy_s=self._watch.busy_s,
             num_iterations=self._watch.num_iterations,
             connections=own_connections() if is_waiting and still_s >= self._long_s else Connections(),

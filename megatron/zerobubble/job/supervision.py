@@ -99,7 +99,7 @@ class Supervision:
         if self.guard is None:
             self.guard = JobGuard(ours, rank, error_file=launch.error_file)
             self.guard.take_uncaught()
-        self.guard.follow(ours, rank, world_size=world_size, doing=watch.text)
+        self.guard.follow(ours, rank, world_size=world_size, doing=watch.last)
         launch = dataclasses.replace(launch, rank=rank, world_size=world_size)
         self._dog = watchdog(launch, ours, watch, limit_s=limit_s, timeout_minutes=timeout_s / 60.0)
         with watch.phase(text):  # the first beat says it

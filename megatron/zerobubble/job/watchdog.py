@@ -13,6 +13,8 @@ listens for those of the next rank. The other one raises the alarm
   because the rank that it waits for may be in a phase that takes as long as it takes;
 - when the store does not answer for the time limit: its host is gone.
 
+A rank that has noticed nothing of another one's failure, because it waits for something else, leaves with that rank's reason.
+
 A rank of which nothing is known, because it is outside of all phases, raises no alarm, and may be silent for nine tenths of the
 distributed timeout: that is a training loop that is not ours, between its calls of the schedule (`supervision`).
 
@@ -33,12 +35,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 
+from megatron.zerobubble.job.answering_store import AnsweringStore
 from megatron.zerobubble.job.error_file import write_error_file
-from megatron.zerobubble.job.failure import first_to_fail, who_failed
-from megatron.zerobubble.job.heartbeats import Beat, kill, published, this_process
-from megatron.zerobubble.job.key_value_store import Store
+from megatron.zerobubble.job.failure import RankFailure, first_to_fail, who_failed
+from megatron.zerobubble.job.heartbeats import Beat, published, this_process
+from megatron.zerobubble.job.key_value_store import Store, read_value, typed
 from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.job.pulse import Pulse, Stillness
+from megatron.zerobubble.job.siblings import error_file_beside, kill_if_stopped
 from megatron.zerobubble.job.verdict import HangVerdict, decide
 from megatron.zerobubble.runtime.threads import start_thread
 from megatron.zerobubble.runtime.watch import Doing, Watch
@@ -49,7 +53,7 @@ _log = logging.getLogger(__name__)
 
 _STUCK, _VERDICT, _REPORTED = "stuck", "stuck/verdict", "stuck/reported"
 _GRACE_S = 5.0
-"""Seconds that ranks wait for a verdict, and those that have reported for those that have not."""
+"""Seconds that ranks wait for a verdict, those that have reported for the others, and after a failure of another rank."""
 _AFTERWARDS_S = 3.0
 """Seconds that the other ranks wait after the named one has left: torchrun shows the rank that was the first to exit."""
 _FIRST_FRACTION = 0.9
@@ -112,7 +116,8 @@ class Watchdog:
         error_file: str | None = None,
         leave: Callable[[int], object] = os._exit,
     ) -> None:
-        self._watch, self._store, self._leave = watch, store.clone(), leave
+        self._watch, self._leave = watch, leave
+        self._store = AnsweringStore(store.clone(), max(limit_s, _LEAST_UNANSWERED_S))
         self._rank, self._world_size, self._error_file = rank, world_size, error_file
         self._limit_s, self._first_limit_s = limit_s, first_limit_s
         self._interval_s = min(1.0, limit_s / 10.0)
@@ -126,7 +131,6 @@ class Watchdog:
             interval_s=min(_LONGEST_INTERVAL_S, limit_s / 10.0),
             watch=watch,
             stillness=self._stillness,
-            error_file=error_file,
             alarm_key=_STUCK,
             long_s=limit_s / 2.0,
         )
@@ -146,11 +150,16 @@ class Watchdog:
 
     def _look(self) -> None:
         """The thread that raises the alarm, or follows one, until the end of the run."""
+        failed_s = 0.0
         while not self._over.wait(self._interval_s):
             doing, still_s = self._stillness.look(self._interval_s)
             self._pulse.unanswered_s += self._interval_s
             if doing is not None and self._pulse.unanswered_s >= max(self._limit_s, _LEAST_UNANSWERED_S):
                 self._leave_without_store()
+                return
+            failed_s = 0.0 if self._pulse.failure is None else failed_s + self._interval_s
+            if self._pulse.failure is not None and failed_s >= _GRACE_S:
+                self._follow(self._pulse.failure)
                 return
             if self._pulse.is_alarm or self._is_due(doing, still_s) or self._all_wait(still_s):
                 self._alarm(doing, still_s)
@@ -196,14 +205,17 @@ class Watchdog:
             verdict = self._decide()
             _log.error("stuck: %s (--zero-bubble-watchdog-seconds %g)", verdict.reason, self._limit_s)
             sys.stdout.flush()
-            first_to_fail(self._store, verdict.rank, verdict.reason)
+            beat = published(self._store, [verdict.rank]).get(verdict.rank)
+            process = this_process() if beat is None else beat.process
+            first_to_fail(self._store, RankFailure(verdict.rank, verdict.reason, process.host))
             self._store.set(_VERDICT, json.dumps(verdict._asdict()))
         until = time.monotonic() + _GRACE_S + 3.0 * self._pulse.interval_s
         while not self._store.check([_VERDICT]) and time.monotonic() < until:
             time.sleep(0.05)
+        found = None
         if self._store.check([_VERDICT]):
-            return HangVerdict(**json.loads(self._store.get(_VERDICT)))
-        return HangVerdict(rank=self._rank, reason=f"rank {self._rank} waited for the reason in vain")
+            found = read_value(self._store.get(_VERDICT), "the alarm's reason", lambda fields: typed(HangVerdict, fields))
+        return found or HangVerdict(rank=self._rank, reason=f"rank {self._rank} waited for the reason in vain")
 
     def _decide(self) -> HangVerdict:
         """Look at all beats twice: those of a rank that is stopped do not change."""
@@ -213,7 +225,7 @@ class Watchdog:
         beats = published(self._store, ranks)
         failed = who_failed(self._store)
         if failed is not None:
-            return HangVerdict(*failed)
+            return HangVerdict(failed.rank, failed.line)
         return decide(
             beats,
             silent_s=self._silent_s(before, beats),
@@ -251,19 +263,13 @@ class Watchdog:
         self._wait_for_others(self._world_size - verdict.num_silent)
         if verdict.rank != self._rank:
             if verdict.num_silent:
-                self._kill(verdict)
+                beside = error_file_beside(self._error_file, own_rank=self._rank, rank=verdict.rank)
+                write_error_file(beside, verdict.reason)
+                kill_if_stopped(verdict.rank)
             time.sleep(_AFTERWARDS_S)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         self._leave(1)
-
-    def _kill(self, verdict: HangVerdict) -> None:
-        """Kill the named rank, if its process is on this machine and does not answer; its reason is left for torchrun."""
-        process = published(self._store, [verdict.rank]).get(verdict.rank)
-        if process is None or process.process.host != this_process(None).host:
-            return
-        write_error_file(process.process.error_file, verdict.reason)
-        kill(process.process)
 
     def _wait_for_others(self, num_ranks: int) -> None:
         """Wait until that number of ranks has reported: torchrun ends the others at the first exit code."""
@@ -272,6 +278,14 @@ class Watchdog:
         while num_reported < num_ranks and time.monotonic() < until:
             time.sleep(0.1)
             num_reported = self._store.add(_REPORTED, 0)
+
+    def _follow(self, failure: RankFailure) -> None:
+        """End this rank after a failure of another one, of which its main thread has noticed nothing."""
+        _log.error("rank %d stops: %s", self._rank, failure.line)
+        if failure.host != this_process().host:
+            write_error_file(self._error_file, failure.line)
+        sys.stdout.flush()
+        self._leave(1)
 
     def _leave_without_store(self) -> None:
         reason = (

@@ -26,6 +26,7 @@ import xxhash
 from torch.distributed import distributed_c10d as c10d
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.job.key_value_store import UNREADABLE
 from megatron.zerobubble.messages import one_line, shown
 from megatron.zerobubble.plan.communication import Program
 from megatron.zerobubble.version import __version__
@@ -33,13 +34,11 @@ from megatron.zerobubble.version import __version__
 __all__ = [
     "Given",
     "Record",
-    "SameUnequalPlans",
     "check_same",
     "check_same_program",
     "content_digest",
     "differences",
     "program_digest",
-    "refuse",
     "text_digest",
     "turn",
     "versions",
@@ -54,8 +53,6 @@ _LONGEST_PAUSE_S = 0.05
 """Seconds between two looks at the store."""
 _READ_S = 5.0
 """Seconds that rank 0, whose host may have the store, waits for the others to read its verdict."""
-_LINGER_S = 30.0
-"""The same for a rank 0 that has a reason of its own: the others may still be starting."""
 _LEAVE_S = 2.0
 """Seconds that it then lets the others end: a torchrun that loses the store first shows an error of its own."""
 
@@ -88,7 +85,7 @@ class Record:
 def check_same(
     store: Any, values: Mapping[str, Given], *, rank: int, ranks: Sequence[int], remedy: str, timeout_s: float = _PATIENCE_S
 ) -> None:
-    """Compare what some ranks were given. All of them must call this, once per store, or `refuse`.
+    """Compare what some ranks were given. All of them must call this, once per store.
 
     It needs no process group. Each rank writes about 100 bytes to the store, and each different record is there once.
 
@@ -101,7 +98,7 @@ def check_same(
         timeout_s: how long to wait for the slowest rank.
 
     Raises:
-        ConfigError: on every rank, with the same line: values differ, or a rank refused or did not come.
+        ConfigError: on every rank, with the same line: values differ, or a rank did not come.
     """
     text = json.dumps({name: [given.text, given.digest] for name, given in values.items()})
     digest = text_digest(text)
@@ -110,12 +107,11 @@ def check_same(
         store.set(f"rank/{rank}", json.dumps([socket.gethostname(), digest]))
         store.add("arrived", 1)
         if rank == ranks[0]:
-            _until(lambda: store.add("arrived", 0) == len(ranks) or store.check([_VERDICT]), timeout_s)
-            if not store.check([_VERDICT]):
-                store.compare_set(_VERDICT, "", _verdict(store, ranks, remedy))
+            _until(lambda: store.add("arrived", 0) == len(ranks), timeout_s)
+            store.set(_VERDICT, _verdict(store, ranks, remedy))
         elif not _until(lambda: store.check([_VERDICT]), timeout_s + _READ_S):
             raise ConfigError(f"rank {ranks[0]}, which compares what ranks were given, has not come; see the output of its host")
-        verdict = store.get(_VERDICT).decode()
+        verdict = store.get(_VERDICT).decode(errors="replace")
         store.add("read", 1)
         if verdict != _AGREED and rank == ranks[0]:  # the store may end with this rank, or with its host
             _until(lambda: store.add("read", 0) >= store.add("arrived", 0), _READ_S)
@@ -125,19 +121,7 @@ def check_same(
             f"the store in which rank {rank} compares what it was given is gone: see the output of the other hosts ({error})"
         ) from error
     if verdict != _AGREED:
-        raise ConfigError(verdict)
-
-
-def refuse(store: Any, reason: str, *, rank: int, world_size: int) -> None:
-    """Instead of `check_same`, on a rank that ends because of a user error: the others raise its reason, without a wait.
-
-    Rank 0, whose host may have the store, lets the others read it, for at most 30 seconds.
-    """
-    reason = f"rank {rank} on {socket.gethostname()} has ended before it joined the job: {reason}"
-    store.compare_set(_VERDICT, "", one_line(reason))
-    store.add("read", 1)
-    if rank == 0 and _until(lambda: store.add("read", 0) >= world_size, _LINGER_S):
-        time.sleep(_LEAVE_S)
+        raise ConfigError(one_line(verdict))
 
 
 def _until(condition: Callable[[], bool], timeout_s: float) -> bool:
@@ -160,10 +144,13 @@ def _verdict(store: Any, ranks: Sequence[int], remedy: str) -> str:
             f"of {len(ranks)} ranks these have not come to compare what they were given: {named}; see the output of their hosts, "
             f"and {remedy}"
         )
-    entries = [json.loads(store.get(f"rank/{rank}")) for rank in ranks]
-    by_digest = {digest: json.loads(store.get(f"values/{digest}")) for digest in dict.fromkeys(each[1] for each in entries)}
-    values = {digest: {name: Given(*pair) for name, pair in found.items()} for digest, found in by_digest.items()}
-    found = differences([Record(rank, host, values[digest]) for rank, (host, digest) in zip(ranks, entries, strict=True)])
+    try:
+        entries = [json.loads(store.get(f"rank/{rank}")) for rank in ranks]
+        by_digest = {digest: json.loads(store.get(f"values/{digest}")) for digest in dict.fromkeys(each[1] for each in entries)}
+        values = {digest: {name: Given(*pair) for name, pair in found.items()} for digest, found in by_digest.items()}
+        found = differences([Record(rank, host, values[digest]) for rank, (host, digest) in zip(ranks, entries, strict=True)])
+    except UNREADABLE:
+        return f"what ranks were given cannot be compared: something else has written to the job's store; {remedy}"
     return one_line(f"ranks were not given the same: {'; '.join(found)}; {remedy}") if found else _AGREED
 
 
@@ -257,26 +244,3 @@ def turn(name: str) -> Any:
     store = c10d._get_default_store()
     number = store.add(f"zerobubble/{name}/turns of {dist.get_rank()}", 1)
     return c10d.PrefixStore(f"zerobubble/{name}/{number}", store)
-
-
-class SameUnequalPlans:
-    """Compares the plans of single iterations over the world, on the thread that makes them. Every rank must construct it."""
-
-    def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo")
-
-    def check(self, program: Program) -> None:
-        """Raise ConfigError on all ranks if their programs differ. All ranks must call it for the same iterations, in order."""
-        found = torch.zeros(dist.get_world_size(), dtype=torch.int64)
-        found[dist.get_rank()] = int(program_digest(program)[:15], 16)  # 60 bits: int64 has a sign
-        dist.all_reduce(found, group=self._group)
-        others = [rank for rank, digest in enumerate(found) if digest != found[0]]
-        if others:
-            raise ConfigError(
-                f"ranks 0 and {others[0]} have planned an iteration of {program.plan.num_microbatches} microbatches of unequal "
-                "length differently: give all ranks the same options and versions"
-            )
-
-    def close(self) -> None:
-        """Destroy the group. Every rank must call it."""
-        dist.destroy_process_group(self._group)

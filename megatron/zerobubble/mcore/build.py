@@ -21,7 +21,6 @@ from megatron.zerobubble.mcore.ddp.wrap import wrap_chunks
 from megatron.zerobubble.mcore.microbatches.length_exchange import GIVE_LENGTHS
 from megatron.zerobubble.mcore.model.embeddings import FinalizeGradients, release_unused_head, tie_chunks
 from megatron.zerobubble.mcore.model.float16 import StageFloat16Module
-from megatron.zerobubble.mcore.model.hybrid_layers import check_hybrid
 from megatron.zerobubble.mcore.model.named_weights import draw_by_name, remember_init_methods
 from megatron.zerobubble.mcore.model.stage_layout import StageLayout
 from megatron.zerobubble.mcore.model.transformer_engine import defer_to_w, fusion_without_apex
@@ -87,8 +86,6 @@ def build_chunks(
     models = [model.to(device) for model in models]
     if config.fp16 or config.bf16:
         models = [StageFloat16Module(config, model) for model in models]
-    for model in models:
-        check_hybrid(model)
     tie_chunks(models)
     store = None
     if not spec.is_stock:

@@ -22,7 +22,7 @@ from megatron.zerobubble.mcore.microbatches.iteration_plans import UnequalOption
 from megatron.zerobubble.mcore.model.layout_dropout import LayoutDropout, check_layout_dropout
 from megatron.zerobubble.mcore.planning.chunk_advice import chunk_advice
 from megatron.zerobubble.mcore.planning.layers_file import write_layers_file
-from megatron.zerobubble.mcore.planning.layout_proposal import layout_proposal, measured_parts, proposal
+from megatron.zerobubble.mcore.planning.layout_proposal import layout_proposal, measured_parts, recorded_costs
 from megatron.zerobubble.mcore.planning.plan_file import PlanFileWriter
 from megatron.zerobubble.mcore.planning.stage_contents import StageContents
 from megatron.zerobubble.mcore.replanner import budget_of, make_replanner
@@ -187,21 +187,19 @@ class Engine:
         if not kinds or kinds[0] in LETTERS:
             _log.warning("--zero-bubble-balance-stages: the model has no decoder of transformer layers to divide otherwise")
             return
-        if len(set(kinds)) == 1:
-            times = measured_parts(schedule, contents.layers, costs)
-            if times is None:
-                _log.warning("stages: not measured, because no iteration after the first one was recorded")
-            elif is_first:
-                self._show(proposal(times, contents.layers, schedule.spec.placement))
-        elif costs is None:
-            _log.warning("layouts: layers of several kinds need profiled times: --zero-bubble-pipeline-timers-start-iter")
-        if costs is None or self._has_shown_layout:
+        is_profiled = costs is not None
+        if costs is None:
+            costs = recorded_costs(schedule)
+        if costs is None:
+            _log.warning("stages: not measured, because no iteration after the first one was recorded")
             return
-        self._has_shown_layout = True
+        is_shown, self._has_shown_layout = self._has_shown_layout, is_profiled
         plan = schedule.plan(self._num_microbatches)
         if is_first:
             try:
-                self._show(layout_proposal(plan, kinds, contents.layers, costs, self.options.objective))
+                self._show(measured_parts(kinds, contents.layers, schedule.spec.placement, costs))
+                if not is_shown:
+                    self._show(layout_proposal(plan, kinds, contents.layers, costs, self.options.objective))
             except (ConfigError, PlanError) as error:
                 _log.warning("layouts: %s", error)
 

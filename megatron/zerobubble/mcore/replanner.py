@@ -22,7 +22,6 @@ from megatron.zerobubble.mcore.state_memory import usable_bytes
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.costs.cost_model import Activations, CostModel
 from megatron.zerobubble.plan.costs.length_model import LengthModel
-from megatron.zerobubble.plan.costs.links import unequal_links
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import executed_plan, initial_plan, plan_of
@@ -105,8 +104,7 @@ def measured_costs(everybody: Sequence[Measured], placement: Placement) -> CostM
     for each in everybody:
         for pair, elapsed in each.link_ms.items():
             slowest[pair] = max(elapsed, slowest.get(pair, 0.0))  # of the replicas, which wait for each other
-    costs = combine([each.profile for each in everybody], placement, link_ms=list(slowest.values()))
-    return replace(costs, links=unequal_links(slowest, placement.num_ranks))
+    return combine([each.profile for each in everybody], placement, slowest)
 
 
 class Replanner:

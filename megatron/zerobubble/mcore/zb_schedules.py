@@ -232,21 +232,16 @@ class PipelineSchedule:
 
     def close(self) -> None:
         """Destroy the process groups of the links. Every rank of the world must call it."""
-        if self._links is not None:
-            self._links.close()
-        if self.unequal is not None:
-            self.unequal.close()
-        if self.hooks.token_count is not None:
-            self.hooks.token_count.close()
-            self.hooks.token_count = None
+        for close in self.closers():
+            close()
+        self.hooks.token_count = None
 
     def closers(self) -> list[Callable[[], None]]:
         """What destroys the process groups that exist so far when the model is gone, without a reference to it.
 
         Every rank of the world must call them, in this order.
         """
-        unequal = () if self.unequal is None else (self.unequal.exchange, self.unequal.same_plans)
-        owners = (self._links, *unequal, self.hooks.token_count)
+        owners = (self._links, None if self.unequal is None else self.unequal.exchange, self.hooks.token_count)
         return [owner.close for owner in owners if owner is not None]
 
     def _clock_offset_ms(self) -> float:

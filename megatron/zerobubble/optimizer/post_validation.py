@@ -93,8 +93,8 @@ class RollbackOptimizer(Protocol):
     def apply(self, statistics: GradientStatistics) -> None:
         """Clip by these statistics and step; do nothing if they overflowed."""
 
-    def snapshot(self) -> bool:
-        """Prepare for a rollback of the next `apply`; False if it could not be rolled back."""
+    def snapshot(self) -> None:
+        """Prepare for a rollback of the next `apply`."""
 
     def redo(self, statistics: GradientStatistics, *, roll_back: bool) -> None:
         """Step again by the global statistics, with the gradients of `prepare`.
@@ -391,7 +391,8 @@ class PostValidation:
         return (self._relay.abandon, *self._optimizer.closers())
 
     def _step_optimistically(self, own: GradientStatistics) -> None:
-        has_snapshot = not self._relay.is_last and self._optimizer.snapshot()  # before waiting for the previous rank
+        if not self._relay.is_last:
+            self._optimizer.snapshot()  # before waiting for the previous rank
         stepped, prefix = self._relay.recv_prefix(own)
         if self._relay.is_last:
             self._relay.send_prev(stepped, prefix)
@@ -399,7 +400,7 @@ class PostValidation:
             self._optimizer.finalize(prefix)
             self._pending = _Pending(prefix, stepped, is_stepped=False)
             return
-        steps = has_snapshot and not prefix.overflowed and not self._optimizer.is_clipped(prefix)
+        steps = not prefix.overflowed and not self._optimizer.is_clipped(prefix)
         self._relay.send_next((*stepped, self._relay.rank) if steps else stepped, prefix)
         if steps:
             self._optimizer.apply(prefix)

@@ -77,15 +77,16 @@ class Result:
     def verdict(self, objective: Objective) -> str:
         """For `auto`, one line: the chosen schedule, its iteration time, and by how much the runner-up is slower."""
         mine = objective.of(self.simulation)
-        chosen = f"auto chose {self._title()}: {mine:.3f} ms per iteration {objective.label}"
+        chosen = f"auto chose {self.titled(self.name)}: {mine:.3f} ms per iteration {objective.label}"
         if self.runner_up is None:
             return f"{chosen}; the lower bounds of all others are above it"
         second = objective.of(self.runner_up.simulation)
-        return f"{chosen}; runner-up {self.runner_up._title()}: {second:.3f} ms ({100 * (second / mine - 1):.1f} % slower)"
+        other = self.runner_up.titled(self.runner_up.name)
+        return f"{chosen}; runner-up {other}: {second:.3f} ms ({100 * (second / mine - 1):.1f} % slower)"
 
-    def _title(self) -> str:
-        chunks = "" if self.num_chunks == 1 else f" with {self.num_chunks} virtual stages (VPP) per rank"
-        return f"{self.name}{chunks}"
+    def titled(self, name: str) -> str:
+        """A name of the schedule, with the virtual stages of its plan."""
+        return name if self.num_chunks == 1 else f"{name} with {self.num_chunks} virtual stages (VPP) per rank"
 
     def metrics(self) -> dict[str, object]:
         """The `metrics` object of the plan's JSON form, with lower bounds and gaps."""

@@ -26,6 +26,9 @@ from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.dependencies import execution_order, requirements, result_of
 from megatron.zerobubble.plan.ir import Op, OpKind, Plan
 
+Stair = tuple[tuple[float, float], ...]
+"""A step function as (time in milliseconds, activation memory from then on), in ascending time."""
+
 
 class TimedOp(NamedTuple):
     """An op with its start and end, simulated or recorded, in milliseconds on one clock for all ranks."""
@@ -148,6 +151,22 @@ def peak_memory(plan: Plan, costs: CostModel) -> tuple[float, ...]:
     own = costs.reordered(plan.assignment)
     unit = min(plan.num_ranks, plan.num_microbatches)
     return tuple(max(memory_after_ops(row, own), default=0.0) / unit for row in plan.ops)
+
+
+def memory_over_time(rows: Sequence[Sequence[TimedOp]], num_microbatches: int, costs: CostModel) -> tuple[Stair, ...]:
+    """Activation memory per rank over time, with one step per op in the order of the ops; 1.0 is 1F1B's rank 0.
+
+    Args:
+        rows: the timed ops per rank, simulated or recorded, with backward passes.
+        num_microbatches: m.
+        costs: activation memory per stage; of unequal microbatches in the plan's own order (`CostModel.reordered`).
+    """
+    unit = min(len(rows), num_microbatches)
+    memory = (memory_after_ops([op for op, _, _ in row], costs) for row in rows)
+    starts = ([start if op.kind is OpKind.F else end for op, start, end in row] for row in rows)
+    return tuple(
+        tuple((at, value / unit) for at, value in zip(*stair, strict=True)) for stair in zip(starts, memory, strict=True)
+    )
 
 
 def memory_after_ops(row: Sequence[Op], costs: CostModel) -> list[float]:

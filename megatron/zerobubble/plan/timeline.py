@@ -74,13 +74,15 @@ class RankTimeline:
     peak_bytes: int | None = None
     """Peak allocated memory of the rank's device up to the end of the iteration; None if it is not counted, and in iterations
     with profiled passes, which reset the device's peak counter."""
+    host: str = ""
+    """Name of its host, if known."""
 
     def shifted(self, by_ms: float) -> RankTimeline:
         """The timeline with `by_ms` added to every time."""
-        return RankTimeline(
+        return replace(
+            self,
             ops=tuple(TimedOp(op, start + by_ms, end + by_ms) for op, start, end in self.ops),
             spans=tuple(replace(span, start_ms=span.start_ms + by_ms, end_ms=span.end_ms + by_ms) for span in self.spans),
-            peak_bytes=self.peak_bytes,
         )
 
 

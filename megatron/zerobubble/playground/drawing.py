@@ -15,15 +15,14 @@ from typing import Any
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, MicrobatchCosts
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
-from megatron.zerobubble.plan.memory_profile import activation_memory_over_time
 from megatron.zerobubble.plan.planner import Result
+from megatron.zerobubble.plan.render.plan_summary import headline, lengths, measures, title
 from megatron.zerobubble.plan.render.svg import SPAN_COLORS
 from megatron.zerobubble.plan.render.text import chunks_of, extent, render_text
-from megatron.zerobubble.plan.simulate import Simulation, TimedOp
+from megatron.zerobubble.plan.simulate import Simulation, TimedOp, memory_over_time
 from megatron.zerobubble.plan.timeline import Timeline
 from megatron.zerobubble.plan.validate import live_microbatches, pending_wgrads
 from megatron.zerobubble.playground.length_fields import attention_share, drawn_slots
-from megatron.zerobubble.playground.words import headline, lengths, measures, milliseconds, percent, title
 from megatron.zerobubble.profiling.breakdown import rank_times
 from megatron.zerobubble.profiling.report import report
 
@@ -47,7 +46,7 @@ def draw_plan(result: Result, came: Simulation | None = None) -> Drawing:
     drawing = _draw(plan, simulation.rows, simulation.costs)
     return drawing | {
         "source": "plan",
-        "headline": headline(plan),
+        "headline": headline(plan, title(plan.schedule)),
         "measures": measures(simulation),
         "lengths": lengths(simulation, came),
         "metrics": result.metrics() | _sent(plan.placement, plan.num_microbatches) | _idle(simulation, came),
@@ -77,11 +76,8 @@ def draw_recorded(timeline: Timeline) -> Drawing:
     }
     return drawing | {
         "source": "trace",
-        "headline": f"iteration {timeline.iteration} as it ran: {headline(plan)}",
-        "measures": (
-            f"bubble rate {percent(seen.bubble_rate)}, makespan {milliseconds(seen.makespan_ms)}, "
-            f"span {milliseconds(seen.span_ms)}"
-        ),
+        "headline": f"iteration {timeline.iteration} as it ran: {headline(plan, title(plan.schedule))}",
+        "measures": f"bubble {100 * seen.bubble_rate:.2f} %, makespan {seen.makespan_ms:.3f} ms, span {seen.span_ms:.3f} ms",
         "memory_is_assumed": timeline.activations is None,
         "metrics": metrics | _sent(plan.placement, plan.num_microbatches),
         "lines": [line.strip() for line in seen.lines()],
@@ -93,7 +89,7 @@ def draw_recorded(timeline: Timeline) -> Drawing:
 
 def _draw(plan: Plan, rows: Sequence[Sequence[TimedOp]], costs: CostModel) -> Drawing:
     begin, end = extent(rows)
-    stairs = activation_memory_over_time(rows, plan.num_microbatches, costs.reordered(plan.assignment))
+    stairs = memory_over_time(rows, plan.num_microbatches, costs.reordered(plan.assignment))
     times = rank_times(rows)
     peaks = [max((held for _, held in stair), default=0.0) for stair in stairs]
     counts = zip(live_microbatches(plan), pending_wgrads(plan), times, peaks, strict=True)

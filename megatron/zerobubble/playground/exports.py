@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import known_schedules
 from megatron.zerobubble.plan.render.chrome_trace import render_chrome_trace
-from megatron.zerobubble.plan.render.plan_summary import slot_notes, slots
-from megatron.zerobubble.plan.render.svg import render_svg
+from megatron.zerobubble.plan.render.plan_summary import headline, lengths, measures, slot_notes, slots, title
+from megatron.zerobubble.plan.render.svg import Panel, render_svg
 from megatron.zerobubble.plan.simulate import Simulation
-from megatron.zerobubble.playground.words import headline, lengths, measures
 
 _SVG_WIDTH_PX = 1600
 _SVG_MOST_PX = 24_000
@@ -27,8 +26,7 @@ class Export(enum.Enum):
     TRACE = "trace"
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextFile:
+class TextFile(NamedTuple):
     """A file for the browser to save."""
 
     name: str
@@ -40,14 +38,13 @@ def export(simulation: Simulation, form: Export) -> TextFile:
     """Export a simulated plan as a file."""
     stem = stem_of(simulation.plan)
     if form is Export.TRACE:
-        text = render_chrome_trace(simulation.rows, slots(simulation))
-        return TextFile(name=f"{stem}.trace.json", media_type="application/json", text=text)
+        return TextFile(f"{stem}.trace.json", "application/json", render_chrome_trace(simulation.rows, slots(simulation)))
     width = max(_SVG_WIDTH_PX, min(_SVG_MOST_PX, _PX_PER_PASS * max(map(len, simulation.rows))))
     subtitle = "; ".join([measures(simulation), *lengths(simulation)])
-    svg = render_svg(
-        simulation.rows, title=headline(simulation.plan), subtitle=subtitle, width_px=width, notes=slot_notes(simulation)
-    )
-    return TextFile(name=f"{stem}.svg", media_type="image/svg+xml", text=svg)
+    name = headline(simulation.plan, title(simulation.plan.schedule))
+    panel = Panel.of_ops(simulation.rows, notes=slot_notes(simulation))
+    svg = render_svg([panel], title=name, subtitle=subtitle, width_px=width)
+    return TextFile(f"{stem}.svg", "image/svg+xml", svg)
 
 
 def stem_of(plan: Plan) -> str:

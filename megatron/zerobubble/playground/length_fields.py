@@ -17,7 +17,7 @@ from megatron.zerobubble.plan.costs.microbatch_costs import check_tokens
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.registry import build_plan, schedule_info
 from megatron.zerobubble.plan.simulate import Simulation, simulate
-from megatron.zerobubble.playground.limits import MAX_TIME_MS, number
+from megatron.zerobubble.playground.limits import MAX_TIME_MS, number, whole
 
 KEYS = frozenset({"microbatch_tokens", "attention_share", "links", "bytes_per_token"})
 """Fields of a request."""
@@ -65,9 +65,7 @@ def _tokens(given: object, num_microbatches: int) -> tuple[int, ...]:
 def _drawn(given: Mapping[str, Any], num_microbatches: int) -> tuple[int, ...]:
     if set(given) != set(_DRAWN):
         raise ConfigError(f"log-normal lengths are an object with {', '.join(_DRAWN)}, got {quoted(given)}")
-    seed = given["seed"]
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= _MOST_SEED:
-        raise ConfigError(f"the seed of the lengths is {quoted(seed)}; give a whole number from 0 to {_MOST_SEED}")
+    seed = whole("the seed of the lengths", given["seed"], 0, _MOST_SEED)
     mean = number("the mean length", given["mean"], _MOST_MEAN)
     return log_normal_lengths(
         num_microbatches, mean=mean, variation=number("the lengths' variation", given["variation"], _MOST_VARIATION), seed=seed

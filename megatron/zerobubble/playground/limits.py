@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import enum
+from typing import TypeVar
+
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.messages import quoted
+
+Choice = TypeVar("Choice", bound=enum.Enum)
 
 MAX_RANKS = 64
 MAX_MICROBATCHES = 512
@@ -24,8 +29,24 @@ WORKER_BYTES = 6 * 2**30
 """Address space of a worker process."""
 
 
-def number(name: str, value: object, most: float) -> float:
-    """Read a number from 0 to `most`. Raises ConfigError with its name on anything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
-        raise ConfigError(f"{name} is {quoted(value)}; give a number from 0 to {most:g}")
+def number(name: str, value: object, most: float, least: float = 0.0) -> float:
+    """Read a number. Raises ConfigError with its name on anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+        raise ConfigError(f"{name} is {quoted(value)}; give a number from {least:g} to {most:g}")
     return float(value)
+
+
+def whole(name: str, value: object, least: int, most: int) -> int:
+    """Read a whole number. Raises ConfigError with its name on anything else."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        remedy = "" if most > MAX_OPS else ", zerobubble plan takes larger ones"
+        raise ConfigError(f"{name} is {quoted(value)}; the playground takes whole numbers from {least} to {most}{remedy}")
+    return value
+
+
+def choice(kind: type[Choice], name: str, value: object) -> Choice:
+    """Read a member of an enumeration by its value. Raises ConfigError with its name on anything else."""
+    known = [member.value for member in kind]
+    if value not in known:
+        raise ConfigError(f"{name} is {quoted(value)}; choose one of {', '.join(known)}")
+    return kind(value)

@@ -17,7 +17,7 @@ from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.validate import validate
 from megatron.zerobubble.playground.drawing import Drawing, draw_plan, draw_recorded
 from megatron.zerobubble.playground.length_fields import as_it_came, attention_share
-from megatron.zerobubble.playground.limits import MAX_OPS
+from megatron.zerobubble.playground.limits import MAX_MICROBATCHES, MAX_OPS, MAX_RANKS, whole
 from megatron.zerobubble.playground.problem import check_size, read_stages
 from megatron.zerobubble.playground.recorded import read_trace
 from megatron.zerobubble.profiling.report import FORMAT as REPORT_FORMAT
@@ -93,13 +93,8 @@ def _open_report(given: Mapping[str, Any]) -> Opened:
     if not isinstance(last, dict):
         raise PlanError("the report has no iterations: 'iterations' must be a list of objects")
     costs = read_stages(last.get("costs", {}))
-    sizes: dict[str, int] = {}
-    for name in ("num_ranks", "num_microbatches", "iteration"):
-        value = last.get(name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise PlanError(f"the report's {name!r} is {quoted(value)}; it must be a whole number, 1 or more")
-        sizes[name] = value
-    check_size(sizes["num_ranks"], sizes["num_microbatches"])
+    most = {"num_ranks": MAX_RANKS, "num_microbatches": MAX_MICROBATCHES, "iteration": 2**40}
+    sizes = {name: whole(f"the report's {name}", last.get(name), 1, largest) for name, largest in most.items()}
     if costs.num_stages % sizes["num_ranks"]:
         raise PlanError(f"the report has costs of {costs.num_stages} stages for {sizes['num_ranks']} ranks")
     schedule = last.get("schedule")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, fields
+from typing import Any
 
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.messages import parse_json, quoted, shown
@@ -23,31 +23,14 @@ from megatron.zerobubble.playground.limits import (
     MAX_RANKS,
     MAX_STAGES_PER_RANK,
     MAX_TIME_MS,
+    choice,
     number,
+    whole,
 )
-
-Choice = TypeVar("Choice", Effort, Objective)
 
 _SCALARS = ("forward_ms", "backward_ms", "wgrad_ms", "comm_ms", "activation_after_backward")
-_KEYS = KEYS | frozenset(
-    {
-        "num_ranks",
-        "num_microbatches",
-        "schedule",
-        "num_chunks",
-        "max_pending_backward",
-        "memory_limit",
-        "memory_limits",
-        "objective",
-        "effort",
-        "seed",
-        "times",
-        "stages",
-    }
-)
 DEFAULT_OBJECTIVE = Objective.MAKESPAN
 """As in a run without --enable-optimizer-post-validation."""
-_REMEDY = "zerobubble plan takes larger ones"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +81,9 @@ class PlanRequest:
         return None if given == placement.num_stages else given
 
 
+_KEYS = KEYS | {field.name for field in fields(PlanRequest)} - {"unequal"}
+
+
 def read_problem(body: bytes) -> PlanRequest:
     """Read a request.
 
@@ -109,11 +95,11 @@ def read_problem(body: bytes) -> PlanRequest:
     unknown = sorted(set(given) - _KEYS)
     if unknown:
         raise ConfigError(f"the request has {', '.join(map(quoted, unknown[:3]))}; known are {', '.join(sorted(_KEYS))}")
-    num_ranks = _whole(given, "num_ranks", 1, MAX_RANKS)
+    num_ranks = whole("num_ranks", given.get("num_ranks"), 1, MAX_RANKS)
     name = given.get("schedule")
     if name != AUTO:
         schedule_info(shown(name))
-    num_microbatches = _whole(given, "num_microbatches", 1, MAX_MICROBATCHES)
+    num_microbatches = whole("num_microbatches", given.get("num_microbatches"), 1, MAX_MICROBATCHES)
     unequal = read_unequal(given, num_ranks, num_microbatches)
     return PlanRequest(
         num_ranks=num_ranks,
@@ -123,9 +109,9 @@ def read_problem(body: bytes) -> PlanRequest:
         max_pending_backward=_pending(given, num_ranks),
         memory_limit=_limit(given, AUTO_MEMORY_LIMIT * unequal.auto_memory_limit(num_ranks) if name == AUTO else None),
         memory_limits=_memories(given),
-        objective=_choice(Objective, given.get("objective", DEFAULT_OBJECTIVE.value), "objective"),
-        effort=None if given.get("effort", "drawn") == "drawn" else _choice(Effort, given["effort"], "effort"),
-        seed=_whole(given, "seed", 0, 2**31) if "seed" in given else 0,
+        objective=choice(Objective, "objective", given.get("objective", DEFAULT_OBJECTIVE.value)),
+        effort=None if given.get("effort", "drawn") == "drawn" else choice(Effort, "effort", given["effort"]),
+        seed=whole("seed", given.get("seed"), 0, 2**31) if "seed" in given else 0,
         times=_times(given.get("times", {})),
         stages=None if given.get("stages") is None else read_stages(given["stages"]),
         unequal=unequal,
@@ -142,19 +128,8 @@ def read_object(body: str | bytes) -> dict[str, Any]:
 
 def check_size(num_ranks: int, num_microbatches: int) -> None:
     """Raise ConfigError if a pipeline from a file is too large."""
-    for name, value, most in (
-        ("num_ranks", num_ranks, MAX_RANKS),
-        ("num_microbatches", num_microbatches, MAX_MICROBATCHES),
-    ):
-        if value > most:
-            raise ConfigError(f"{name} is {quoted(value)}; the playground takes 1 to {most}, {_REMEDY}")
-
-
-def _whole(given: Mapping[str, Any], name: str, least: int, most: int) -> int:
-    value = given.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise ConfigError(f"{name} is {quoted(value)}; the playground takes whole numbers from {least} to {most}, {_REMEDY}")
-    return value
+    whole("num_ranks", num_ranks, 1, MAX_RANKS)
+    whole("num_microbatches", num_microbatches, 1, MAX_MICROBATCHES)
 
 
 def _limit(given: Mapping[str, Any], usual: float | None) -> float | None:
@@ -174,7 +149,7 @@ def _memories(given: Mapping[str, Any]) -> tuple[float, ...]:
 
 
 def _chunks(given: Mapping[str, Any]) -> int | None:
-    return None if given.get("num_chunks") is None else _whole(given, "num_chunks", 1, MAX_STAGES_PER_RANK)
+    return None if given.get("num_chunks") is None else whole("num_chunks", given.get("num_chunks"), 1, MAX_STAGES_PER_RANK)
 
 
 def _pending(given: Mapping[str, Any], num_ranks: int) -> int | None:
@@ -185,13 +160,6 @@ def _pending(given: Mapping[str, Any], num_ranks: int) -> int | None:
     if pending > 2 * MAX_MICROBATCHES:
         raise ConfigError(f"max pending backward is {quoted(value)}; the playground takes at most {2 * MAX_MICROBATCHES}")
     return pending
-
-
-def _choice(kind: type[Choice], value: object, name: str) -> Choice:
-    known = [member.value for member in kind]
-    if value not in known:
-        raise ConfigError(f"{name} is {quoted(value)}; choose one of {', '.join(known)}")
-    return kind(value)
 
 
 def _times(given: object) -> Mapping[str, float]:

@@ -17,7 +17,7 @@ from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
 from megatron.zerobubble.plan.simulate import TimedOp
 from megatron.zerobubble.plan.timeline import Activity, RankTimeline, Span, Timeline
 from megatron.zerobubble.plan.validate import validate
-from megatron.zerobubble.playground.limits import MAX_OPS, MAX_RANKS, MAX_TIME_MS, number
+from megatron.zerobubble.playground.limits import MAX_OPS, MAX_RANKS, MAX_TIME_MS, number, whole
 from megatron.zerobubble.playground.problem import check_size
 
 _KINDS = frozenset(kind.value for kind in OpKind)
@@ -50,7 +50,7 @@ def read_trace(body: Mapping[str, Any]) -> list[Timeline]:
     by_iteration: dict[int, tuple[list[Any], list[Any]]] = defaultdict(lambda: ([], []))
     for which, chosen in enumerate((ops, spans)):
         for event in chosen:
-            iteration = 1 if is_plan else _whole(_args(event).get("iteration"), "iteration")
+            iteration = 1 if is_plan else whole("the trace's iteration", _args(event).get("iteration"), 0, 2**40)
             by_iteration[iteration][which].append(event)
     about = _iterations(complete)
     return [
@@ -152,32 +152,18 @@ def _span(event: Mapping[str, Any]) -> Span:
     args = _args(event)
     message = None
     if args.get("payload") in (Payload.ACTIVATION.value, Payload.GRADIENT.value):
-        numbers = (_whole(args.get(name), name) for name in ("stage", "microbatch", "from_rank", "to_rank"))
+        numbers = (
+            whole(f"the trace's {name}", args.get(name), 0, 2**40) for name in ("stage", "microbatch", "from_rank", "to_rank")
+        )
         message = Message(Payload(args["payload"]), *numbers)
     return Span(activity=Activity(event["cat"]), start_ms=start, end_ms=end, message=message)
 
 
 def _rank(event: Mapping[str, Any], key: str) -> int:
-    rank = _whole(event.get(key), key)
-    if rank >= MAX_RANKS:
-        raise PlanError(f"the trace has a pass on rank {rank}; the playground takes {MAX_RANKS} ranks")
-    return rank
+    return whole(f"the trace's {key} of a pass, its rank,", event.get(key), 0, MAX_RANKS - 1)
 
 
 def _times(event: Mapping[str, Any]) -> tuple[float, float]:
     """Start and end of an event, in milliseconds."""
-    start, duration = event.get("ts"), event.get("dur")
-    for value in (start, duration):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not -_LATEST_US < value < _LATEST_US:
-            raise PlanError(f"event {quoted(event)}: 'ts' and 'dur' must be numbers, in microseconds")
-    assert isinstance(start, (int, float))
-    assert isinstance(duration, (int, float))
-    if duration < 0:
-        raise PlanError(f"event {quoted(event)}: 'dur' is negative")
-    return start / 1e3, (start + duration) / 1e3
-
-
-def _whole(value: object, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**40:
-        raise PlanError(f"the trace has an event whose {name!r} is {quoted(value)}; it must be a whole number")
-    return value
+    start = number("the trace's 'ts', in microseconds,", event.get("ts"), _LATEST_US, -_LATEST_US)
+    return start / 1e3, (start + number("the trace's 'dur', in microseconds,", event.get("dur"), _LATEST_US)) / 1e3

@@ -227,27 +227,10 @@ def _is_ours(host: str, allowed: frozenset[str]) -> bool:
 
 def _choices() -> dict[str, Any]:
     """The schedules, objectives, efforts, colors and limits that the page offers."""
-    schedules = [
-        {
-            "name": info.name,
-            "title": info.title,
-            "placement": info.placement,
-            "num_chunks": info.num_chunks,
-            "is_searched": info.is_searched,
-            "takes_max_pending_backward": info.takes_max_pending_backward,
-            "description": info.description,
-        }
-        for info in known_schedules()
-    ]
-    auto = {
-        "name": AUTO,
-        "title": AUTO,
-        "placement": "",
-        "num_chunks": 0,
-        "is_searched": True,
-        "takes_max_pending_backward": False,
-        "description": "the best of all schedules within the memory limit, 1F1B's if none is given, as in a run",
-    }
+    names = ("name", "title", "placement", "num_chunks", "is_searched", "takes_max_pending_backward", "description")
+    schedules = [{name: getattr(info, name) for name in names} for info in known_schedules()]
+    words = "the best of all schedules within the memory limit, 1F1B's if none is given, as in a run"
+    auto = dict(zip(names, (AUTO, AUTO, "", 0, True, False, words), strict=True))
     objectives = [
         {"name": objective.value, "label": objective.label.removeprefix("with ").removeprefix("the ")}
         for objective in reversed(Objective)

@@ -1,32 +1,31 @@
-"""The worker processes: start one for a task, write its request, read its events, and end it.
+"""The worker processes: start one for a task, yield its events, and end it.
 
-Every task runs in a process of its own (`worker`), so that it can be stopped at any point, even in the compiled core. One spare
-process waits with its imports done, which saves each plan a quarter of a second. The number of concurrent searches is limited to
-the number of cores; short tasks have slots of their own, so that a file opens while two pages search.
+Every task runs in a process of its own, so that it can be stopped at any point, even in the compiled core. The processes are
+forked from one that has the imports done, which saves each plan a quarter of a second. The number of concurrent searches is
+limited to the number of cores; short tasks have slots of their own, so that a file opens while two pages search.
 """
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
+import multiprocessing.forkserver
 import os
-import queue
-import subprocess
-import sys
+import resource
+import signal
 import threading
 import time
 from collections.abc import Generator, Iterator
-from pathlib import Path
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 
-from megatron.zerobubble.playground.limits import TASK_SECONDS
-from megatron.zerobubble.playground.tasks import SEARCHES, encode
+from megatron.zerobubble.playground.limits import TASK_SECONDS, WORKER_BYTES
+from megatron.zerobubble.playground.tasks import SEARCHES, encode, run_task
 
-_ROOT = Path(__file__).resolve().parents[3]
 _TICK_SECONDS = 0.4
 """Interval of the ticks to the page during a search; the server notices a closed connection at a tick."""
 _SOON_OVER = 2
 _ERROR = b'{"event":"error"'
-
-Process = subprocess.Popen[bytes]
 
 
 class TaskWorkers:
@@ -40,10 +39,11 @@ class TaskWorkers:
         self._search_seconds = search_seconds
         self._searches = threading.Semaphore(num_searches())
         self._others = threading.Semaphore(_SOON_OVER)
-        self._lock = threading.Lock()
-        self._busy: set[Process] = set()
+        self._busy: set[BaseProcess] = set()
         self._is_stopping = False
-        self._spare = _start()
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([__name__])
+        multiprocessing.forkserver.ensure_running()
 
     def events(self, task: str, body: bytes) -> Generator[bytes, None, None]:
         """Run a task and yield its events as lines, with ``tick`` events in between; closing the iterator ends the worker."""
@@ -58,22 +58,27 @@ class TaskWorkers:
     def stop(self) -> None:
         """End all workers, and wait a moment until the pages have been told."""
         self._is_stopping = True
-        with self._lock:
-            for process in (self._spare, *self._busy):
-                process.kill()
+        for process in tuple(self._busy):
+            process.kill()
         until = time.monotonic() + 5 * _TICK_SECONDS
         while self._busy and time.monotonic() < until:
             time.sleep(_TICK_SECONDS / 10)
-        self._spare.wait()
 
     def _work(self, task: str, body: bytes, seconds: float) -> Iterator[bytes]:
-        process = self._take()
+        receiving, sending = self._context.Pipe(duplex=False)
+        process = self._context.Process(target=_serve, args=(sending, task, body), daemon=True)
         begin = time.monotonic()
+        process.start()
+        sending.close()
+        self._busy.add(process)
         try:
-            _feed(process, task, body)
-            for line in _lines(process):
-                elapsed = time.monotonic() - begin
-                if line is not None:
+            while True:
+                is_there, elapsed = receiving.poll(_TICK_SECONDS), time.monotonic() - begin
+                if is_there:
+                    try:
+                        line = receiving.recv_bytes()
+                    except EOFError:
+                        break
                     yield line
                     if is_error(line):
                         return
@@ -82,24 +87,25 @@ class TaskWorkers:
                     return
                 else:
                     yield encode({"event": "tick", "state": "running", "elapsed_s": round(elapsed, 1)})
-            code = process.wait()
+            process.join()
             if self._is_stopping:
                 yield encode({"event": "stopped", "message": "the server has ended", "elapsed_s": time.monotonic() - begin})
-            elif code != 0:
-                yield encode({"event": "error", "message": _ended(code)})
+            elif process.exitcode:
+                yield encode({"event": "error", "message": _ended(process.exitcode)})
         finally:
             process.kill()
-            process.wait()
+            process.join()
+            receiving.close()
             self._busy.discard(process)
 
-    def _take(self) -> Process:
-        """The spare process, and start the next one."""
-        with self._lock:
-            taken, self._spare = self._spare, _start()
-            if taken.poll() is not None:
-                taken = _start()
-            self._busy.add(taken)
-        return taken
+
+def _serve(sending: Connection, task: str, body: bytes) -> None:
+    """The worker: limit the memory of the process, then run the task and send its events."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the terminal is for the server, which ends its workers
+    with contextlib.suppress(ValueError, OSError):  # a lower limit is set already
+        resource.setrlimit(resource.RLIMIT_AS, (WORKER_BYTES, WORKER_BYTES))
+    for event in run_task(task, body):
+        sending.send_bytes(encode(event))
 
 
 def _ended(code: int) -> str:
@@ -116,39 +122,3 @@ def num_searches() -> int:
 def is_error(line: bytes) -> bool:
     """Whether a line is an error event."""
     return line.startswith(_ERROR)
-
-
-def _start() -> Process:
-    # A session of its own: Ctrl-C in the terminal is for the server, which ends its workers itself.
-    command = (sys.executable, "-m", "megatron.zerobubble.playground.worker")
-    return subprocess.Popen(command, cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-
-
-def _feed(process: Process, task: str, body: bytes) -> None:
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has ended; its exit code is reported
-        process.stdin.write(task.encode() + b"\n" + body)
-        process.stdin.close()
-
-
-def _lines(process: Process) -> Iterator[bytes | None]:
-    """The lines that the process writes, and None after every tick without one."""
-    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-
-    def read() -> None:
-        assert process.stdout is not None
-        with process.stdout:
-            for line in process.stdout:
-                lines.put(line)
-        lines.put(b"")
-
-    threading.Thread(target=read, name="worker-output", daemon=True).start()
-    while True:
-        try:
-            line = lines.get(timeout=_TICK_SECONDS)
-        except queue.Empty:
-            yield None
-            continue
-        if not line:
-            return
-        yield line

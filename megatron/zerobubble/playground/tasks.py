@@ -13,21 +13,21 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron.zerobubble.errors import ConfigError, UserError
-from megatron.zerobubble.messages import one_line, quoted
+from megatron.zerobubble.messages import one_line
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.planner import AUTO, Result
+from megatron.zerobubble.plan.render.plan_summary import title
 from megatron.zerobubble.plan.simulate import Simulation
 from megatron.zerobubble.playground.deviations import compare
 from megatron.zerobubble.playground.drawing import draw_plan
 from megatron.zerobubble.playground.exports import Export, export, flags
 from megatron.zerobubble.playground.ladder import climb, for_other_objective, pareto, seconds_by_effort, share_of_climb
 from megatron.zerobubble.playground.length_fields import as_it_came
-from megatron.zerobubble.playground.limits import MAX_POINTS
+from megatron.zerobubble.playground.limits import MAX_POINTS, choice
 from megatron.zerobubble.playground.opened_files import open_file, plan_result
 from megatron.zerobubble.playground.problem import DEFAULT_OBJECTIVE, read_object, read_problem
 from megatron.zerobubble.playground.recorded import read_trace
-from megatron.zerobubble.playground.words import titled, verdict
 
 Event = dict[str, Any]
 
@@ -52,7 +52,7 @@ def _search(body: bytes) -> Iterator[Event]:
     for rung in climb(problem):
         event: Event = {"event": "best", "spent": share * rung.spent, "verdict": ""}
         if problem.schedule == AUTO and rung.spent == 1.0:
-            event["verdict"] = verdict(rung.result, problem.objective)
+            event["verdict"] = rung.result.verdict(problem.objective)
         if rung.result is not shown:
             plan = rung.result.simulation.plan
             drawing = draw_plan(rung.result, own.of(rung.result))
@@ -93,7 +93,11 @@ def _pareto(body: bytes) -> Iterator[Event]:
         event: Event = {"event": "point", "memory_limit": limit}
         if result is not None:
             plan, costs, metrics = result.simulation.plan, result.simulation.costs, result.metrics()
-            event |= {"schedule": plan.schedule, "title": titled(plan), "num_chunks": plan.placement.num_chunks}
+            event |= {
+                "schedule": plan.schedule,
+                "title": result.titled(title(plan.schedule)),
+                "num_chunks": plan.placement.num_chunks,
+            }
             event |= {"metrics": metrics, "derived_from": problem.derived_from(plan.placement)}
             event["plan"] = plan.to_json(costs=costs.to_json(), metrics=metrics)
         yield event
@@ -108,18 +112,16 @@ def _show(body: bytes) -> Iterator[Event]:
     given = read_object(body)
     result = plan_result(*_plan_of(given))
     simulation = result.simulation
-    words = flags(simulation.plan, _objective(given), simulation.costs)
+    objective = choice(Objective, "objective", given.get("objective", DEFAULT_OBJECTIVE.value))
+    words = flags(simulation.plan, objective, simulation.costs)
     drawing = draw_plan(result, as_it_came(simulation.plan, simulation.costs))
     yield {"event": "done", "drawing": drawing, "flags": words}
 
 
 def _export(body: bytes) -> Iterator[Event]:
     given = read_object(body)
-    forms = [form.value for form in Export]
-    if given.get("form") not in forms:
-        raise ConfigError(f"form is {quoted(given.get('form'))}; choose one of {', '.join(forms)}")
-    result = plan_result(*_plan_of(given))
-    yield {"event": "done", **asdict(export(result.simulation, Export(given["form"])))}
+    form = choice(Export, "form", given.get("form"))
+    yield {"event": "done", **export(plan_result(*_plan_of(given)).simulation, form)._asdict()}
 
 
 def _compare(body: bytes) -> Iterator[Event]:
@@ -140,14 +142,6 @@ def _plan_of(given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if not isinstance(text, str):
         raise ConfigError("the request needs 'plan', the text of a plan file")
     return text, read_object(text)
-
-
-def _objective(given: dict[str, Any]) -> Objective:
-    known = [objective.value for objective in Objective]
-    value = given.get("objective", DEFAULT_OBJECTIVE.value)
-    if value not in known:
-        raise ConfigError(f"objective is {quoted(value)}; choose one of {', '.join(known)}")
-    return Objective(value)
 
 
 TASKS: dict[str, Callable[[bytes], Iterator[Event]]] = {

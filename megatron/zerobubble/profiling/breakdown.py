@@ -137,20 +137,20 @@ def rank_records(timeline: Timeline) -> tuple[RankRecord, ...]:
     )
 
 
-def link_ms(timeline: Timeline) -> float:
-    """Estimate the P2P latency of a message in milliseconds, over all links.
+def link_times(timeline: Timeline) -> dict[tuple[int, int], float]:
+    """Estimate the P2P latency of a message on each link, (sender, receiver) -> milliseconds.
 
     It is the median time from the issue of a send until its receiver continues, over the messages that the receiver was already
-    waiting for when they were sent; 0 without such a message.
+    waiting for when they were sent; a link without such a message is left out.
     """
     sent = _sent_at(timeline)
-    times = [
-        max(0.0, span.end_ms - sent[span.message])
-        for rank in timeline.ranks
-        for span in rank.spans
-        if span.activity is Activity.WAIT and span.message in sent and span.start_ms <= sent[span.message]
-    ]
-    return median(times) if times else 0.0
+    times: dict[tuple[int, int], list[float]] = {}
+    for rank in timeline.ranks:
+        for span in rank.spans:
+            message = span.message
+            if span.activity is Activity.WAIT and message in sent and span.start_ms <= sent[message]:
+                times.setdefault((message.source, message.target), []).append(max(0.0, span.end_ms - sent[message]))
+    return {link: median(found) for link, found in sorted(times.items())}
 
 
 def _time_in(row: Row, *kinds: OpKind) -> float:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.links import unequal_links
 from megatron.zerobubble.plan.ir import OpKind, Placement
 
 
@@ -71,13 +72,15 @@ class RankProfile:
     """Stage -> its microbatches' memory by length, likewise."""
 
 
-def combine(ranks: Sequence[RankProfile], placement: Placement, *, link_ms: Sequence[float] = ()) -> CostModel:
+def combine(
+    ranks: Sequence[RankProfile], placement: Placement, links: Mapping[tuple[int, int], float] | None = None
+) -> CostModel:
     """Combine the measurements of all ranks into the costs of their pipeline.
 
     Args:
         ranks: the profile of every rank that holds a stage, in any order; several for a stage that several ranks hold.
         placement: stage -> rank.
-        link_ms: time of each link, in milliseconds; their mean becomes `comm_ms`.
+        links: (sender, receiver) -> milliseconds of a message. Links that are alike cost their mean.
 
     Raises:
         ExecutionError: no rank timed a stage's F, or its B.
@@ -98,7 +101,8 @@ def combine(ranks: Sequence[RankProfile], placement: Placement, *, link_ms: Sequ
         forward_ms=of(OpKind.F),
         backward_ms=of(OpKind.B, OpKind.BW),
         wgrad_ms=of(OpKind.W, optional=True),
-        comm_ms=fmean(link_ms) if link_ms else 0.0,
+        comm_ms=fmean(links.values()) if links else 0.0,
+        links=unequal_links(links or {}, placement.num_ranks),
         activation=activation,
         activation_after_backward=after_backward,
     )

@@ -10,6 +10,7 @@ between two recorded ones: the measurement makes the ranks wait for each other, 
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -118,7 +119,7 @@ class Recordings:
         chosen = [kept for kept in self._kept if kept.iteration in self._chosen]
         timelines = []
         for kept in chosen or self._kept[-1:]:
-            own = kept.own().shifted(kept.offset_ms or 0.0)
+            own = replace(kept.own().shifted(kept.offset_ms or 0.0), host=socket.gethostname())
             if kept.is_disturbed:
                 own = replace(own, peak_bytes=None)
             everyone = [own] * num_ranks

@@ -9,18 +9,19 @@ documents the values of a rank.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.length_model import LengthModel
+from megatron.zerobubble.plan.costs.links import links_text
 from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, MicrobatchCosts
 from megatron.zerobubble.plan.ir import OpKind, Plan
 from megatron.zerobubble.plan.simulate import Simulation, TimedOp, simulate
 from megatron.zerobubble.plan.timeline import Timeline
-from megatron.zerobubble.profiling.breakdown import RankRecord, RankTime, link_ms, rank_records, rank_times
+from megatron.zerobubble.profiling.breakdown import RankRecord, RankTime, link_times, rank_records, rank_times
 from megatron.zerobubble.profiling.profile import RankProfile, combine
 
 Rows = Sequence[Sequence[TimedOp]]
@@ -76,6 +77,10 @@ class PipelineReport:
     ranks: tuple[RankRecord, ...]
     predicted_ranks: tuple[RankTime, ...]
     memory: MemoryReport
+    links: Mapping[tuple[int, int], float]
+    """P2P latency of each link, by (sender, receiver)."""
+    hosts: tuple[str, ...]
+    """Name of each rank's host; empty where it is not known."""
 
     @property
     def span_ms(self) -> float:
@@ -118,7 +123,8 @@ class PipelineReport:
             f"  most idle is rank {worst}: warmup {phases.warmup_ms:.1f} + steady {phases.steady_ms:.1f} + cooldown "
             f"{phases.cooldown_ms:.1f} ms, of which waiting for a peer {causes.peer_ms:.1f}, for a link {causes.link_ms:.1f}",
             f"  W is {self.wgrad_share:.0%} of all passes; the slowest stage takes F {max(costs.forward_ms):.1f}, "
-            f"B {max(costs.backward_ms):.1f}, W {max(costs.wgrad_ms):.1f} ms; P2P latency per message {costs.comm_ms:.2f} ms",
+            f"B {max(costs.backward_ms):.1f}, W {max(costs.wgrad_ms):.1f} ms",
+            f"  {links_text(self.links, self.hosts)}",
             f"  optimizer: up to {max(rank.optimizer_ms for rank in self.ranks):.1f} ms; the first rank entered it "
             f"{max(rank.optimizer_ahead_ms for rank in self.ranks):.1f} ms before the last",
         ]
@@ -137,6 +143,8 @@ class PipelineReport:
             "measured": measured | {"work_ms": self.work_ms, "wgrad_share": self.wgrad_share},
             "predicted": predicted,
             "costs": planned.costs.to_json(),
+            "hosts": list(self.hosts),
+            "links": [{"sender": a, "receiver": b, "ms": elapsed} for (a, b), elapsed in self.links.items()],
             "ranks": [
                 {"rank": rank, "measured": _record_json(record), "predicted": _time_json(time)}
                 for rank, (record, time) in enumerate(zip(self.ranks, self.predicted_ranks, strict=True))
@@ -153,13 +161,14 @@ def report(timeline: Timeline, *, costs: CostModel | None = None, measured_bytes
 
     Args:
         timeline: the recorded iteration, on one clock.
-        costs: the costs to predict with; by default the medians of this iteration's passes, its P2P latency, and the measured
+        costs: the costs to predict with; by default the medians of this iteration's passes, of each link, and the measured
             activation memory of the timeline. Without that, stages are taken to be alike and to hold everything until W. Of a
             plan that assigns unequal microbatches, the passes of each one; their memory is still taken to be equal.
         measured_bytes: peak memory per rank; by default that of the recording, which the CPU does not have.
     """
+    links = link_times(timeline)
     if costs is None:
-        costs = replace(measured_costs(timeline.plan, timeline.rows), comm_ms=link_ms(timeline))
+        costs = measured_costs(timeline.plan, timeline.rows, links)
         if timeline.activations is not None:
             costs = replace(costs, **vars(timeline.activations))
         if timeline.plan.assignment:
@@ -175,6 +184,8 @@ def report(timeline: Timeline, *, costs: CostModel | None = None, measured_bytes
         ranks=rank_records(timeline),
         predicted_ranks=rank_times(simulation.rows),
         memory=MemoryReport(predicted=simulation.peak_memory, measured_bytes=measured),
+        links=links,
+        hosts=tuple(rank.host for rank in timeline.ranks),
     )
 
 
@@ -192,15 +203,15 @@ def reports_to_json(
     return json.dumps(body, indent=1) + "\n"
 
 
-def measured_costs(plan: Plan, rows: Rows) -> CostModel:
-    """Costs from the median time of each stage's F, B and W. Links cost nothing, activations are equal."""
+def measured_costs(plan: Plan, rows: Rows, links: Mapping[tuple[int, int], float] | None = None) -> CostModel:
+    """Costs from the median time of each stage's F, B and W, and the times of links. Activations are equal."""
     times: dict[tuple[int, OpKind], list[float]] = {}
     for row in rows:
         for timed in row:
             times.setdefault((timed.op.stage, timed.op.kind), []).append(timed.end_ms - timed.start_ms)
 
     typical = {key: median(values) for key, values in times.items()}
-    return combine([RankProfile(times_ms=typical, memory={})], plan.placement)
+    return combine([RankProfile(times_ms=typical, memory={})], plan.placement, links)
 
 
 def _of_each_microbatch(timeline: Timeline, costs: CostModel) -> CostModel:

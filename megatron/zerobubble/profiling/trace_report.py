@@ -18,7 +18,7 @@ from megatron.zerobubble.files import replace_text
 from megatron.zerobubble.plan.costs.cost_model import Activations
 from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.render.chrome_trace import render_trace
-from megatron.zerobubble.plan.render.svg import render_comparison
+from megatron.zerobubble.plan.render.svg import Panel, render_svg
 from megatron.zerobubble.plan.timeline import Timeline
 from megatron.zerobubble.profiling.report import PipelineReport, RankMemory, memory_line, report, reports_to_json
 
@@ -108,16 +108,11 @@ def write_trace(
 def picture(timeline: Timeline, seen: PipelineReport) -> str:
     """An SVG of one iteration: the plan above, the measured timeline below."""
     plan, planned = timeline.plan, seen.simulation
-    return render_comparison(
-        planned.rows,
-        timeline,
-        title=(
-            f"{plan.schedule.upper()}, {plan.num_ranks} ranks, {plan.num_microbatches} microbatches: "
-            f"iteration {timeline.iteration}"
-        ),
+    before = f"planned with profiled timings: span {planned.span_ms:.0f} ms, bubble {planned.bubble_rate:.1%}"
+    after = f"measured: span {seen.span_ms:.0f} ms, bubble {seen.bubble_rate:.1%}"
+    size = f"{plan.num_ranks} ranks, {plan.num_microbatches} microbatches"
+    return render_svg(
+        [Panel.of_ops(planned.rows, caption=before), Panel(caption=after, ranks=timeline.ranks)],
+        title=f"{plan.schedule.upper()}, {size}: iteration {timeline.iteration}",
         subtitle="one box per pass, its microbatch inside; gray is idle",
-        captions=(
-            f"planned with profiled timings: span {planned.span_ms:.0f} ms, bubble {planned.bubble_rate:.1%}",
-            f"measured: span {seen.span_ms:.0f} ms, bubble {seen.bubble_rate:.1%}",
-        ),
     )

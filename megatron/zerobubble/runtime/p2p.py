@@ -10,7 +10,8 @@ wait for it. A buffer allocated and freed on the current stream is therefore nev
 needed, provided a send's tensor is only released after `wait`. The handles hold it until then.
 
 On the CPU a separate thread makes the backend's calls (`issuer`), so that they do not delay the ops. gloo transfers of CUDA
-tensors go through host memory (`staging`).
+tensors go through host memory: the host copies what it sends, once the device has come there, and copies to the device what it
+has waited for. That is for ranks that NCCL cannot connect, such as several on one GPU, and not fast (ADR 18).
 """
 
 from __future__ import annotations
@@ -28,9 +29,8 @@ from torch import Tensor
 from megatron.zerobubble.errors import TransferError
 from megatron.zerobubble.plan.communication import Message, color_links, links_of
 from megatron.zerobubble.plan.ir import Placement
-from megatron.zerobubble.runtime.issuer import Issued, Issuer
+from megatron.zerobubble.runtime.issuer import Issuer
 from megatron.zerobubble.runtime.link_groups import link_group
-from megatron.zerobubble.runtime.staging import Receiving, Sending, Staging, staging_for
 
 
 class Handle(Protocol):
@@ -44,7 +44,7 @@ class P2PLinks(Protocol):
     """Point-to-point transfers as the executor uses them. The implementation over torch is `ProcessGroupLinks`."""
 
     def send(self, message: Message, tensor: Tensor) -> Handle:
-        """Start sending `tensor`. Never blocks."""
+        """Start sending `tensor`. Never waits for another rank."""
 
     def receive(self, message: Message, buffer: Tensor) -> Handle:
         """Start receiving into `buffer`. Never blocks."""
@@ -53,7 +53,7 @@ class P2PLinks(Protocol):
 class _Transfer:
     __slots__ = ("message", "tensor", "verb", "work")
 
-    def __init__(self, verb: str, message: Message, tensor: Tensor, work: dist.Work | Issued | Sending | Receiving) -> None:
+    def __init__(self, verb: str, message: Message, tensor: Tensor, work: Handle) -> None:
         self.verb, self.message, self.tensor, self.work = verb, message, tensor, work
 
     def wait(self) -> None:
@@ -63,6 +63,20 @@ class _Transfer:
             raise  # the transfer could not be started, and the error names it already
         except RuntimeError as error:
             raise _failure(self.verb, self.message, error) from error
+
+
+class _Staged:
+    """A transfer from or to host memory, for a tensor on a GPU."""
+
+    __slots__ = ("_buffer", "_host", "_work")
+
+    def __init__(self, work: dist.Work, host: Tensor, buffer: Tensor | None) -> None:
+        self._work, self._host, self._buffer = work, host, buffer
+
+    def wait(self) -> None:
+        self._work.wait()
+        if self._buffer is not None:
+            self._buffer.copy_(self._host)
 
 
 class ProcessGroupLinks:
@@ -76,7 +90,7 @@ class ProcessGroupLinks:
         rank: this process's pipeline rank.
         device: device of the tensors; every link is opened once with a tensor there.
         timeout: how long a transfer may take; None for the backend's default.
-        staging: copies tensors through host memory; None chooses by device and backend (`staging_for`).
+        through_host: whether tensors go through host memory; None: if they are on a GPU and the world's backend is gloo.
         max_ctas: most CTAs of a transfer on NCCL; None leaves it to NCCL.
     """
 
@@ -88,15 +102,16 @@ class ProcessGroupLinks:
         rank: int,
         device: torch.device,
         timeout: timedelta | None = None,
-        staging: Staging | None = None,
+        through_host: bool | None = None,
         max_ctas: int | None = None,
     ) -> None:
         self._pipeline = tuple(pipeline)
         self._rank = rank
         self._device = device
         self._groups: dict[tuple[int, int], dist.ProcessGroup | None] = {}
-        self._staging = staging or staging_for(device)
-        self._issuer = Issuer(device) if device.type == "cpu" and self._staging is None else None
+        is_staged = device.type == "cuda" and dist.get_backend() == "gloo"
+        self._through_host = is_staged if through_host is None else through_host
+        self._issuer = Issuer(device) if device.type == "cpu" and not self._through_host else None
         colors = color_links(links_of(placement))
         for links in colors:
             # One group over the whole world serves this color of every pipeline: NCCL opens a communicator per pair that
@@ -147,9 +162,6 @@ class ProcessGroupLinks:
         if self._issuer is not None:
             self._issuer.close()
             self._issuer = None
-        if self._staging is not None:
-            self._staging.close()
-            self._staging = None
         for group in {id(group): group for group in self._groups.values()}.values():
             dist.destroy_process_group(group)
         self._groups.clear()
@@ -166,11 +178,9 @@ class ProcessGroupLinks:
                 raise TransferError(f"cannot {verb} {message_text(message)}: this process is not a member of the link's group")
             return work
 
-        if self._staging is not None:
-            staged: Sending | Receiving = (
-                self._staging.send(tensor, call) if verb == "send" else self._staging.receive(tensor, call)
-            )
-            return _Transfer(verb, message, tensor, staged)
+        if self._through_host:
+            host = tensor.to("cpu", copy=True) if verb == "send" else torch.empty_like(tensor, device="cpu")
+            return _Transfer(verb, message, tensor, _Staged(call(host), host, None if verb == "send" else tensor))
         return _Transfer(verb, message, tensor, call(tensor) if self._issuer is None else self._issuer(lambda: call(tensor)))
 
     def _open(self, links: Sequence[tuple[int, int]]) -> None:
@@ -183,7 +193,7 @@ class ProcessGroupLinks:
         source, target = link
         is_source = self._rank == source
         peer = self._pipeline[target if is_source else source]
-        wire = tensor.cpu() if self._staging is not None else tensor  # nothing else is under way: a blocking copy is fine here
+        wire = tensor.cpu() if self._through_host else tensor  # nothing else is under way: a blocking copy is fine here
         (dist.send if is_source else dist.recv)(wire, peer, group=self._groups[link])
         if wire is not tensor and not is_source:
             tensor.copy_(wire)

@@ -114,10 +114,9 @@ class Watch(Recorder):
         yield
         self._enter(None)  # not after an error: the last report shows where it happened
 
-    def text(self) -> str | None:
-        """The text of the last report: the host's position; None outside of the passes and of all phases."""
-        doing = self._reported[-1][0] or self._phase
-        return None if doing is None else doing.text
+    def last(self) -> Doing | None:
+        """The last report: the host's position; None outside of the passes and of all phases."""
+        return self._reported[-1][0] or self._phase
 
     @contextmanager
     def waits(self, text: str, peer: int | None = None) -> Iterator[None]:

@@ -6,50 +6,23 @@ The only module that reads argv. It imports no torch and has no side effects, so
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import sys
+import typing
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NoReturn
 
 from megatron.zerobubble.errors import ConfigError, PlanError, UserError
 from megatron.zerobubble.flags.dataclass_flags import add_group, from_namespace
-from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.job.exit import exit_with_error
 from megatron.zerobubble.messages import MOST_SHOWN, one_line, shown
 from megatron.zerobubble.training.check import check_settings
-from megatron.zerobubble.training.config.batch import BatchConfig
-from megatron.zerobubble.training.config.checkpoints import CheckpointConfig
-from megatron.zerobubble.training.config.data import DataConfig
-from megatron.zerobubble.training.config.fp8 import Fp8Config
-from megatron.zerobubble.training.config.logging import LoggingConfig
-from megatron.zerobubble.training.config.mla import MlaConfig
-from megatron.zerobubble.training.config.model import ModelConfig, PrecisionConfig
-from megatron.zerobubble.training.config.moe import MoeConfig
-from megatron.zerobubble.training.config.optim import OptimConfig
-from megatron.zerobubble.training.config.parallel import ParallelConfig
-from megatron.zerobubble.training.config.run_control import RunConfig
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.config.tokenizer import TokenizerConfig
 
 __all__ = ["build_parser", "parse_arguments", "settings_from_argv"]
 
-_GROUPS = {
-    "model": ModelConfig,
-    "mla": MlaConfig,
-    "moe": MoeConfig,
-    "batch": BatchConfig,
-    "parallel": ParallelConfig,
-    "zero_bubble": ZeroBubbleConfig,
-    "optim": OptimConfig,
-    "precision": PrecisionConfig,
-    "fp8": Fp8Config,
-    "data": DataConfig,
-    "tokenizer": TokenizerConfig,
-    "run": RunConfig,
-    "checkpoint": CheckpointConfig,
-    "logging": LoggingConfig,
-}
+_GROUPS = {name: kind for name, kind in typing.get_type_hints(Settings).items() if dataclasses.is_dataclass(kind)}
 """Field of `Settings` -> dataclass with its flags, in the order of --help."""
 
 _PROG = "pretrain_gpt.py"
@@ -84,8 +57,7 @@ def settings_from_argv(argv: Sequence[str], *, world_size: int, rank: int = 0, p
 
     Args:
         argv: the flags.
-        world_size: number of ranks of the job. --dry-run plans for another one: for its own flag's, and without torchrun for
-            one data-parallel replica.
+        world_size: number of ranks of the job.
         rank: this process' rank. Rank 0 checks more than the others (`check.check_settings`).
         prog: program name in the usage.
 
@@ -114,9 +86,6 @@ def _checked(words: Sequence[str], parser: argparse.ArgumentParser, *, world_siz
         parser.error(f"unrecognized arguments: {shown(' '.join(unknown))}{_hint(unknown, parser)}")
     groups: dict[str, Any] = {name: from_namespace(config_class, namespace) for name, config_class in _GROUPS.items()}
     settings = Settings(**groups, world_size=world_size)
-    if settings.run.dry_run:
-        default = world_size if world_size > 1 else settings.model_parallel_size
-        settings = replace(settings, world_size=settings.run.dry_run_world_size or default)
     check_settings(settings, is_first=is_first)
     return settings
 

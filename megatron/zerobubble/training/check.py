@@ -37,16 +37,15 @@ def check_settings(settings: Settings, *, is_first: bool = True) -> None:
     settings.mla.check(model, parallel)
     settings.moe.check(model, parallel, zero_bubble, world_size=settings.world_size)
     settings.fp8.check(model, settings.precision)
-    data.check_documents(settings.optim, settings.logging)
+    data.check_documents(settings.optim)
     data.check_lengths(model, settings.moe, parallel, zero_bubble)
     data.check_packing(model, settings.mla, parallel, micro_batch_size=settings.batch.micro_batch_size)
-    settings.tokenizer.check()
     settings.optim.check(parallel, train_iters=settings.run.train_iters)
     settings.optim.check_sharding(parallel, model, zero_bubble, ranks=settings.gradient_reduction_size)
     check_data(settings, reads_all=is_first)
     settings.checkpoint.check()
     schedule.check_trace(settings)
-    check_targets(written(settings), tries=is_first and not settings.run.dry_run)  # which may plan for another machine
+    check_targets(written(settings), tries=is_first)
     schedule.check_watchdog(settings)
 
 
@@ -84,10 +83,9 @@ def check_data(settings: Settings, *, reads_all: bool) -> None:
 def _check_labels(settings: Settings, index: DatasetIndex, splits: tuple[range, ...]) -> None:
     """Raise if the documents of a split that the run reads have one token each: there is nothing to predict."""
     lengths, _, _ = index.entries()
-    is_read = {"train": not settings.run.skip_train, "valid": settings.run.eval_iters > 0}
-    for (name, reads), documents in zip(is_read.items(), splits, strict=False):
+    for name, documents in zip(("train", *["valid"] * (settings.run.eval_iters > 0)), splits, strict=False):
         own = lengths[documents.start : documents.stop]
-        if reads and len(own) and own.max() < 2:
+        if len(own) and own.max() < 2:
             raise DataError(
                 f"{index.prefix}: none of the {len(own)} document(s) for {name} has a second token, to predict from the first; "
                 "give more documents"
@@ -96,16 +94,11 @@ def _check_labels(settings: Settings, index: DatasetIndex, splits: tuple[range, 
 
 def _check_splits(settings: Settings, prefix: str, splits: tuple[range, ...]) -> None:
     """Raise if a split that the run reads has no documents: megatron-core would search for its samples forever."""
-    data, run = settings.data, settings.run
-    counts = [len(documents) for documents in splits]
-
-    def check(name: str, count: int, is_read: bool, remedy: str) -> None:
-        if is_read and count == 0:
-            raise DataError(
-                f"--split {data.split_text!r} leaves none of the {sum(counts)} document(s) of {prefix} for {name}; give a larger "
-                f"share, such as --split 90,10,0, {remedy}or more documents"
-            )
-
-    training, validation, _ = counts
-    check("training", training, not run.skip_train or data.split_weights[0] > 0.0, "a share of 0, " if run.skip_train else "")
-    check("validation", validation, run.eval_iters > 0, "--eval-iters 0, ")
+    training, validation, test = (len(documents) for documents in splits)
+    if training and (validation or not settings.run.eval_iters):
+        return
+    name, remedy = ("validation", "--eval-iters 0, ") if training else ("training", "")
+    raise DataError(
+        f"--split {settings.data.split_text!r} leaves none of the {training + validation + test} document(s) of {prefix} for "
+        f"{name}; give a larger share, such as --split 90,10,0, {remedy}or more documents"
+    )

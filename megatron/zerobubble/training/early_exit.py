@@ -8,14 +8,19 @@ number was written before the writer started it.
 
 from __future__ import annotations
 
+import logging
+import re
 import signal
 import time
 from types import FrameType
 from typing import Any
 
 from megatron.zerobubble.job.key_value_store import Store
+from megatron.zerobubble.messages import quoted
 
 __all__ = ["EarlyExit"]
+
+_log = logging.getLogger(__name__)
 
 _KEY = "early_exit"
 
@@ -46,10 +51,14 @@ class EarlyExit:
             self._store.compare_set(_KEY, "", f"{iteration + 1} {'signal' if self._is_signalled else 'time'}")
         if not self._store.check([_KEY]):
             return False
-        agreed, reason = self._store.get(_KEY).decode().split()
-        if iteration < int(agreed):
+        text = self._store.get(_KEY)
+        found = re.fullmatch(rb"(\d{1,15}) (signal|time)", text)
+        if found is None:
+            _log.warning("early exit is off: the job's store has, as its iteration, what no rank writes: %s", quoted(text))
+            self._watches = False
+        if found is None or iteration < int(found[1]):
             return False  # nor urgent yet: ranks that are behind have not read it
-        self.is_urgent = reason == "signal"
+        self.is_urgent = found[2] == b"signal"
         return True
 
     def close(self) -> None:

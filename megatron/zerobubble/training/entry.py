@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from megatron.zerobubble.errors import ConfigError, UserError
+from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.job.exit import exit_with_error
 from megatron.zerobubble.job.launch import read_launch
+from megatron.zerobubble.job.rendezvous import announce_exit
 from megatron.zerobubble.training.arguments import parse_arguments
-from megatron.zerobubble.training.initialize import announce_exit
 
 if TYPE_CHECKING:
-    from megatron.zerobubble.job.launch import Launch
-    from megatron.zerobubble.training.config.settings import Settings
     from megatron.zerobubble.training.step import ForwardStepProvider, ModelProvider
 
 __all__ = ["run"]
@@ -53,9 +50,6 @@ def run(
         error_file=launch.error_file,
         before_exit=partial(announce_exit, launch),
     )
-    if settings.run.dry_run:
-        _dry_run(settings, launch, prog=prog)
-        return
 
     from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
 
@@ -63,21 +57,3 @@ def run(
         from megatron.zerobubble.training.loop import pretrain
 
         pretrain(settings, launch, model_provider=model_provider, forward_step_provider=forward_step_provider, prog=prog)
-
-
-def _dry_run(settings: Settings, launch: Launch, *, prog: str) -> None:
-    """Print the report of --dry-run, on rank 0 of the job."""
-    if launch.rank != 0:
-        return
-    from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
-
-    with quiet_third_parties():
-        from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer
-        from megatron.zerobubble.training.estimate.dry_run import dry_run_report
-
-        try:
-            tokenizer = build_tokenizer(settings.tokenizer)
-            report = dry_run_report(settings, vocab_size=tokenizer.vocab_size)
-        except UserError as error:
-            exit_with_error(error, rank=launch.rank, prog=prog, error_file=launch.error_file)
-    sys.stdout.write(f"{report}\n")

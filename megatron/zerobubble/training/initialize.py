@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
-from megatron.zerobubble.errors import ConfigError, UserError
+from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.job.rendezvous import Connection, connect
 from megatron.zerobubble.training.config.settings import Settings
@@ -25,13 +25,12 @@ if TYPE_CHECKING:
     import torch
 
     from megatron.zerobubble.job.key_value_store import Store
+    from megatron.zerobubble.job.meeting import Attempt
     from megatron.zerobubble.mcore.cpu.device import HostDevice
     from megatron.zerobubble.runtime.watch import Watch
 
 __all__ = [
-    "AGREEMENT",
     "Job",
-    "announce_exit",
     "choose_device",
     "join_job",
     "resolved_backend",
@@ -41,12 +40,6 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-AGREEMENT = "agreement"
-"""Part of the store in which ranks compare what they were given."""
-
-_ANNOUNCE_S = 30.0
-"""Seconds that a rank which ends before it joins the job tries to reach the store."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -54,6 +47,8 @@ class Job:
 
     launch: Launch
     """Which rank this is."""
+    attempt: Attempt
+    """Which attempt of torchrun this is."""
     host: HostDevice
     """On the CPU, the layer that stands in for CUDA; inert on GPUs."""
     store: Store
@@ -76,7 +71,7 @@ def choose_device(settings: Settings, launch: Launch) -> HostDevice:
     """Choose and set up the device of this rank: a GPU if torch finds one, else the CPU with gloo.
 
     With NCCL each rank of a machine has a GPU of its own; with gloo ranks share GPUs if there are too few, and their transfers go
-    through host memory (`runtime.staging`). On the CPU this installs the host-device layer and lets the allocator retain freed
+    through host memory (`runtime.p2p`). On the CPU this installs the host-device layer and lets the allocator retain freed
     memory (`mcore.cpu.malloc`). Call it before any process group exists.
 
     Raises:
@@ -153,26 +148,6 @@ def computes(dtype: torch.dtype, device: torch.device) -> bool:
         return False
 
 
-def announce_exit(launch: Launch, error: UserError) -> None:
-    """Give the reason why this rank ends before it joins the job to ranks on other hosts, which would wait for it.
-
-    Args:
-        launch: which rank this process is.
-        error: the reason.
-    """
-    if launch.world_size == launch.ranks_on_host:
-        return  # torchrun ends them
-    import torch.distributed as dist
-
-    from megatron.zerobubble.mcore.agreement import refuse
-
-    try:
-        connection = connect(launch, timeout_minutes=_ANNOUNCE_S / 60.0)
-        refuse(connection.of(AGREEMENT), str(error), rank=launch.rank, world_size=launch.world_size)
-    except (dist.DistError, OSError, ValueError) as reason:
-        _log.warning("other hosts may wait for rank %d, which ends: their store cannot be reached (%s)", launch.rank, reason)
-
-
 def join_job(
     settings: Settings,
     launch: Launch,
@@ -197,7 +172,7 @@ def join_job(
     from megatron.zerobubble.runtime.watch import Watch as NewWatch
 
     _release_nccl_memory_early()
-    connection = connection or connect(launch, timeout_minutes=settings.parallel.distributed_timeout_minutes)
+    connection = connection or connect(launch, timeout_s=60.0 * settings.parallel.distributed_timeout_minutes)
     backend = resolved_backend(settings)
     groups: Any = connection.of(f"{name}/process_group")
     c10d.init_process_group(
@@ -209,7 +184,9 @@ def join_job(
         # With a device every later group would be made by a split over the whole world, the four of the links among them.
         device_id=host.device if backend == "nccl" and settings.parallel.eager_nccl_communicators else None,
     )
-    return Job(launch=launch, host=host, store=connection.of(name), watch=watch or NewWatch(host.device))
+    return Job(
+        launch=launch, attempt=connection.attempt, host=host, store=connection.of(name), watch=watch or NewWatch(host.device)
+    )
 
 
 def _release_nccl_memory_early() -> None:

@@ -21,24 +21,23 @@ from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.job.exit import exit_with_error
 from megatron.zerobubble.job.failure import JobGuard
 from megatron.zerobubble.job.launch import Launch
-from megatron.zerobubble.job.rendezvous import connect
+from megatron.zerobubble.job.rendezvous import announce_exit, connect
 from megatron.zerobubble.job.watchdog import watchdog
 from megatron.zerobubble.mcore.compat import destroy_model_parallel
 from megatron.zerobubble.profiling.marks import Marks
 from megatron.zerobubble.runtime.watch import Watch
+from megatron.zerobubble.training.checkpoint.resume import start_from
 from megatron.zerobubble.training.checkpoint.save import save_checkpoint
 from megatron.zerobubble.training.checkpoint.shared import check_save_directory
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.data.announced_lengths import announce_lengths
-from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer, check_data_matches
+from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer
 from megatron.zerobubble.training.data.microbatch_lengths import num_tokens
 from megatron.zerobubble.training.data.samples import Datasets, build_datasets, chunk_iterators, chunk_reads
+from megatron.zerobubble.training.data.token_ids import check_small_dataset
 from megatron.zerobubble.training.early_exit import EarlyExit
-from megatron.zerobubble.training.estimate.flops import flops_per_sample
 from megatron.zerobubble.training.garbage import collecting_by_hand
 from megatron.zerobubble.training.initialize import (
     Job,
-    announce_exit,
     choose_device,
     join_job,
     set_up_logging,
@@ -46,9 +45,7 @@ from megatron.zerobubble.training.initialize import (
 from megatron.zerobubble.training.metrics.logger import MetricsLogger
 from megatron.zerobubble.training.metrics.progress_line import IterationRecord
 from megatron.zerobubble.training.metrics.run_summary import description, summary_lines
-from megatron.zerobubble.training.restarts.attempt import Attempt, join_attempt, leave_attempt
-from megatron.zerobubble.training.restarts.resume import start_from
-from megatron.zerobubble.training.same_settings import check_same_settings
+from megatron.zerobubble.training.same_settings import check_same_settings, values_of
 from megatron.zerobubble.training.setup import build_training_state
 from megatron.zerobubble.training.step import ForwardStepProvider, ModelProvider, StepResult, Trainer, TrainingState, evaluate
 
@@ -109,25 +106,26 @@ def pretrain(
     )
     try:
         tokenizer = build_tokenizer(settings.tokenizer)
-        check_data_matches(settings, tokenizer, is_first=launch.rank == 0)
+        if launch.rank == 0:
+            check_small_dataset(settings, tokenizer)
         host = choose_device(settings, launch)
+        values = values_of(settings, launch)
     except UserError as error:
         leave(error, before_exit=partial(announce_exit, launch))
     timeout_minutes = settings.parallel.distributed_timeout_minutes
-    connection = connect(launch, timeout_minutes=timeout_minutes)
     try:
-        check_same_settings(settings, launch, connection)
+        connection = connect(launch, timeout_s=60.0 * timeout_minutes)
+        check_same_settings(values, settings, launch, connection)
     except UserError as error:
         leave(error)
     watch = Watch(host.device)
     world_size = 0 if settings.watchdog_s is None else launch.world_size
     guard = JobGuard(connection.of(), launch.rank, error_file=launch.error_file, world_size=world_size)
-    guard.doing = watch.text
+    guard.doing = watch.last
     dog = watchdog(launch, connection.of(), watch, limit_s=settings.watchdog_s, timeout_minutes=timeout_minutes)
     with guard, watch.phase("is between two phases"), dog:
         with watch.phase("joins the job"):
             job = join_job(settings, launch, host, connection=connection, watch=watch)
-            attempt = join_attempt(job)
             check_save_directory(settings.checkpoint.save)
         with watch.phase("builds the model"):
             training_state = build_training_state(
@@ -138,17 +136,16 @@ def pretrain(
                 forward_step_provider=forward_step_provider,
             )
         with watch.phase("prepares data, checkpoint and logs"):
-            run = _Run(training_state, job, tokenizer, attempt)
+            run = _Run(training_state, job, tokenizer)
         run.run()
         with watch.phase("leaves the job"):
             _tear_down(job)
-            leave_attempt(attempt, launch)
 
 
 class _Run:
     """One call of `pretrain`, after the training state is built."""
 
-    def __init__(self, training_state: TrainingState, job: Job, tokenizer: Any, attempt: Attempt) -> None:
+    def __init__(self, training_state: TrainingState, job: Job, tokenizer: Any) -> None:
         self.training_state = training_state
         self.trainer = Trainer(training_state)
         self.engine = training_state.engine
@@ -161,21 +158,14 @@ class _Run:
         self.datasets: Datasets = build_datasets(self.settings, tokenizer, reads=any(self.reads_by_chunk))
         run = self.settings.run
         self.early_exit = EarlyExit(job.store, handles_signal=run.exit_signal_handler, after_minutes=run.exit_duration_in_mins)
-        self.run_id = attempt.job
+        self.run_id = job.attempt.job
         self.progress = TrainingProgress()
         with job.watch.phase("loads the checkpoint"):
-            restored = start_from(training_state, attempt)
+            restored = start_from(training_state, job.attempt)
         if restored is not None:
             self.progress = TrainingProgress(restored.iteration, restored.consumed_samples)
             self.engine.resume(iteration=restored.iteration, consumed_samples=restored.consumed_samples)
-        self.metrics = MetricsLogger(
-            self.settings,
-            rank=job.launch.rank,
-            start_iteration=self.progress.iteration,
-            flops_per_sample=None  # of documents they differ
-            if self.settings.data.reads_documents
-            else flops_per_sample(self.settings, vocab_size=tokenizer.vocab_size).total,
-        )
+        self.metrics = MetricsLogger(self.settings, rank=job.launch.rank, start_iteration=self.progress.iteration)
         evaluates = run.eval_iters > 0
         self.actions = (
             _Action(self._evaluate, interval=run.eval_interval if evaluates else None, at_end=evaluates),
@@ -188,9 +178,8 @@ class _Run:
         """Iterate, evaluate, save, log a summary."""
         _log.info("%s", description(self.settings, on_cpu=self.job.host.enabled))
         phase = self.job.watch.phase
-        if not self.settings.run.skip_train:
-            with collecting_by_hand(is_manual=self.settings.run.manual_gc), phase("trains, between the passes of two iterations"):
-                self._train()
+        with collecting_by_hand(is_manual=self.settings.run.manual_gc), phase("trains, between the passes of two iterations"):
+            self._train()
         with phase("ends the run"):
             self._end()
 
@@ -221,13 +210,6 @@ class _Run:
     def _iterate(self, data_iterator: Any) -> None:
         settings = self.settings
         self.engine.begin(num_microbatches=settings.num_microbatches, micro_batch_size=settings.batch.micro_batch_size)
-        announce_lengths(
-            self.training_state.schedule.unequal,
-            self.datasets.train,
-            self.settings,
-            iteration=self.progress.iteration,
-            consumed=self.progress.consumed_samples,
-        )
         begin = self.marks.now()
         results = self.trainer.iterate(data_iterator)
         end = self.marks.now()
@@ -273,8 +255,8 @@ class _Run:
         self.metrics.log(validation_loss=loss, iteration=self.progress.iteration)
 
     def _save(self) -> None:
-        progress, saves = self.progress, self.settings.checkpoint.save is not None and not self.settings.run.skip_train
-        if not saves or progress.saved_iteration == progress.iteration:
+        progress = self.progress
+        if self.settings.checkpoint.save is None or progress.saved_iteration == progress.iteration:
             return
         self.metrics.log()
         with self.job.watch.phase(f"saves the checkpoint of iteration {progress.iteration}"):

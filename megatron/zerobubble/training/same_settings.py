@@ -15,9 +15,9 @@ from megatron.zerobubble.errors import DataError
 from megatron.zerobubble.flags.dataclass_flags import flag_of
 from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.job.rendezvous import Connection
-from megatron.zerobubble.mcore.agreement import Given, check_same, content_digest, refuse, text_digest, versions
+from megatron.zerobubble.mcore.agreement import Given, check_same, content_digest, versions
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.initialize import AGREEMENT, resolved_backend
+from megatron.zerobubble.training.initialize import resolved_backend
 
 __all__ = ["BY_CONTENT", "GIVEN_OR_NOT", "PER_HOST", "check_same_settings", "values_of"]
 
@@ -27,30 +27,22 @@ PER_HOST = frozenset({"data_cache_path", "num_workers", "mmap_bin_files", "distr
 GIVEN_OR_NOT = frozenset({"save", "load", "metrics_jsonl", "zero_bubble_save_plan", "zero_bubble_trace"})
 """Paths to write or load by, which may differ between hosts. All ranks have them, or none."""
 
-BY_CONTENT = frozenset({"data_path", "zero_bubble_load_plan", "tokenizer_model"})
+BY_CONTENT = frozenset({"data_path", "zero_bubble_load_plan"})
 """Files that may have another path on each host: their content counts."""
 
-_TOKENIZER_FILES = (".json", ".txt", ".model", ".jinja", ".py")
 _REMEDY = "start every host with the same flags, files and packages"
 
 
-def check_same_settings(settings: Settings, launch: Launch, connection: Connection) -> None:
-    """Compare the settings of all ranks. All ranks must call this, after `connect` and before `join_job`.
+def check_same_settings(values: dict[str, Given], settings: Settings, launch: Launch, connection: Connection) -> None:
+    """Compare the `values_of` all ranks. All ranks must call this, after `connect` and before `join_job`.
 
     Raises:
-        ConfigError: they differ, or another rank has refused; the same line on every rank.
-        DataError: a file cannot be read.
+        ConfigError: they differ; the same line on every rank.
     """
     if launch.world_size == 1:
         return
-    store = connection.of(AGREEMENT)
-    try:
-        values = values_of(settings, launch)
-    except DataError as error:
-        refuse(store, str(error), rank=launch.rank, world_size=launch.world_size)
-        raise
     check_same(
-        store,
+        connection.of("agreement"),
         values,
         rank=launch.rank,
         ranks=range(launch.world_size),
@@ -70,9 +62,10 @@ def values_of(settings: Settings, launch: Launch) -> dict[str, Given]:
                 value = getattr(group, field.name)
                 values[flag_of(field)] = Given(_given_or_not(value) if field.name in GIVEN_OR_NOT else _text(value))
     try:
-        plan, tokenizer = settings.zero_bubble.zero_bubble_load_plan, settings.tokenizer.tokenizer_model
-        files = {"--zero-bubble-load-plan": plan, "--tokenizer-model": tokenizer}
-        values |= {flag: _file(path) for flag, path in files.items() if path is not None}
+        plan = settings.zero_bubble.zero_bubble_load_plan
+        if plan is not None:
+            digest = content_digest(Path(plan))
+            values["--zero-bubble-load-plan"] = Given(f"{plan} (content {digest[:8]})", digest)
         if settings.data.data_path is not None:
             values["--data-path"] = _indexed(settings.data.data_path)
     except OSError as error:
@@ -90,19 +83,6 @@ def _text(value: Any) -> str:
 
 def _given_or_not(value: Any) -> str:
     return "not given" if value is None else "given"
-
-
-def _file(name: str) -> Given:
-    """A file, the tokenizer's files in a directory, or the name of something that is not on this host."""
-    path = Path(name)
-    if path.is_dir():
-        files = sorted(each for each in path.iterdir() if each.suffix in _TOKENIZER_FILES and each.is_file())
-        return _content(name, text_digest(" ".join(f"{each.name} {content_digest(each)}" for each in files)))
-    return _content(name, content_digest(path)) if path.is_file() else Given(name)
-
-
-def _content(name: str, digest: str) -> Given:
-    return Given(f"{name} (content {digest[:8]})", digest)
 
 
 def _indexed(prefix: str) -> Given:

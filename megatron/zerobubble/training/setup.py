@@ -24,7 +24,7 @@ from megatron.zerobubble.mcore.run_options import RunOptions
 from megatron.zerobubble.mcore.state_memory import state_bytes
 from megatron.zerobubble.optimizer.post_validation import PostValidation
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.data.announced_lengths import lengths_of_batch
+from megatron.zerobubble.training.data.microbatch_lengths import lengths_of_batch
 from megatron.zerobubble.training.initialize import Job, set_up_model_parallel
 from megatron.zerobubble.training.models import mcore_config
 from megatron.zerobubble.training.step import ForwardStepProvider, ModelProvider, ModelSetup, TrainingState
@@ -82,9 +82,8 @@ def build_training_state(
 
 
 def _model_setup(settings: Settings, job: Job, *, vocab_size: int) -> ModelSetup:
-    placement, layout = settings.schedule_spec.placement, None
-    if settings.model.hybrid_layer_pattern is None:  # else the pattern has the layers of each stage
-        layout = pipeline_layout(settings.stage_layers(placement), placement, num_mtp_layers=settings.model.mtp_num_layers or 0)
+    placement = settings.schedule_spec.placement
+    layout = pipeline_layout(settings.stage_layers(placement), placement, num_mtp_layers=settings.model.mtp_num_layers or 0)
     config = mcore_config.transformer_config(settings, on_gpu=not job.host.enabled, layout=layout)
     return ModelSetup(
         settings=settings,
@@ -104,7 +103,6 @@ def _post_validation(settings: Settings, job: Job, optimizer: Any) -> PostValida
         optimizer,
         optimistic=zero_bubble.enable_optimizer_post_validation,
         patience=zero_bubble.post_validation_patience,
-        rollback=zero_bubble.post_validation_rollback,
         snapshot_on_host=zero_bubble.post_validation_snapshot == "host",
         on_host=job.host.on_host,
         timeout=_timeout(settings),

@@ -15,11 +15,9 @@ from tests.support.ranks import RankPool
 from tests.support.unequal import (
     UnequalCase,
     UnequalMoeCase,
-    announce_wrong_lengths,
     compare_unequal,
     evaluate_unequal,
     give_wrong_lengths,
-    plan_ahead,
     read_different_data,
     read_different_data_per_chunk,
     read_too_little,
@@ -39,14 +37,11 @@ pytestmark = pytest.mark.claims(
 SCHEDULES = [("1f1b", 1), ("interleaved-1f1b", 2), ("zb-h1", 1), ("zb-h2", 1), ("zbv", 2), ("v-half", 2)]
 
 
-@pytest.mark.parametrize("announces", [False, True], ids=["exchanged", "announced"])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize(("schedule", "num_chunks"), SCHEDULES)
-@pytest.mark.sampled(0.08)
-def test_same_gradients_in_the_order_of_the_plan(
-    four_ranks: RankPool, schedule: str, num_chunks: int, num_ranks: int, announces: bool
-) -> None:
-    case = UnequalCase(schedule, num_ranks, 2 * num_ranks, num_chunks=num_chunks, announces=announces, adam_eps=1.0)
+@pytest.mark.sampled(0.16)
+def test_same_gradients_in_the_order_of_the_plan(four_ranks: RankPool, schedule: str, num_chunks: int, num_ranks: int) -> None:
+    case = UnequalCase(schedule, num_ranks, 2 * num_ranks, num_chunks=num_chunks, adam_eps=1.0)
     assert_near(four_ranks.run(compare_unequal, case), case, 1e-6)
 
 
@@ -70,14 +65,6 @@ def test_microbatches_are_reordered_and_equal_ones_are_not(four_ranks: RankPool)
     assert third == tuple(range(8))
 
 
-def test_an_announced_iteration_is_planned_before_it_begins_on_a_thread_and_once(four_ranks: RankPool) -> None:
-    """What is announced during the two steps is planned meanwhile: the second one, and the third."""
-    case = UnequalCase("zbv", 4, 8, num_chunks=2, announces=True)
-    for before, threads in four_ranks.run(plan_ahead, case):
-        assert before == ["plans microbatches_0"]
-        assert threads == ["plans microbatches_0"] * 3
-
-
 ZBV = UnequalCase("zbv", 2, 6, num_chunks=2, adam_eps=1.0)
 
 
@@ -88,7 +75,7 @@ ZBV = UnequalCase("zbv", 2, 6, num_chunks=2, adam_eps=1.0)
         replace(ZBV, tensor_parallel=2, sequence_parallel=True, multiple=2, llama=True),
         replace(ZBV, context_parallel=2, multiple=4, llama=True),
         replace(ZBV, different_data=True),
-        replace(ZBV, different_data=True, overlap_grad_reduce=True, announces=True, per_token_loss=True),
+        replace(ZBV, different_data=True, overlap_grad_reduce=True, per_token_loss=True),
         replace(ZBV, shard_gradients=2, distributed_optimizer=True, different_data=True),
         replace(ZBV, recompute="full", tied=True),
         UnequalCase("zb", 4, 6, max_pending_backward=5, adam_eps=1.0),
@@ -112,13 +99,11 @@ def test_replicas_run_one_order_of_ops_with_assignments_of_their_own(four_ranks:
         assert len({str(order) for order, own in zip(orders, replicas, strict=True) if own == replica}) == 1
 
 
-@pytest.mark.parametrize("announces", [False, True], ids=["exchanged", "announced"])
-@pytest.mark.sampled(0.5)
-def test_lengths_are_exchanged_once_before_the_first_pass(four_ranks: RankPool, announces: bool) -> None:
-    """Also in the third step, whose lengths are equal; not at all where they are announced."""
+def test_lengths_are_exchanged_once_before_the_first_pass(four_ranks: RankPool) -> None:
+    """Then plans are compared, but for the third step, whose lengths are equal."""
     forwards = " ".join(["F"] * 12)
-    for steps in four_ranks.run(record_exchanges, replace(ZBV, num_ranks=4, announces=announces)):
-        assert steps == [forwards if announces else f"exchange {forwards}"] * 3
+    for steps in four_ranks.run(record_exchanges, replace(ZBV, num_ranks=4)):
+        assert steps == [*[f"lengths plans {forwards}"] * 2, f"lengths {forwards}"]
 
 
 def test_evaluation_keeps_the_order_of_the_data(four_ranks: RankPool) -> None:
@@ -145,7 +130,6 @@ def test_replanning_fits_times_to_lengths(four_ranks: RankPool) -> None:
     [
         (read_different_data, r"ranks 0 and 3 of data-parallel replica 0 read different data: microbatch \d has \d+ tokens on"),
         (give_wrong_lengths, r"stage 0, microbatch \d: the output has shape .*, and .* follows from the \d+ tokens that"),
-        (announce_wrong_lengths, r"microbatch 0 has \[\d+\] tokens, and \[\d+\] were announced before the iteration"),
     ],
 )
 def test_ranks_that_do_not_agree(four_ranks: RankPool, function: object, message: str) -> None:

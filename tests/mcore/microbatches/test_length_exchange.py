@@ -54,7 +54,6 @@ REPLICAS = ((Lengths(10, 60.0), Lengths(30, 340.0)), (Lengths(20, 200.0), Length
 
 
 @pytest.mark.parametrize("forward_only", [False, True])
-@mock.patch("megatron.zerobubble.mcore.microbatches.iteration_plans.SameUnequalPlans", mock.Mock())
 @mock.patch("megatron.zerobubble.mcore.microbatches.iteration_plans.LengthExchange")
 @mock.patch.object(parallel_state, "get_data_parallel_rank", mock.Mock(return_value=0))
 def test_without_a_usual_length_it_is_the_mean_of_the_first_call(exchange: Any, forward_only: bool) -> None:
@@ -63,7 +62,7 @@ def test_without_a_usual_length_it_is_the_mean_of_the_first_call(exchange: Any, 
     spec, share = schedule_spec("zb-h1", num_ranks=2, num_chunks=1), mock.Mock(return_value=0.25)
     options = UnequalOptions(tokens_of=lambda item: (item.tokens, item.squares), usual_tokens=None, attention_share=share)
     unequal = UnequalMicrobatches(spec, options, plan=mock.Mock(), place=mock.Mock())
-    with mock.patch.object(unequal, "_start"):
+    with mock.patch.object(unequal, "_planned"):
         unequal.arrange([iter(REPLICAS[0])], 2, equal=mock.Mock(), forward_only=True)
         exchange.return_value.return_value = ((Lengths(1, 1.0),) * 2,) * 2
         unequal.arrange([iter([Lengths(1, 1.0)] * 2)], 2, equal=mock.Mock(), forward_only=forward_only)

@@ -16,7 +16,6 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.planning import stage_contents
 from megatron.zerobubble.mcore.planning.layers_file import static_bytes, write_layers_file
-from megatron.zerobubble.mcore.planning.measured_layers import measured_model
 from megatron.zerobubble.mcore.planning.stage_contents import StageContents
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.layer_costs import LayerCosts, Model
@@ -54,7 +53,7 @@ def found_in(one: Layout) -> Model:
     stages = one.stage_costs(one.placement.num_ranks, None)
     (unit,) = {each / one.placement.num_ranks for each in stages.bytes_per_unit}
     layers = StageLayers(per_stage=one.per_stage)
-    return measured_model(one.model.layers, layers, stages.costs, unit_bytes=unit, static_bytes=one.stages("static_bytes"))
+    return Model.measured(one.model.layers, layers, stages.costs, unit_bytes=unit, static_bytes=one.stages("static_bytes"))
 
 
 @pytest.mark.parametrize("one", LAYOUTS, ids=lambda one: f"{one.placement.name}-{one.text}")

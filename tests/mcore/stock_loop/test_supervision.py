@@ -130,9 +130,9 @@ def _supervised(rank: int) -> list[str | None]:
     with HostDevice().on_host():
         with pytest.raises(ZeroDivisionError), supervision.during("fails"):
             raise ZeroDivisionError
-        seen.append(supervision.watch and supervision.watch.text())
+        seen.append(supervision.watch and supervision.watch.last().text)
         with supervision.during("goes on"):
-            seen.append(supervision.watch and supervision.watch.text())
+            seen.append(supervision.watch and supervision.watch.last().text)
         supervision.close()
     return seen
 

@@ -23,10 +23,9 @@ from megatron.zerobubble.plan.costs.lengths_and_links import Unequal
 from megatron.zerobubble.plan.costs.links import Links, unequal_links
 from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, MicrobatchCosts
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
-from megatron.zerobubble.plan.memory_profile import activation_memory_over_time
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import build_plan
-from megatron.zerobubble.plan.simulate import peak_memory, simulate
+from megatron.zerobubble.plan.simulate import memory_over_time, peak_memory, simulate
 from megatron.zerobubble.plan.transforms import first_microbatches
 from megatron.zerobubble.plan.validate import validate
 
@@ -176,7 +175,7 @@ def test_the_validator_and_the_curve_of_memory_have_the_peaks_of_the_simulator(c
     validate(plan, memory_limit=max(peaks), costs=costs)
     with pytest.raises(PlanError, match="memory peaks at"):
         validate(plan, memory_limit=max(peaks) * 0.99, costs=costs)
-    stairs = activation_memory_over_time(simulate(plan, costs).rows, plan.num_microbatches, costs.reordered(plan.assignment))
+    stairs = memory_over_time(simulate(plan, costs).rows, plan.num_microbatches, costs.reordered(plan.assignment))
     assert [max(held for _, held in stair) for stair in stairs] == pytest.approx(list(peaks))
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.ir import Placement
-from megatron.zerobubble.plan.partition.hybrid_pattern import HybridPattern, check_kinds
+from megatron.zerobubble.plan.partition.hybrid_pattern import HybridPattern
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,3 @@ def test_bad_patterns(text: str, message: str) -> None:
 def test_patterns_that_do_not_fit(text: str, placement: Placement, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         HybridPattern.parse(text).over(placement)
-
-
-def test_kinds_of_layers() -> None:
-    check_kinds("|*-EM|", "pattern")
-    with pytest.raises(ConfigError, match=r"pattern: 'G' is not a kind of layer; write \* \(attention\), - \(MLP\), E"):
-        check_kinds("*-G", "pattern")

@@ -13,7 +13,7 @@ from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Op
 from megatron.zerobubble.plan.registry import build_plan, known_schedules
 from megatron.zerobubble.plan.render.chrome_trace import render_chrome_trace, render_trace
-from megatron.zerobubble.plan.render.svg import render_comparison, render_svg
+from megatron.zerobubble.plan.render.svg import Panel, render_svg
 from megatron.zerobubble.plan.render.text import render_text
 from megatron.zerobubble.plan.simulate import TimedOp, simulate
 from megatron.zerobubble.plan.timeline import Activity, Bucket, RankTimeline, Span, Timeline
@@ -55,7 +55,7 @@ def test_text_fits(name: str, width: int) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_svg_is_a_document_with_every_op_in_it(name: str) -> None:
     rows = simulated(name)
-    root = ElementTree.fromstring(render_svg(rows, title="<title> & more", subtitle="'quoted'"))
+    root = ElementTree.fromstring(render_svg([Panel.of_ops(rows)], title="<title> & more", subtitle="'quoted'"))
     assert root.tag == f"{SVG}svg"
     titles = [element.text or "" for element in root.iter(f"{SVG}title")]
     assert [text.split()[0] for text in titles] == [str(timed.op) for row in rows for timed in row]
@@ -69,7 +69,7 @@ def test_svg_is_a_document_with_every_op_in_it(name: str) -> None:
 
 def test_svg_leaves_out_numbers_that_do_not_fit() -> None:
     def numbers(width_px: int) -> int:
-        root = ElementTree.fromstring(render_svg(simulated("zbv", 4, 24), width_px=width_px))
+        root = ElementTree.fromstring(render_svg([Panel.of_ops(simulated("zbv", 4, 24))], width_px=width_px))
         return sum((element.text or "").isdigit() and element.get("fill") != "#555" for element in root.iter(f"{SVG}text"))
 
     assert numbers(4000) == 4 * 24 * 6
@@ -106,14 +106,14 @@ def test_a_recorded_run_is_rendered_by_the_same_code() -> None:
     text = render_text(rows)
     assert text.splitlines()[0].split()[:2] == ["ms", "0"]
     assert "BW0" in text
-    ElementTree.fromstring(render_svg(rows))
+    ElementTree.fromstring(render_svg([Panel.of_ops(rows)]))
     assert json.loads(render_chrome_trace(rows))["traceEvents"][1]["ts"] == 0
 
 
 @pytest.mark.parametrize("rows", [[], [[]], [[], []]])
 def test_an_empty_timeline_renders(rows: list[list[TimedOp]]) -> None:
     assert render_text(rows).startswith("ms")
-    ElementTree.fromstring(render_svg(rows))
+    ElementTree.fromstring(render_svg([Panel.of_ops(rows)]))
     json.loads(render_chrome_trace(rows))
 
 
@@ -147,7 +147,7 @@ def test_overlapping_buckets_lie_on_lanes_of_their_own() -> None:
 
 
 def test_the_picture_has_a_bar_for_each_under_the_row() -> None:
-    picture = render_comparison(SIMULATION.rows, _timeline(), captions=("planned", "measured"))
+    picture = render_svg([Panel.of_ops(SIMULATION.rows, caption="planned"), Panel(caption="measured", ranks=_timeline().ranks)])
     assert picture.count("<title>reduce bucket") == 3
     assert "<title>gather bucket 2 of stage 0, 512 bytes 0.000..1.000 ms</title>" in picture
     assert "bucket reduced" in picture
@@ -224,7 +224,8 @@ def test_the_optimizer_and_validation_are_on_a_thread_of_their_own() -> None:
 def test_plan_and_recorded_run_on_one_axis() -> None:
     timeline = as_recorded("zbv", 2, 4)
     late = Timeline(iteration=7, plan=timeline.plan, ranks=tuple(rank.shifted(5e4) for rank in timeline.ranks))
-    root = ElementTree.fromstring(render_comparison(timeline.rows, late, title="<both>", captions=("planned", "measured")))
+    panels = [Panel.of_ops(timeline.rows, caption="planned"), Panel(caption="measured", ranks=late.ranks)]
+    root = ElementTree.fromstring(render_svg(panels, title="<both>"))
     boxes = [(box, box.find(f"{SVG}title")) for box in root.iter(f"{SVG}rect")]
     titled = [((title.text or "").split()[0], box.get("x"), box.get("width")) for box, title in boxes if title is not None]
     ops = [str(timed.op) for row in timeline.rows for timed in row]

@@ -13,7 +13,7 @@ from unittest import mock
 
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
-from megatron.zerobubble.runtime import issuer, staging, threads
+from megatron.zerobubble.runtime import issuer, threads
 from tests.support.fake_nccl.clocks import Clock
 from tests.support.fake_nccl.device import Device
 from tests.support.fake_nccl.engine import HostThread, here, is_here
@@ -144,7 +144,6 @@ def scheduled_threads() -> Iterator[None]:
     """A context in which the threads of links are the scheduler's."""
     with (
         mock.patch.multiple(issuer, threading=_Threading, SimpleQueue=SimpleQueue),
-        mock.patch.multiple(staging, threading=_Threading, SimpleQueue=SimpleQueue),
         mock.patch.object(threads, "threading", _Threading),
     ):
         yield

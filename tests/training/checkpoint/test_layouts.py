@@ -17,7 +17,6 @@ import torch
 from megatron.zerobubble.errors import CheckpointError
 from megatron.zerobubble.training.checkpoint.load import RestoredProgress, load_checkpoint
 from megatron.zerobubble.training.checkpoint.save import save_checkpoint
-from tests.support.hybrid import HAS_HYBRID_MODEL, WHY_NOT
 from tests.support.ranks import RankPool
 from tests.support.training_states import VOCABULARY, train, training_state_of
 from tests.support.whole_state import Tensors, whole_state
@@ -64,13 +63,6 @@ CHAINS = {
         f"{V2} {DISTRIBUTED} --zero-bubble-shard-gradients 3",
         V4,
     ],
-    "hybrid": [
-        f"{H1} --hybrid-layer-pattern *-*E-|*E- {DISTRIBUTED}",
-        f"{V2} --hybrid-layer-pattern *|-*E|-*E|-",
-        f"{P4} --zero-bubble-schedule v-half --hybrid-layer-pattern *-*E-*E- {DISTRIBUTED}",
-        f"{T2} --sequence-parallel {P2} --zero-bubble-schedule zb-interleaved --hybrid-layer-pattern |*-*|E-*|E-",
-        f"{P2} --expert-model-parallel-size 2 --hybrid-layer-pattern *-*E|-*E-",
-    ],
 }
 """fp32 first, which the plain run uses."""
 
@@ -82,7 +74,6 @@ COMMON = {
     "sgd": f"--optimizer sgd {LLAMA}",
     "uneven": f"{LLAMA} --make-vocab-size-divisible-by 32",
     "sharded": "--untie-embeddings-and-output-weights --bf16",
-    "hybrid": "--num-experts 4 --disable-bias-linear --position-embedding-type rope --make-vocab-size-divisible-by 32",
 }
 """What all jobs of a chain are given. Where the first and the last one differ in tensor parallelism the vocabulary must not be
 padded: megatron-core's loss counts the padding, of which there is more with more ranks."""
@@ -131,16 +122,6 @@ def _same(name: str, one: Tensors, other: Tensors) -> bool:
     return name in one and name in other and one[name].dtype is other[name].dtype and torch.equal(one[name], other[name])
 
 
-def _marks(name: str) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.slow, *[pytest.mark.skipif(not HAS_HYBRID_MODEL, reason=WHY_NOT)] * (name == "hybrid")]
-
-
-@pytest.mark.claims(
-    "Layers",
-    "checkpoints of a `HybridModel` between linear, V and interleaved stages, tensor and expert-parallel sizes (`make "
-    "test-slow`)",
-    "works, bit for bit; the losses after 1e-6",
-)
 @pytest.mark.claims(
     "Long runs",
     "checkpoints: any schedule, placement, p, TP, DP, uneven layout, distributed optimizer or not, into any other: weights, "
@@ -149,7 +130,7 @@ def _marks(name: str) -> list[pytest.MarkDecorator]:
     "works (fp32 in each run; bf16, fp16, SGD, uneven stages of a modern layer, sharded gradients with `make test-slow`)",
     also=("training/test_runs.py",),
 )
-@pytest.mark.parametrize("name", ["fp32", *(pytest.param(name, marks=_marks(name)) for name in CHAINS if name != "fp32")])
+@pytest.mark.parametrize("name", ["fp32", *(pytest.param(name, marks=pytest.mark.slow) for name in CHAINS if name != "fp32")])
 def test_a_checkpoint_loads_with_any_layout(name: str, four_ranks: RankPool, tmp_path: Path) -> None:
     chain = [f"{flags} {COMMON.get(name, '')}" for flags in CHAINS[name]]
     walks = four_ranks.run(walk, chain, str(tmp_path))
@@ -158,7 +139,7 @@ def test_a_checkpoint_loads_with_any_layout(name: str, four_ranks: RankPool, tmp
         assert states == {"weight", "master", "scale"} | moments, flags
         assert differing == [], flags
     for seen in walks:
-        assert seen.actual == pytest.approx(seen.expected, rel=1e-6 if name in ("fp32", "sgd", "uneven", "hybrid") else 1e-3)
+        assert seen.actual == pytest.approx(seen.expected, rel=1e-6 if name in ("fp32", "sgd", "uneven") else 1e-3)
 
 
 EXPERTS = "--num-experts 4 --moe-layer-freq [0,0,0,0,1,1,1,1]"

@@ -22,8 +22,7 @@ from tests.training.test_arguments import BASE, settings
 
 pytestmark = pytest.mark.claims(
     "Layers",
-    "MLA with tensor parallelism without `--sequence-parallel`, grouped-query attention, `--hybrid-layer-pattern`, norms "
-    "without `--q-lora-rank`",
+    "MLA with tensor parallelism without `--sequence-parallel`, grouped-query attention, norms without `--q-lora-rank`",
     "rejected",
 )
 
@@ -273,7 +272,6 @@ def test_the_schedule_of_the_learning_rate(flags: str, warmup: int, decay: int) 
     [
         ("", "the following arguments are required: --train-iters"),
         ("--train-iters 3 --lr-warmup-iters 3", "warm-up of 3 iterations must be shorter than the decay of 3"),
-        ("--train-iters 3 --dry-run-world-size 4", "--dry-run-world-size needs --dry-run"),
     ],
 )
 def test_the_length_of_a_run(flags: str, message: str) -> None:
@@ -340,9 +338,6 @@ def test_the_length_of_a_run(flags: str, message: str) -> None:
         (MLA + "--kv-lora-rank 0", "--kv-lora-rank 0 must be greater than 0"),
         (MLA + "--qk-pos-emb-head-dim 5", "--qk-pos-emb-head-dim 5 is odd"),
         (MLA + "--group-query-attention --num-query-groups 2", "does not go with --group-query-attention"),
-        (MLA + "--rotary-interleaved", "does not go with --rotary-interleaved"),
-        (MLA + "--rotary-seq-len-interpolation-factor 2", "give --rotary-scaling-factor"),
-        (MLA + "--add-qkv-bias", "its projections have no bias"),
         (MLA + "--qk-layernorm", "give --q-lora-rank, or leave it out"),
         (MLA + TP, "needs --sequence-parallel: without it nothing sums the gradient of the key"),
         (MLA + TP + "--sequence-parallel --kv-lora-rank 15", "--kv-lora-rank plus --qk-pos-emb-head-dim 79 is not divisible by"),

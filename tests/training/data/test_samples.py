@@ -1,9 +1,8 @@
-"""The order of samples, the tensors that a stage reads, announced lengths, and token ids outside of the vocabulary."""
+"""The order of samples, the tensors that a stage reads, and token ids outside of the vocabulary."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,6 @@ from megatron.zerobubble.errors import DataError
 from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
 from megatron.zerobubble.training.arguments import settings_from_argv
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.data import announced_lengths as lengths
-from megatron.zerobubble.training.data.announced_lengths import announce_lengths
 from megatron.zerobubble.training.data.corpus import CorpusInfo, corpus_info_path, read_corpus_info, split_documents
 from tests.training.launch import TINY_BATCH, TINY_MODEL
 
@@ -23,7 +20,7 @@ with quiet_third_parties():
     from megatron.core.datasets.blended_megatron_dataset_config import convert_split_vector_to_split_matrix
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer, check_data_matches
+    from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer
     from megatron.zerobubble.training.data.microbatch_lengths import ConsumedSamples
     from megatron.zerobubble.training.data.samples import Batch, build_datasets, chunk_iterators, next_batch
     from megatron.zerobubble.training.data.token_ids import check_small_dataset
@@ -153,14 +150,6 @@ def test_tokens_of_the_vocabulary_and_padding_pass(tmp_path: Path, token: int) -
     check_small_dataset(settings(write(tmp_path, at=(3, 3), token=token)), Tokenizer())
 
 
-def test_the_check_of_a_job_searches_on_one_rank(tmp_path: Path) -> None:
-    given = settings(write(tmp_path, at=(3, 3), token=4711))
-    tokenizer = build_tokenizer(given.tokenizer)
-    check_data_matches(given, tokenizer, is_first=False)
-    with pytest.raises(DataError, match="document 3 has the token 4711 at position 3"):
-        check_data_matches(given, tokenizer)
-
-
 def batches(given: Settings) -> list[dict[str, Any]]:
     datasets = build_datasets(given, build_tokenizer(given.tokenizer), reads=True)
     iterator = chunk_iterators(datasets.train, given, reads_by_chunk=[True], consumed=0, rank=0, on_gpu=False)
@@ -193,50 +182,3 @@ def test_batches_are_what_the_dataset_has(tmp_path: Path) -> None:
     for number, batch in enumerate(read):
         for row in range(2):
             assert batch["labels"][row].tolist() == dataset[2 * number + row]["labels"].tolist()
-
-
-class Announced:
-    """What is expected of the schedule, as `UnequalMicrobatches` counts it."""
-
-    def __init__(self) -> None:
-        self.all: list[Any] = []
-        self.num_expected = 0
-
-    def expect(self, replicas: Any) -> None:
-        """Keep what is announced."""
-        self.all.append(replicas)
-        self.num_expected += 1
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *, iterations: int) -> list[list[Any]]:
-    """Announce for iterations of 3 microbatches of 2 samples on 2 replicas; per iteration what was announced before it."""
-    settings: Any = SimpleNamespace(
-        batch=SimpleNamespace(micro_batch_size=2),
-        data_parallel_size=2,
-        global_batch_size=12,
-        num_microbatches=3,
-        run=SimpleNamespace(train_iters=iterations),
-    )
-
-    def microbatch_lengths(dataset: Any, settings: Any, *, consumed: int, num_microbatches: int, rank: int) -> Any:
-        assert (dataset, num_microbatches) == ("samples", 3)
-        return [(consumed, 100.0 * rank)] * num_microbatches
-
-    monkeypatch.setattr(lengths, "microbatch_lengths", microbatch_lengths)
-    unequal: Any = Announced()
-    before = []
-    for iteration in range(iterations):
-        unequal.all = []
-        announce_lengths(unequal, "samples", settings, iteration=iteration, consumed=12 * iteration)
-        before.append([replicas[0][0].tokens for replicas in unequal.all])
-        for replicas in unequal.all:
-            assert [len(each) for each in replicas] == [3, 3]
-            assert [each[0].squares for each in replicas] == [0.0, 50.0], "per row, of each replica"
-        unequal.num_expected -= 1  # the iteration begins
-    assert unequal.num_expected == 0
-    return before
-
-
-def test_each_iteration_is_announced_once_and_the_next_one_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(monkeypatch, iterations=4) == [[0, 12], [24], [36], []]
-    assert run(monkeypatch, iterations=1) == [[0]]

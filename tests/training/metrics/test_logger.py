@@ -136,24 +136,12 @@ def test_a_progress_line(logger: MetricsLogger, caplog: pytest.LogCaptureFixture
 
 @pytest.mark.usefixtures("world_of_one")
 def test_a_parser_of_megatron_lms_lines_reads_ours(caplog: pytest.LogCaptureFixture) -> None:
-    """With --log-throughput; 1.5e12 FLOPs a sample, two samples in half a second."""
-    metrics = MetricsLogger(settings("--log-throughput"), rank=0, start_iteration=0, flops_per_sample=1.5e12)
+    metrics = MetricsLogger(settings(), rank=0, start_iteration=0)
     metrics.add(record(7))
     with caplog.at_level(logging.INFO):
         metrics.log()
     found = LOGGED.findall(caplog.messages[0])
     assert [(int(number), float(loss), float(norm)) for number, loss, norm in found] == [(7, 3.0, 0.1)]
-    assert "| elapsed time per iteration (ms): 500.0 | throughput per GPU (TFLOP/s/GPU): 6.0 | learning" in caplog.messages[0]
-
-
-@pytest.mark.usefixtures("world_of_one")
-def test_tflops_per_gpu_in_the_json_lines(jsonl: Path) -> None:
-    flags = f"--metrics-jsonl {jsonl}"
-    metrics = MetricsLogger(settings(flags), rank=0, start_iteration=0, flops_per_sample=1.5e12)
-    metrics.add(record(1))
-    metrics.log()
-    metrics.close()
-    assert read(jsonl)[0]["tflops_per_gpu"] == 6.0
 
 
 @pytest.mark.usefixtures("world_of_one")

@@ -1,6 +1,6 @@
 """One plan per iteration for microbatches as they are, and the data in the order in which that plan runs it.
 
-    lengths of all replicas -> costs -> order of ops and assignment -> Program          on a thread, an iteration ahead if known
+    lengths of all replicas -> costs -> order of ops and assignment -> Program
     items of the data iterators --------------------- assignment -----> iterators in the plan's order
     results of the loss function <------------------- assignment ------ back in the order in which the data came
 
@@ -14,16 +14,14 @@ slot i runs the k-th longest microbatch of every replica, and the plan counts th
 from __future__ import annotations
 
 import statistics
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.core import parallel_state
 
-from megatron.zerobubble.errors import ConfigError, DataError, ExecutionError
-from megatron.zerobubble.mcore.agreement import SameUnequalPlans
+from megatron.zerobubble.errors import ConfigError, DataError
 from megatron.zerobubble.mcore.microbatches.length_exchange import (
     LengthExchange,
     Lengths,
@@ -101,13 +99,6 @@ class _Planned:
     assignment: tuple[int, ...]
 
 
-@dataclass
-class _Planners:
-    """Planners by number of microbatches, for one version of the schedule's plans."""
-
-    by_number: dict[int, MicrobatchPlanner] = field(default_factory=dict)
-
-
 class UnequalMicrobatches:
     """Arranges the microbatches of every iteration of one rank. Every rank of the world must construct it at the same point.
 
@@ -140,12 +131,9 @@ class UnequalMicrobatches:
         self.exchange = LengthExchange()
         """Its process group; without a reference to the model."""
         self._replica = parallel_state.get_data_parallel_rank()
-        self._expected: deque[LengthsOfReplicas] = deque()
-        self.same_plans = SameUnequalPlans()
-        """Likewise."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="plans microbatches")
-        self._planners = _Planners()
-        self._programs: OrderedDict[LengthsOfReplicas, Future[_Planned]] = OrderedDict()
+        self._planners: dict[int, MicrobatchPlanner] = {}
+        """By number of microbatches."""
+        self._programs: OrderedDict[LengthsOfReplicas, _Planned] = OrderedDict()
 
     def _see(self, replicas: LengthsOfReplicas) -> None:
         """Take the means of the first lengths, which all ranks know, where no length is usual."""
@@ -179,25 +167,12 @@ class UnequalMicrobatches:
 
     def forget(self) -> None:
         """Plan anew: the schedule has other plans, or costs have changed."""
-        self._planners = _Planners()
+        self._planners.clear()
         self._programs.clear()
-
-    def expect(self, replicas: LengthsOfReplicas) -> None:
-        """Announce the lengths of the next training iteration that has not been announced; its plan is made on a thread.
-
-        Every rank must announce the same iterations. Those that are not announced exchange their lengths when they begin.
-        """
-        self._expected.append(replicas)
-        self._start(replicas)
-
-    @property
-    def num_expected(self) -> int:
-        """Training iterations whose lengths are known and that have not begun."""
-        return len(self._expected)
 
     def planned(self, replicas: LengthsOfReplicas) -> Plan:
         """The plan for these lengths, which an iteration with them runs. All ranks must call it at the same point."""
-        return self._start(replicas).result().program.plan
+        return self._planned(replicas).program.plan
 
     def arrange(
         self, iterators: Sequence[Any], num_microbatches: int, *, equal: Callable[[], Program], forward_only: bool
@@ -213,26 +188,20 @@ class UnequalMicrobatches:
         Raises:
             ConfigError: lengths that cannot be, or that differ between chunks or ranks.
             DataError: an iterator has fewer microbatches.
-            ExecutionError: a microbatch has another length than was announced, or another rank could not read its data.
+            ExecutionError: another rank could not read its data.
         """
-        is_announced = not forward_only and bool(self._expected)
         try:
             items = [None if each is None else _read(each, num_microbatches) for each in iterators]
             own = self._own_lengths(items)
         except Exception:
-            if not is_announced:
-                self.exchange.fail(num_microbatches)  # or the other ranks would wait for this one
+            self.exchange.fail(num_microbatches)  # or the other ranks would wait for this one
             raise
-        if is_announced:
-            replicas = self._expected.popleft()
-            self._check(own, replicas[self._replica])
-        else:
-            replicas = self.exchange(own, num_microbatches)
-            self._see(replicas)
+        replicas = self.exchange(own, num_microbatches)
+        self._see(replicas)
         if forward_only or not self._must_plan(replicas):
             program, order = equal(), tuple(range(num_microbatches))
         else:
-            planned = self._start(replicas).result()
+            planned = self._planned(replicas)
             program, own_rank = planned.program, self._ranked(replicas[self._replica], replicas)
             order = tuple(own_rank[place] for place in planned.assignment)
         return Arranged(
@@ -259,13 +228,6 @@ class UnequalMicrobatches:
                 )
         return first
 
-    def _check(self, own: Sequence[Lengths] | None, expected: Sequence[Lengths]) -> None:
-        if own is None or tuple(own) == tuple(expected):
-            return
-        number = next((i for i, (a, b) in enumerate(zip(own, expected, strict=False)) if a != b), min(len(own), len(expected)))
-        found, announced = ([each.tokens for each in side[number : number + 1]] for side in (own, expected))
-        raise ExecutionError(f"microbatch {number} has {found} tokens, and {announced} were announced before the iteration")
-
     @staticmethod
     def _must_plan(replicas: LengthsOfReplicas) -> bool:
         return len(set(most_of_replicas(replicas))) > 1 or any(len(set(each)) > 1 for each in replicas)
@@ -274,31 +236,29 @@ class UnequalMicrobatches:
         """The microbatches of a replica by length; as they come if there is no other replica to match, or nothing moves."""
         return ranked(own) if len(replicas) > 1 and self._options.reorders else list(range(len(own)))
 
-    def _start(self, replicas: LengthsOfReplicas) -> Future[_Planned]:
-        """Begin to plan for these lengths, unless that has begun."""
+    def _planned(self, replicas: LengthsOfReplicas) -> _Planned:
+        """The program for these lengths, made unless it is known. All ranks must call it at the same point."""
         self._see(replicas)
         if replicas not in self._programs:
             while len(self._programs) >= _NUM_KEPT:
                 self._programs.popitem(last=False)
-            number = len(replicas[0])
-            base = self._plan(number)  # here: planning it may take all ranks
-            self._programs[replicas] = self._thread.submit(self._planned, replicas, base, self.model, self._planners)
+            self._programs[replicas] = self._made(replicas, self._plan(len(replicas[0])))
         self._programs.move_to_end(replicas)
         return self._programs[replicas]
 
-    def _planned(self, replicas: LengthsOfReplicas, base: Plan, model: LengthModel, planners: _Planners) -> _Planned:
+    def _made(self, replicas: LengthsOfReplicas, base: Plan) -> _Planned:
         number = len(replicas[0])
         matched = tuple(tuple(own[place] for place in self._ranked(own, replicas)) for own in replicas)
         most = most_of_replicas(matched)
-        per_microbatch = model.costs([each.tokens for each in most], [each.squares for each in most])
+        per_microbatch = self.model.costs([each.tokens for each in most], [each.squares for each in most])
         costs = CostModel.of_microbatches(per_microbatch, comm_ms=self._comm_ms, links=self._links)
         plan = base
         if self._options.reorders:
-            if number not in planners.by_number:
-                planners.by_number[number] = self._planner(base)
-            plan = planners.by_number[number].plan(costs)
+            if number not in self._planners:
+                self._planners[number] = self._planner(base)
+            plan = self._planners[number].plan(costs)
         program = self._place(plan, costs)
-        self.same_plans.check(program)
+        self.exchange.check_same(program)
         return _Planned(program, plan.assignment or tuple(range(number)))
 
     def _planner(self, base: Plan) -> MicrobatchPlanner:
@@ -306,12 +266,6 @@ class UnequalMicrobatches:
         # Ws that run together stay together: only the assignment of such an order changes.
         spec = self._spec if self._spec.shard_gradients is None else replace(self._spec, loaded_plan=base)
         return MicrobatchPlanner(spec, base.num_microbatches, options=options, base=base)
-
-    def close(self) -> None:
-        """End the thread and destroy the group. Every rank of the world must call it."""
-        self._thread.shutdown()  # without canceling: the other ranks compare what is under way
-        self.same_plans.close()
-        self.exchange.close()
 
 
 def _read(iterator: Any, num_microbatches: int) -> list[Any]:

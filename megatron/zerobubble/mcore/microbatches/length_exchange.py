@@ -11,12 +11,13 @@ import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.zerobubble.errors import ConfigError, ExecutionError
+from megatron.zerobubble.mcore.agreement import program_digest
 from megatron.zerobubble.messages import quoted
+from megatron.zerobubble.plan.communication import Program
 
 __all__ = [
     "GIVE_LENGTHS",
@@ -31,9 +32,6 @@ __all__ = [
 
 _FAILED = -1.0
 """In place of the tokens of a first microbatch: the rank cannot read its data."""
-
-_AT_ONCE = 128
-"""Capacity of the first message, in values, two per microbatch; a second message carries the rest if there are more."""
 
 GIVE_LENGTHS = (
     "give microbatch_tokens to megatron.zerobubble.install: 'thd' for packed sequences, 'nested' for nested tensors, or a "
@@ -130,30 +128,29 @@ class LengthExchange:
         """Instead of a call, on a rank that cannot read its microbatches: the others raise an error and do not wait for it."""
         self._gathered(num_microbatches, [_FAILED] + [0.0] * (2 * num_microbatches - 1))
 
-    def _gathered(self, num_microbatches: int, values: list[float]) -> list[list[float]]:
-        """The values of all ranks. Gloo ends the process where ranks gather tensors of different sizes, so they compare first."""
-        begin = torch.zeros(2 + _AT_ONCE, dtype=torch.float64)
-        begin[0], begin[1] = self._replica, num_microbatches
-        begin[2 : 2 + len(values[:_AT_ONCE])] = torch.tensor(values[:_AT_ONCE], dtype=torch.float64)
-        received = self._of_all(begin)
-        self._replicas = [int(each[0]) for each in received]
-        numbers_of = [int(each[1]) for each in received]
-        other = next((rank for rank, number in enumerate(numbers_of) if number != numbers_of[0]), None)
+    def check_same(self, program: Program) -> None:
+        """Raise ConfigError on all ranks if they have planned an iteration differently. All ranks of the world must call it."""
+        digests: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(digests, program_digest(program), group=self._group)
+        other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
         if other is not None:
             raise ConfigError(
-                f"the schedule was called with {numbers_of[0]} microbatches on rank 0 and with {numbers_of[other]} on rank "
+                f"ranks 0 and {other} have planned an iteration of {program.plan.num_microbatches} microbatches of unequal "
+                "length differently: give all ranks the same options and versions"
+            )
+
+    def _gathered(self, num_microbatches: int, values: list[float]) -> list[list[float]]:
+        """The values of all ranks."""
+        received: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(received, (self._replica, num_microbatches, values), group=self._group)
+        self._replicas = [replica for replica, *_ in received]
+        other = next((rank for rank, (_, number, _) in enumerate(received) if number != received[0][1]), None)
+        if other is not None:
+            raise ConfigError(
+                f"the schedule was called with {received[0][1]} microbatches on rank 0 and with {received[other][1]} on rank "
                 f"{other}: all ranks run one order of ops, so give each replica the same number, for example the largest"
             )
-        all_values = [each[2 : 2 + len(values)] for each in received]
-        if len(values) > _AT_ONCE:
-            rest = self._of_all(torch.tensor(values[_AT_ONCE:], dtype=torch.float64))
-            all_values = [first + more for first, more in zip(all_values, rest, strict=True)]
-        return all_values
-
-    def _of_all(self, sent: torch.Tensor) -> list[list[float]]:
-        received = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
-        dist.all_gather(received, sent, group=self._group)
-        return [each.tolist() for each in received]
+        return [each for *_, each in received]
 
     def _of_replica(self, replica: int, found: dict[int, list[float]]) -> tuple[Lengths, ...]:
         if not found:

@@ -1,7 +1,7 @@
 """Under `auto`: whether another number of model chunks per rank, or another placement of them, would be faster.
 
 A running loop has the chunks that it was started with, so `auto` chooses among their orders. The profiled times tell what other
-stages would take: those of a layer, the embedding and the head follow from them (`PartCosts`).
+stages would take: those of a layer, the embedding and the head follow from them (`Model.measured`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import replace
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
-from megatron.zerobubble.plan.partition.part_costs import PartCosts
+from megatron.zerobubble.plan.partition.layer_costs import Model
+from megatron.zerobubble.plan.partition.layout import costs_of_placements
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.planner import AUTO, make_plan
 from megatron.zerobubble.plan.search.search_options import SearchOptions
@@ -35,7 +36,7 @@ def chunk_advice(plan: Plan, layers: StageLayers, costs: CostModel, options: Sea
         costs: their profiled costs.
         options: of the search; the memory limit is that of all plans, by default the running plan's memory.
     """
-    costs = costs.plain
+    costs = replace(costs, per_microbatch=None)
     running = simulate(plan, costs)
     limit = max(running.peak_memory) if options.memory_limit is None else options.memory_limit
 
@@ -45,11 +46,12 @@ def chunk_advice(plan: Plan, layers: StageLayers, costs: CostModel, options: Sea
         return StageLayers.spread(layers.num_layers, placement)
 
     try:
+        model = Model.measured(("layer",) * layers.num_layers, layers, costs)
         result = make_plan(
             AUTO,
             num_ranks=plan.num_ranks,
             num_microbatches=plan.num_microbatches,
-            costs_of=PartCosts.from_stages(costs, layers).costs_of(layers_of),
+            costs_of=costs_of_placements(model, layers_of, links=costs.links),
             options=replace(options, memory_limit=limit, budget=_SHARE * options.budget),
         )
     except (ConfigError, PlanError):

@@ -1,6 +1,6 @@
 """Writes `layers.json` beside a trace: the layers of the model with measured times and bytes, for `zerobubble plan --layers`.
 
-What is measured are stages, in the iterations that are profiled for planning; `measured_layers` has the parts from them. Weights,
+What is measured are stages, in the iterations that are profiled for planning; `Model.measured` has the parts from them. Weights,
 gradients and optimizer state are measured per rank, and divided over its stages in proportion to their weights. Tied word
 embeddings count twice, because they are on two ranks under linear and interleaved placements.
 """
@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.mcore.planning.measured_layers import measured_model
 from megatron.zerobubble.mcore.planning.stage_contents import StageContents
 from megatron.zerobubble.mcore.replanner import Replanner
 from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.partition.layer_costs import Model
 
 __all__ = ["static_bytes", "write_layers_file"]
 
@@ -38,7 +38,7 @@ def write_layers_file(directory: str, contents: StageContents, replanner: Replan
         return
     layers, path = contents.layers, Path(directory) / FILE
     try:
-        model = measured_model(
+        model = Model.measured(
             contents.layer_kinds,
             layers,
             replanner.costs.plain,

@@ -3,32 +3,32 @@
 The times come from iterations of the run, not from layers timed in isolation before training: F, B and W are split, and run at
 the clock rate and beside the transfers of training; and no trial backward changes random number generators or gradients. The
 times of one layer, the embedding and the head follow from those of the stages, which differ in what they hold
-(`PartTimes.from_stages`). If iterations were profiled for re-planning their costs are used, else the last recorded iteration.
-Profiled costs have memory, too: then partition, placement and order are searched for together, within the memory of the running
-plan, and the fastest layout of all schedules is logged as well.
+(`Model.measured`). If iterations were profiled for re-planning their costs are used, else the last recorded iteration.
+Partition, placement and order are searched for together, within the memory of the running plan: the fastest of all schedules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
-from megatron.zerobubble.mcore.planning.measured_layers import measured_model
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.objective import Objective
-from megatron.zerobubble.plan.partition.balance import PartTimes, balance
 from megatron.zerobubble.plan.partition.joint import plan_layout
+from megatron.zerobubble.plan.partition.layer_costs import Model
+from megatron.zerobubble.plan.partition.layout import Layout
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.search.search import evaluations_per_second
 from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.profiling.report import measured_costs
 
-__all__ = ["layout_proposal", "measured_parts", "proposal"]
+__all__ = ["layout_proposal", "measured_parts", "recorded_costs"]
 
 _LAYOUT_SECONDS = 0.25
 """Budget of the search for a layout; it spends about six times this."""
@@ -43,7 +43,7 @@ def layout_proposal(plan: Plan, kinds: Sequence[str], layers: StageLayers, costs
         plan: the running plan.
         kinds: the kind of every decoder layer.
         layers: the layers of its stages.
-        costs: their profiled costs.
+        costs: their costs, profiled or recorded.
         objective: which iteration time to minimize.
 
     Raises:
@@ -52,7 +52,7 @@ def layout_proposal(plan: Plan, kinds: Sequence[str], layers: StageLayers, costs
     """
     simulation = simulate(plan, costs.plain)
     found = plan_layout(
-        measured_model(kinds, layers, costs.plain),
+        Model.measured(kinds, layers, costs.plain),
         num_ranks=plan.num_ranks,
         num_microbatches=plan.num_microbatches,
         memory_bytes=max(simulation.peak_memory) * min(plan.num_ranks, plan.num_microbatches) * (1 + 1e-9),
@@ -71,53 +71,28 @@ def layout_proposal(plan: Plan, kinds: Sequence[str], layers: StageLayers, costs
     )
 
 
-def measured_parts(schedule: PipelineSchedule, layers: StageLayers, costs: CostModel | None) -> PartTimes | None:
-    """The times of one layer, the embedding and the head, the same on all ranks. All ranks must call it.
+def recorded_costs(schedule: PipelineSchedule) -> CostModel | None:
+    """The costs of the last recorded iteration, the same on all ranks; None if none was recorded. All ranks must call it.
 
-    A stage's time is the maximum over its tensor-parallel ranks and data-parallel replicas.
-
-    Args:
-        schedule: the running schedule.
-        layers: the layers of its stages.
-        costs: costs profiled over several iterations, the same on all ranks; None: use the last recorded iteration.
-
-    Returns:
-        The times in ms; None without `costs` if no iteration was recorded.
+    A stage's time is the maximum over its tensor-parallel ranks and data-parallel replicas; memory and links are not measured.
     """
-    if costs is not None:
-        return PartTimes.from_stages(_stages_ms(costs), layers)
     timelines = schedule.timelines()
     if not timelines:
         return None
     costs = measured_costs(timelines[-1].plan, timelines[-1].rows)
-    stages_ms = torch.tensor(_stages_ms(costs), dtype=torch.float64, device=schedule.device)
-    dist.all_reduce(stages_ms, op=dist.ReduceOp.MAX)
-    return PartTimes.from_stages(stages_ms.tolist(), layers)
+    times = torch.tensor([costs.forward_ms, costs.backward_ms, costs.wgrad_ms], dtype=torch.float64, device=schedule.device)
+    dist.all_reduce(times, op=dist.ReduceOp.MAX)
+    forward, backward, wgrad = (tuple(row) for row in times.tolist())
+    return replace(costs, forward_ms=forward, backward_ms=backward, wgrad_ms=wgrad)
 
 
-def _stages_ms(costs: CostModel) -> list[float]:
-    """Time of F, B and W of one microbatch, per stage, in ms."""
-    return [sum(passes) for passes in zip(costs.forward_ms, costs.backward_ms, costs.wgrad_ms, strict=True)]
-
-
-def proposal(times: PartTimes, layers: StageLayers, placement: Placement) -> str:
-    """One line: times of the model's parts, and the layout with the least compute on the bottleneck rank.
-
-    Args:
-        times: times of one layer, the embedding and the head.
-        layers: the current layers of the stages.
-        placement: stage -> rank.
-    """
-    best = balance(layers.num_layers, placement, times)
-    now, then = times.load(layers, placement), times.load(best, placement)
+def measured_parts(kinds: Sequence[str], layers: StageLayers, placement: Placement, costs: CostModel) -> str:
+    """One line: the times of a layer of every kind, the embedding and the head. Arguments as for `layout_proposal`."""
+    model = Model.measured(kinds, layers, costs.plain)
+    now = Layout(model=model, placement=placement, per_stage=layers.per_stage).bottleneck_ms
+    each = ", ".join(f"{model.kinds[kind].work_ms:.2f} ms in a {kind}" for kind in dict.fromkeys(kinds))
     caveat = "" if layers.num_stages > 2 else " (estimated: with two stages, one is assumed to hold layers only)"
-    measured = (
-        f"stages: F, B and W of a microbatch take {times.layer_ms:.2f} ms in a layer, {times.embedding_ms:.2f} ms in the "
-        f"embedding and {times.head_ms:.2f} ms in the head{caveat}; the bottleneck rank computes {now.bottleneck_rank_ms:.2f} ms"
-    )
-    if now <= then:
-        return f"{measured}, and no layout reduces that (now {layers.text})"
     return (
-        f'{measured}; with --pipeline-model-parallel-layout "{best.text}" it would be {then.bottleneck_rank_ms:.2f} ms, '
-        f"{now.bottleneck_rank_ms / then.bottleneck_rank_ms:.2f} times as fast in the steady state"
+        f"stages: F, B and W of a microbatch take {each}, {model.first.work_ms:.2f} ms in the embedding and "
+        f"{model.last.work_ms:.2f} ms in the head{caveat}; the bottleneck rank computes {now:.2f} ms"
     )

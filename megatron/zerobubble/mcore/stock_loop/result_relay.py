@@ -2,22 +2,19 @@
 
 megatron-core's schedules return the results of the last stage on the last pipeline rank, and there a loop averages, prints and
 writes them. Under V the last stage is on the first rank. So that rank sends them to the last one, after every call of the
-schedule: the results, pickled without their tensors, and then the bytes of all tensors in one message.
+schedule, pickled, from host to host.
 
-What the results are is the loop's business: any object that can be pickled, for each microbatch. Plain dense tensors are sent by
-their bytes. All others (nested, sparse, quantized, subclasses, on a third device) are pickled with the rest. Tensors arrive
-without their gradients. The pickled part goes from host to host, on a gloo group, so that no host waits for a GPU; the bytes of
-tensors on a GPU go with NCCL from GPU to GPU in the order of the stream. The last host waits for the first one's, at a point at
-which a synchronous optimizer, or the next evaluation, would wait for it anyway. If there are no results, because the loss
-function raised, the last rank raises its error. The NCCL path has not run on GPUs.
+What the results are is the loop's business: any object that can be pickled, for each microbatch. Plain dense tensors are pickled
+as their bytes, all others (nested, sparse, quantized, subclasses, on a third device) as torch does it. Tensors arrive without
+their gradients, and on a GPU where they were on one. The first host waits for its results, and the last host for the first one,
+at a point at which a synchronous optimizer, or the next evaluation, would wait anyway. If there are no results, because the loss
+function raised, the last rank raises its error. Not run on a GPU.
 """
 
 from __future__ import annotations
 
 import io
-import math
 import pickle
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,19 +26,6 @@ from megatron.zerobubble.errors import ConfigError, ExecutionError
 from megatron.zerobubble.optimizer.post_validation import group_of
 
 __all__ = ["ResultRelay"]
-
-
-@dataclass(frozen=True)
-class _Form:
-    """A tensor without its values."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    is_on_host: bool
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -58,16 +42,14 @@ class ResultRelay:
 
     Args:
         pipeline: the process group of the pipeline.
-        device: of the model; tensors that are there, or on the host, are sent by their bytes.
+        device: of the model.
 
     Every rank of the world must construct it at the same point: it creates gloo groups.
     """
 
     def __init__(self, pipeline: dist.ProcessGroup, device: torch.device) -> None:
         self._ranks = dist.get_process_group_ranks(pipeline)
-        self._pipeline = pipeline
         self._device = device
-        self._between_devices = dist.get_backend(pipeline) != "gloo"
         self._hosts = group_of(self._ranks, backend="gloo")
 
     def __call__(self, results: list[Any]) -> list[Any]:
@@ -79,9 +61,8 @@ class ResultRelay:
         """
         rank, first, last = dist.get_rank(), self._ranks[0], self._ranks[-1]
         if rank == first:
-            tensors: list[Tensor] = []
             try:
-                text, forms = _dump(results, tensors, self._device)
+                text = _dump(results, self._device)
             except Exception as error:
                 refused = ConfigError(
                     f"the loss function returned an object that cannot be pickled ({type(error).__name__}: {error}), and under V "
@@ -89,19 +70,13 @@ class ResultRelay:
                 )
                 self.fail(refused)
                 raise refused from error
-            dist.send_object_list([(text, forms)], dst=last, group=self._hosts)
-            for on_host in (True, False):
-                mine = [each for each, form in zip(tensors, forms, strict=True) if form.is_on_host is on_host]
-                if mine:
-                    values = torch.cat([_bytes_of(each) for each in mine])
-                    dist.send(values if self._stays_on_device(on_host) else values.cpu(), dst=last, group=self._group(on_host))
+            dist.send_object_list([text], dst=last, group=self._hosts)
         elif rank == last:
             received: list[Any] = [None]
             dist.recv_object_list(received, src=first, group=self._hosts)
             if isinstance(received[0], _Failure):
                 raise _error_of(received[0])
-            text, forms = received[0]
-            results = _load(text, self._receive(forms, first))
+            results = pickle.loads(received[0])
         return results
 
     def fail(self, error: Exception) -> None:
@@ -119,34 +94,6 @@ class ResultRelay:
         """Destroy the process group. Every rank of the world must call it."""
         dist.destroy_process_group(self._hosts)
 
-    def _stays_on_device(self, on_host: bool) -> bool:
-        return self._between_devices and not on_host
-
-    def _group(self, on_host: bool) -> dist.ProcessGroup:
-        return self._pipeline if self._stays_on_device(on_host) else self._hosts
-
-    def _receive(self, forms: Sequence[_Form], source: int) -> list[Tensor]:
-        received: dict[int, Tensor] = {}
-        for on_host in (True, False):
-            indices = [index for index, form in enumerate(forms) if form.is_on_host is on_host]
-            if indices:
-                sizes = [forms[index].num_bytes for index in indices]
-                wire = self._device if self._stays_on_device(on_host) else "cpu"
-                values = torch.empty(sum(sizes), dtype=torch.uint8, device=wire)
-                dist.recv(values, src=source, group=self._group(on_host))
-                parts = values.to("cpu" if on_host else self._device).split(sizes)
-                received.update(zip(indices, map(_of_bytes, parts, (forms[index] for index in indices)), strict=True))
-        return [received[index] for index in range(len(forms))]
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-
-
-def _of_bytes(part: Tensor, form: _Form) -> Tensor:
-    """A tensor of its own: aligned, and the others are not kept by it."""
-    return part.clone().view(form.dtype).view(form.shape)
-
 
 def _error_of(failure: _Failure) -> Exception:
     if isinstance(failure.error, str):
@@ -158,49 +105,36 @@ def _error_of(failure: _Failure) -> Exception:
     return error
 
 
-def _dump(results: list[Any], tensors: list[Tensor], device: torch.device) -> tuple[bytes, list[_Form]]:
-    """Pickle `results` without their plain tensors, which are appended to `tensors`."""
-    buffer, forms = io.BytesIO(), []
+def _dump(results: list[Any], device: torch.device) -> bytes:
+    """Pickle `results`, with tensors that `device` has as such of the device where they are loaded."""
+    buffer = io.BytesIO()
 
     class Pickler(pickle.Pickler):
-        def persistent_id(self, value: Any) -> int | None:
-            if not _is_plain(value, device):
-                return None
-            tensors.append(value)
-            forms.append(_Form(value.dtype, tuple(value.shape), value.device.type == "cpu"))
-            return len(forms) - 1
-
         def reducer_override(self, value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return NotImplemented
-            if value.device.type == device.type != "cpu":  # its number is that of a GPU of this rank
+            is_here = value.device.type == device.type != "cpu"  # its number is that of a GPU of this rank
+            if _is_plain(value) and (is_here or value.device.type == "cpu"):
+                values = value.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8)
+                return _of_bytes, (values.numpy().tobytes(), value.dtype, tuple(value.shape), is_here)
+            if is_here:
                 return _on_own_device, (value.detach().cpu(),)
             return value.detach().__reduce_ex__(pickle.DEFAULT_PROTOCOL) if value.requires_grad else NotImplemented
 
     Pickler(buffer).dump(results)
-    return buffer.getvalue(), forms
+    return buffer.getvalue()
 
 
-def _is_plain(value: Any, device: torch.device) -> bool:
-    """Whether `value` is a tensor that dtype, shape and bytes describe."""
-    return (
-        type(value) is Tensor
-        and value.layout is torch.strided
-        and not (value.is_nested or value.is_quantized)
-        and value.device.type in ("cpu", device.type)
-    )
+def _is_plain(value: Tensor) -> bool:
+    """Whether dtype, shape and bytes describe a tensor."""
+    return type(value) is Tensor and value.layout is torch.strided and not (value.is_nested or value.is_quantized)
+
+
+def _of_bytes(values: bytes, dtype: torch.dtype, shape: tuple[int, ...], on_device: bool) -> Tensor:
+    whole = torch.frombuffer(bytearray(values), dtype=torch.uint8) if values else torch.empty(0, dtype=torch.uint8)
+    tensor = whole.view(dtype).view(shape)
+    return _on_own_device(tensor) if on_device else tensor
 
 
 def _on_own_device(tensor: Tensor) -> Tensor:
     return tensor.to(torch.device("cuda", torch.cuda.current_device()))
-
-
-def _load(text: bytes, tensors: Iterable[Tensor]) -> list[Any]:
-    by_index = list(tensors)
-
-    class Unpickler(pickle.Unpickler):
-        def persistent_load(self, index: int) -> Tensor:
-            return by_index[index]
-
-    results: list[Any] = Unpickler(io.BytesIO(text)).load()
-    return results

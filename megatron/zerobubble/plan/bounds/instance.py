@@ -22,8 +22,6 @@ class Derivation:
     """The ranks it is about; if rank 0 and another, the time runs from the first op of stage 0 to its last."""
     terms: tuple[tuple[str, float], ...]
     """Name and milliseconds; the bound is their sum."""
-    memory: tuple[tuple[str, float], ...] = ()
-    """Name and amount of the memory that went into the terms, in microbatches of one rank of a uniform model."""
 
     @property
     def value_ms(self) -> float:
@@ -42,7 +40,6 @@ class Derivation:
             "ranks": list(self.ranks),
             "bound_ms": self.value_ms,
             "terms_ms": dict(self.terms),
-            "memory": dict(self.memory),
         }
 
 
@@ -72,10 +69,6 @@ class Instance:
         """Milliseconds of all passes of some stages."""
         return math.fsum(self.items.sum(name, stages) for name in COST_LISTS[:3])
 
-    def all_fit(self, stages: Sequence[int]) -> bool:
-        """Whether the activations of all microbatches fit the memory at once."""
-        return self.items.sum("activation", stages) <= self.limit
-
     def alike(self, stages: Sequence[int], names: Sequence[str] = COST_LISTS) -> tuple[StageLists, int, int] | None:
         """Costs, a stage, and the number of microbatches times stages of a rank, if all of them are equal in these lists."""
         costs, count = self.items.parts[0]
@@ -103,10 +96,6 @@ class Instance:
         if first == 0:  # it already begins with the first op of all
             return found
         return replace(found, terms=(("microbatch 0 to the rank", self.paths.down_to(first)), *found.terms))
-
-    def memory(self, **more: float) -> tuple[tuple[str, float], ...]:
-        """The `memory` of a derivation: the limit, if there is one, and more."""
-        return ((("limit", self.limit),) if self.limit < math.inf else ()) + tuple(more.items())
 
 
 class StageLists(NamedTuple):

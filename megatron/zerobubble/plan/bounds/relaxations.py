@@ -6,9 +6,12 @@ The proofs are in docs/adr/0039. For one rank, from the start of its first op (t
    and only as many as fit the memory; but that B waits for microbatch 0 to travel to the last stage and back. After its last F it
    can only run the B and W of the microbatches in memory; but the last microbatch still has to travel to the last stage and back.
    The two ends add up if not all F fit the memory, because then the last F comes after the first B; otherwise the larger counts.
-2. *Memory times time* (`in_flight`, `memory_time`). A microbatch occupies a stage's activation memory at least from its F through
-   all later stages and back to the end of its B. The limit times the time is at least the sum over all microbatches, and what is
-   missing below the limit while the rank runs its first F, its last B, and W.
+2. *Memory times time*. A microbatch occupies a stage's activation memory at least from its F through all later stages and back to
+   the end of its B. The limit times the time is at least the sum over all microbatches, and what is missing below the limit
+   while the rank runs its first F, which have yet to fill the memory; its last B, which empty it; and a W, which still needs
+   its part. A rank runs one op at a time, so these add up. Where all passes of the rank need the same memory, *passes in flight
+   times time* counts whole passes: during the k-th F and the k-th last B at most k are in flight, during a W as many as fit
+   beside what it needs, which often is one less, and during the W of the k-th last B at most k - 1.
 
 Others involve two ranks. The rank of stage 0 starts with the very first F, which has to reach another rank, and from there the
 last gradient has to return to stage 0:
@@ -21,7 +24,8 @@ last gradient has to return to stage 0:
 6. *One microbatch*, the slowest, travels from stage 0 to the last stage and back.
 
 A makespan is at least 1 and 2 plus the time of microbatch 0 to the rank, and at least each of the others. Every path includes its
-links. A fused BW is a B and a W without a break: its gradients leave later, and it never holds what B would leave for W.
+links. A fused BW is a B and a W without a break: its gradients are sent later, and instead of the part for W it needs the
+activations of its stage until its end, and with them those of the rank's earlier stages, whose B come later.
 """
 
 from __future__ import annotations
@@ -29,128 +33,184 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from megatron.zerobubble.plan.bounds.in_flight import passes_in_flight, travel_passes_travel
-from megatron.zerobubble.plan.bounds.instance import Derivation, Instance, Items
-from megatron.zerobubble.plan.bounds.memory_time import memory_times_time
+from megatron.zerobubble.plan.bounds.instance import Derivation, Instance
 from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS
+
+_Terms = tuple[tuple[str, float], ...]
 
 
 def derivations(instance: Instance) -> Iterator[Derivation]:
     """Every bound that applies, for every rank."""
     for rank, stages in enumerate(instance.placement.rank_to_stages):
-        head, tail = _idle_ends(instance, stages)
-        yield _work_and_idle_ends(instance, rank, stages, head, tail)
-        if instance.most_in_flight(stages) > 0:
-            yield passes_in_flight(instance, rank, stages)
-            yield travel_passes_travel(instance, rank, stages)
-        elif 0 < instance.limit < math.inf:
-            yield from memory_times_time(instance, rank, stages)
-        yield _there_and_back(instance, rank, stages[0])
-        yield _travel_work_travel(instance, rank, stages, head)
-        if not instance.all_fit(stages):
-            yield _round_trips_while_freeing(instance, rank, stages, head)
+        yield from _Rank(instance, rank, stages).derivations()
 
 
-def _work_and_idle_ends(instance: Instance, rank: int, stages: Sequence[int], head: float, tail: float) -> Derivation:
-    if instance.all_fit(stages):
-        head, tail = (head, 0.0) if head >= tail else (0.0, tail)
-    ends = (("idle before the first B", head), ("idle after the last F", tail))
-    return Derivation("work and idle ends", (rank,), (*_passes(instance, stages), *ends), instance.memory())
+class _Rank:
+    """What one rank has to do."""
+
+    def __init__(self, instance: Instance, rank: int, stages: Sequence[int]) -> None:
+        self._instance, self._rank, self._stages = instance, rank, stages
+        self._paths, self._items, self._limit = instance.paths, instance.items, instance.limit
+        self._forward, self._backward, self._wgrad = (instance.items.sum(name, stages) for name in COST_LISTS[:3])
+        self._most = instance.most_in_flight(stages)
+        self._all_fit = instance.items.sum("activation", stages) <= instance.limit
+        self._left = self._most_left()
+        self._head, self._tail = self._idle_ends()
+        self._down = ("microbatch 0 to the rank", self._paths.down_to(stages[0]))
+        self._back = ("the last gradient back to stage 0, with its W", self._paths.back_from(stages[0]))
+
+    def derivations(self) -> Iterator[Derivation]:
+        """Every bound about it, or about it and the rank of stage 0."""
+        own, both = (self._rank,), self._instance.with_stage_0(self._rank)
+        head, tail = self._head, self._tail
+        if self._all_fit:
+            head, tail = (head, 0.0) if head >= tail else (0.0, tail)
+        passes = (("F", self._forward), ("B", self._backward), ("W", self._wgrad))
+        yield Derivation("work and idle ends", own, (*passes, ("idle before the first B", head), ("idle after the last F", tail)))
+        if 0 < self._limit < math.inf:
+            name, whole, between = self._in_flight() if self._most > 0 else self._memory()
+            yield Derivation(name, own, whole)
+            yield Derivation(f"travel, {name}, travel", both, (self._down, *between, self._back))
+        yield Derivation("one microbatch", both, self._there_and_back())
+        yield Derivation("travel, work, travel", both, self._work_between())
+        if not self._all_fit:
+            yield Derivation("round trip, free memory, round trip", both, self._freeing())
+
+    def _in_flight(self) -> tuple[str, _Terms, _Terms]:
+        """Passes in flight times time over the rank's own time, and from its first F to its last B, where some W are left."""
+        alike = self._instance.alike(self._stages, COST_LISTS[3:])
+        assert alike is not None
+        costs, stage, total = alike
+        forward, backward, wgrad = (min(getattr(costs, name)[s] for s in self._stages) for name in COST_LISTS[:3])
+        most, steps = self._most, self._most * (self._most - 1) / 2
+        after = costs.activation_after_backward[stage]
+        beside = min(1, most - self._instance.most_in_flight(self._stages, after))
+        pending = min(after, costs.activation[stage])  # a fused BW whose W is left still needs its activations
+        most_pending = total if pending * total <= self._limit else self._limit / pending
+        later = most_pending * max(costs.wgrad_ms[s] for s in self._stages)
+        area = (
+            ("passes from F to B", total / len(self._stages) * math.fsum(map(self._paths.there_and_back, self._stages))),
+            ("missing during the first F", steps * forward),
+            ("missing during the last B", steps * backward),
+        )
+        last = ("missing during the last W", (most * (most + 1) / 2 - most * beside) * wgrad)
+        whole = (*area, ("missing during W", beside * self._wgrad), last)
+        between = (*area, ("missing during W", beside * max(0.0, self._wgrad - later)))
+        return "passes in flight times time", _over(whole, "most in flight", most), _over(between, "most in flight", most)
+
+    def _memory(self) -> tuple[str, _Terms, _Terms]:
+        """The same for memory times time. Only W whose memory fits the limit together are left for later."""
+        between, during = [], []
+        for costs, count in self._items.parts:
+            earlier = 0.0
+            for s in self._stages:
+                earlier += costs.activation[s]
+                between.append(count * costs.activation[s] * self._paths.there_and_back(s))
+                during.append(count * min(costs.activation_after_backward[s], earlier) * costs.wgrad_ms[s])
+        area = (
+            ("activations from F to B", math.fsum(between)),
+            ("missing during the first F", self._missing("forward_ms")),
+            ("missing during the last B", self._missing("backward_ms")),
+        )
+        longest = max(time for time, _, _ in self._items.of(self._stages, "wgrad_ms", "activation"))
+        in_time = math.fsum(during), max(0.0, math.fsum(during) - longest * self._limit)
+        whole, some = (_over((*area, ("missing during W", wgrad)), "limit", self._limit) for wgrad in in_time)
+        return "memory times time", whole, some
+
+    def _missing(self, times: str) -> float:
+        """Area below the limit while ops that take so long fill or empty the memory.
+
+        After t milliseconds of F the activations are at most the largest plus t times the most that any F allocates per
+        millisecond; the same with the milliseconds of B that are left.
+        """
+        ops = [(time, memory) for time, memory, _ in self._items.of(self._stages, times, "activation") if memory > 0]
+        rate = max((memory / time if time > 0 else math.inf for time, memory in ops), default=math.inf)
+        missing = self._limit - max((memory for _, memory in ops), default=math.inf)
+        if missing <= 0 or not math.isfinite(rate):
+            return 0.0
+        length = min(missing / rate, self._items.sum(times, self._stages))
+        return missing * length - rate * length * length / 2
+
+    def _there_and_back(self) -> _Terms:
+        """One microbatch alone, the slowest: the time of all its passes, and W of stage 0."""
+        paths, first = self._instance.slowest, self._stages[0]
+        return (
+            ("stage 0 to the rank", paths.down_to(first)),
+            ("from F to B of the rank", paths.there_and_back(first)),
+            ("back to stage 0, with its W", paths.back_from(first)),
+        )
+
+    def _work_between(self) -> _Terms:
+        # A W that is left after the last B needs its part; that of a fused BW needs the activations instead.
+        pending = [
+            (costs.wgrad_ms[s], min(costs.activation[s], costs.activation_after_backward[s]), count)
+            for costs, count in self._items.parts
+            for s in self._stages
+        ]
+        return (
+            self._down,
+            ("idle before the first B", self._head),
+            ("F", self._forward),
+            ("B", self._backward),
+            ("W that memory does not allow to put off", max(0.0, self._wgrad - _most(pending, self._limit))),
+            self._back,
+        )
+
+    def _freeing(self) -> _Terms:
+        """From the first F of stage 0 to the end of its last W, through the first B and the last F of a rank."""
+        paths, last = self._paths, self._stages[-1]
+        since_forward = paths.there_and_back(last) - paths.forward_ms[last] + paths.back_from(last)
+        return (
+            self._down,
+            ("idle before the first B", self._head),
+            ("F", self._forward),
+            ("B and W that free memory for them", max(0.0, self._backward + self._wgrad - self._left)),
+            ("the last microbatch to the last stage and back to stage 0, with its W", since_forward),
+        )
+
+    def _idle_ends(self) -> tuple[float, float]:
+        """Unavoidable idle time of one rank before its first B and after its last F."""
+        paths, first, last = self._paths, self._stages[0], self._stages[-1]
+        # From the first F of the rank to the start of its first B, which is of its last stage.
+        until_backward = paths.down_to(last) - paths.down_to(first) + paths.there_and_back(last) - paths.backward_ms[last]
+        forwards = _most(self._items.of(self._stages, "forward_ms", "activation"), self._limit)
+        if self._most:
+            forwards = min(forwards, self._most * max(paths.forward_ms[s] for s in self._stages))
+        # From the end of the rank's last F to the end of its last W, both of the last microbatch.
+        inside = paths.down_to(last) - paths.down_to(first)
+        until_end = paths.there_and_back(first) - inside - paths.forward_ms[last] + paths.wgrad_ms[first]
+        return max(0.0, until_backward - forwards), max(0.0, until_end - self._left)
+
+    def _most_left(self) -> float:
+        """The most time of the B and W left after the last F, whose memory fits the limit; whole passes if all are alike."""
+        limit, stages, parts = self._limit, self._stages, self._items.parts
+        alike = self._instance.alike(stages)
+        if alike is not None and limit < math.inf:
+            costs, s, count = alike
+            activation, kept, wgrad = costs.activation[s], costs.activation_after_backward[s], costs.wgrad_ms[s]
+            most = 0.0
+            for whole in range(count + 1):
+                headroom = limit - whole * activation
+                if headroom < 0:
+                    break
+                pending = count - whole if kept <= 0 else int(min(count - whole, headroom / kept * (1 + 1e-9)))
+                most = max(most, whole * (costs.backward_ms[s] + wgrad) + pending * wgrad)
+            return most
+        items = []
+        for costs, count in parts:
+            for s in stages:
+                backward, wgrad = costs.backward_ms[s], costs.wgrad_ms[s]
+                kept = costs.activation_after_backward[s]
+                freed = costs.activation[s] - kept
+                if backward * kept <= wgrad * freed:  # B frees at least as much memory per millisecond as W
+                    items += [(backward, freed, count), (wgrad, kept, count)]
+                else:
+                    items += [(backward + wgrad, freed + kept, count), (wgrad, kept, count)]
+        return _most(items, limit)
 
 
-def _there_and_back(instance: Instance, rank: int, first: int) -> Derivation:
-    """One microbatch alone, the slowest: the time of all its passes, and W of stage 0."""
-    paths = instance.slowest
-    terms = (
-        ("stage 0 to the rank", paths.down_to(first)),
-        ("from F to B of the rank", paths.there_and_back(first)),
-        ("back to stage 0, with its W", paths.back_from(first)),
-    )
-    return Derivation("one microbatch", instance.with_stage_0(rank), terms)
-
-
-def _travel_work_travel(instance: Instance, rank: int, stages: Sequence[int], head: float) -> Derivation:
-    paths, items = instance.paths, instance.items
-    forward, backward, wgrad = _passes(instance, stages)
-    put_off = _most(_pending(stages, items), instance.limit)
-    terms = (
-        ("microbatch 0 to the rank", paths.down_to(stages[0])),
-        ("idle before the first B", head),
-        forward,
-        backward,
-        ("W that memory does not allow to put off", max(0.0, wgrad[1] - put_off)),
-        ("the last gradient back to stage 0, with its W", paths.back_from(stages[0])),
-    )
-    return Derivation("travel, work, travel", instance.with_stage_0(rank), terms, instance.memory())
-
-
-def _round_trips_while_freeing(instance: Instance, rank: int, stages: Sequence[int], head: float) -> Derivation:
-    """From the first F of stage 0 to the end of its last W, through the first B and the last F of a rank."""
-    paths, items, last = instance.paths, instance.items, stages[-1]
-    done = items.sum("backward_ms", stages) + items.sum("wgrad_ms", stages) - _most_left(instance, stages)
-    since_forward = paths.there_and_back(last) - paths.forward_ms[last] + paths.back_from(last)
-    terms = (
-        ("microbatch 0 to the rank", paths.down_to(stages[0])),
-        ("idle before the first B", head),
-        ("F", items.sum("forward_ms", stages)),
-        ("B and W that free memory for them", max(0.0, done)),
-        ("the last microbatch to the last stage and back to stage 0, with its W", since_forward),
-    )
-    excess = items.sum("activation", stages) - instance.limit
-    memory = instance.memory(**{"activations beyond the limit": excess})
-    return Derivation("round trip, free memory, round trip", instance.with_stage_0(rank), terms, memory)
-
-
-def _passes(instance: Instance, stages: Sequence[int]) -> tuple[tuple[str, float], ...]:
-    return tuple((kind, instance.items.sum(name, stages)) for kind, name in zip("FBW", COST_LISTS[:3], strict=True))
-
-
-def _idle_ends(instance: Instance, stages: Sequence[int]) -> tuple[float, float]:
-    """Unavoidable idle time of one rank before its first B and after its last F."""
-    items, paths, limit = instance.items, instance.paths, instance.limit
-    first, last = stages[0], stages[-1]
-    # From the first F of the rank to the start of its first B, which is of its last stage.
-    until_backward = paths.down_to(last) - paths.down_to(first) + paths.there_and_back(last) - paths.backward_ms[last]
-    fitting = instance.most_in_flight(stages)
-    forwards = _most(items.of(stages, "forward_ms", "activation"), limit)
-    if fitting:
-        forwards = min(forwards, fitting * max(paths.forward_ms[s] for s in stages))
-    # From the end of the rank's last F to the end of its last W, both of the last microbatch.
-    until_end = (
-        paths.there_and_back(first)
-        - (paths.down_to(last) - paths.down_to(first))
-        - paths.forward_ms[last]
-        + paths.wgrad_ms[first]
-    )
-    return max(0.0, until_backward - forwards), max(0.0, until_end - _most_left(instance, stages))
-
-
-def _most_left(instance: Instance, stages: Sequence[int]) -> float:
-    """The most time of the B and W left after the last F, whose memory fits the limit; whole passes if all are alike."""
-    limit, parts = instance.limit, instance.items.parts
-    alike = instance.alike(stages)
-    if alike is not None and limit < math.inf:
-        costs, s, count = alike
-        activation, kept, wgrad = costs.activation[s], costs.activation_after_backward[s], costs.wgrad_ms[s]
-        most = 0.0
-        for whole in range(count + 1):
-            headroom = limit - whole * activation
-            if headroom < 0:
-                break
-            pending = count - whole if kept <= 0 else int(min(count - whole, headroom / kept * (1 + 1e-9)))
-            most = max(most, whole * (costs.backward_ms[s] + wgrad) + pending * wgrad)
-        return most
-    items = []
-    for costs, count in parts:
-        for s in stages:
-            backward, wgrad = costs.backward_ms[s], costs.wgrad_ms[s]
-            kept = costs.activation_after_backward[s]
-            freed = costs.activation[s] - kept
-            if backward * kept <= wgrad * freed:  # B frees at least as much memory per millisecond as W
-                items += [(backward, freed, count), (wgrad, kept, count)]
-            else:
-                items += [(backward + wgrad, freed + kept, count), (wgrad, kept, count)]
-    return _most(items, limit)
+def _over(terms: _Terms, name: str, divisor: float) -> _Terms:
+    return tuple((f"{term}, over the {name}", area / divisor) for term, area in terms)
 
 
 def _most(items: Sequence[tuple[float, float, int]], limit: float) -> float:
@@ -161,12 +221,3 @@ def _most(items: Sequence[tuple[float, float, int]], limit: float) -> float:
         total += share * time
         headroom -= share * memory
     return total
-
-
-def _pending(stages: Sequence[int], items: Items) -> list[tuple[float, float, int]]:
-    """(time, memory, count) of the Ws that may be left after the last B; that of a fused BW holds the activations instead."""
-    return [
-        (costs.wgrad_ms[s], min(costs.activation[s], costs.activation_after_backward[s]), count)
-        for costs, count in items.parts
-        for s in stages
-    ]

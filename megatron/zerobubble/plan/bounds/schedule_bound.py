@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.zerobubble.plan.bounds.instance import Derivation, Instance
 from megatron.zerobubble.plan.bounds.relaxations import derivations
@@ -22,13 +21,27 @@ from megatron.zerobubble.plan.ir import Placement
 
 
 @dataclass(frozen=True)
-class Bound:
-    """Lower bounds for every plan of one placement, number of microbatches, costs and memory limit."""
+class TimeBound:
+    """Lower bounds on both iteration times of some plans."""
 
     span_ms: float
     """No plan has a shorter span."""
     makespan_ms: float
     """No plan has a shorter makespan."""
+
+    def gap(self, span_ms: float) -> float:
+        """How far a span is above its lower bound, as a share of the bound; the optimum lies in between."""
+        return span_ms / self.span_ms - 1.0 if self.span_ms > 0 else 0.0
+
+    def makespan_gap(self, makespan_ms: float) -> float:
+        """How far a makespan is above its lower bound, as a share of the bound."""
+        return makespan_ms / self.makespan_ms - 1.0 if self.makespan_ms > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Bound(TimeBound):
+    """Lower bounds for every plan of one placement, number of microbatches, costs and memory limit."""
+
     bubble_rate: float
     """No plan has a smaller bubble rate (of the span)."""
     derivation: Derivation | None = None
@@ -48,22 +61,6 @@ class Bound:
             derivation=span.derivation,
             makespan_derivation=makespan.makespan_derivation,
         )
-
-    def gap(self, span_ms: float) -> float:
-        """How far a span is above its lower bound, as a share of the bound; the optimum lies in between."""
-        return span_ms / self.span_ms - 1.0 if self.span_ms > 0 else 0.0
-
-    def makespan_gap(self, makespan_ms: float) -> float:
-        """How far a makespan is above its lower bound, as a share of the bound."""
-        return makespan_ms / self.makespan_ms - 1.0 if self.makespan_ms > 0 else 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        """The bounds with their derivations as a JSON object."""
-        body: dict[str, Any] = {"span_ms": self.span_ms, "makespan_ms": self.makespan_ms, "bubble_rate": self.bubble_rate}
-        for name, derivation in (("span", self.derivation), ("makespan", self.makespan_derivation)):
-            if derivation is not None:
-                body[f"{name}_derivation"] = derivation.to_json()
-        return body
 
 
 def lower_bound(placement: Placement, num_microbatches: int, costs: CostModel, memory_limit: float | None = None) -> Bound:

@@ -11,6 +11,7 @@ per-stage lists are the means, which are the costs of every microbatch where all
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -122,6 +123,13 @@ class CostModel:
         """The costs with every microbatch at the mean, and every link at `comm_ms`."""
         return self if self.is_plain else replace(self, per_microbatch=None, links=None)
 
+    def rows(self, name: str, width: int = 1) -> Sequence[Sequence[float]]:
+        """One of the lists per stage and microbatch; of equal ones `width` times the same value."""
+        if self.per_microbatch is None:
+            return [[value] * width for value in getattr(self, name)]
+        rows: Sequence[Sequence[float]] = getattr(self.per_microbatch, name)
+        return rows
+
     def of_microbatch(self, name: str, stage: int, microbatch: int) -> float:
         """The value of one of the lists for one microbatch."""
         lists: CostModel | MicrobatchCosts = self if self.per_microbatch is None else self.per_microbatch
@@ -179,6 +187,11 @@ class CostModel:
         )
 
     @property
+    def lists(self) -> dict[str, tuple[float, ...]]:
+        """The five lists per stage, by the names of their fields."""
+        return {name: getattr(self, name) for name in COST_LISTS}
+
+    @property
     def activations(self) -> Activations:
         """The activation memory of the stages alone."""
         return Activations(activation=self.activation, activation_after_backward=self.activation_after_backward)
@@ -191,7 +204,12 @@ class CostModel:
         )
         every = self.per_microbatch
         unequal = "" if every is None else f" (means of {every.num_microbatches} unequal microbatches)"
-        return f"{passes} ms by stage{unequal}, links {self.comm_ms:.2f} ms{'' if self.links is None else ' (mean)'}"
+        if self.links is None:
+            return f"{passes} ms by stage{unequal}, links {self.comm_ms:.2f} ms"
+        pairs = itertools.permutations(range(self.links.num_ranks), 2)
+        source, target = max(pairs, key=lambda pair: self.link_ms(*pair))
+        links = f"links {min(self.links.neighbors):.2f} to {self.link_ms(source, target):.2f} ms"
+        return f"{passes} ms by stage{unequal}, {links}, the slowest from rank {source} to rank {target}"
 
     @property
     def reserved(self) -> CostModel:

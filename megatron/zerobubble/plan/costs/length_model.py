@@ -67,7 +67,7 @@ class Terms(NamedTuple):
         noise = 1e-12 * math.fsum(value * value for value in values)
         best, least = Terms(), math.fsum(value * value for value in values)
         for chosen in ((1,), (2,), (0,), (0, 1), (1, 2), (0, 2), (0, 1, 2)):
-            found = _least_squares([scaled[index] for index in chosen], values)
+            found = least_squares([scaled[index] for index in chosen], values)
             if found is None or min(found) < 0:
                 continue
             rows = zip(*(scaled[index] for index in chosen), strict=True)
@@ -216,7 +216,7 @@ class LengthModel:
         return "; ".join(halves)
 
 
-def _least_squares(columns: Sequence[Sequence[float]], values: Sequence[float]) -> list[float] | None:
+def least_squares(columns: Sequence[Sequence[float]], values: Sequence[float]) -> list[float] | None:
     """Coefficients of columns, by the normal equations; None if the columns depend on each other."""
     size = len(columns)
     rows = [[math.fsum(a * b for a, b in zip(one, other, strict=True)) for other in (*columns, values)] for one in columns]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -148,6 +149,23 @@ def unequal_links(measured: Mapping[tuple[int, int], float], num_ranks: int) -> 
     return Links(
         latency_ms=tuple(tuple(measured.get((sender, to), mean) for to in range(num_ranks)) for sender in range(num_ranks))
     )
+
+
+def links_text(measured: Mapping[tuple[int, int], float], hosts: Sequence[str]) -> str:
+    """One line for a log: the median of measured links, and the slowest one if it differs.
+
+    Args:
+        measured: (sender, receiver) -> milliseconds of a message.
+        hosts: name of every rank's host; empty names are left out.
+    """
+    if not measured:
+        return "P2P latency not measured"
+    typical, slowest = statistics.median(measured.values()), max(measured, key=lambda pair: measured[pair])
+    text = f"P2P {typical:.2f} ms (median of {len(measured)} links)"
+    if measured[slowest] <= _ALIKE * typical:
+        return text
+    ends = " -> ".join(f"rank {rank} ({hosts[rank]})" if hosts[rank] else f"rank {rank}" for rank in slowest)
+    return f"{text}; slowest {ends} {measured[slowest]:.2f} ms"
 
 
 def _is_matrix(value: object) -> bool:

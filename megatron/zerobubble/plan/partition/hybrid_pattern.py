@@ -23,28 +23,9 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 
-__all__ = ["EXPERTS", "MAMBA", "HybridPattern", "check_kinds"]
+__all__ = ["HybridPattern"]
 
-EXPERTS, MAMBA = "E", "M"
-
-_KINDS = {"*": "attention", "-": "MLP", EXPERTS: "experts", MAMBA: "Mamba"}
 _STAGE_BOUNDARY, _MTP_SEPARATOR = "|", "/"
-
-
-def check_kinds(text: str, name: str) -> None:
-    """Check that all layers of a pattern are of a kind that our own training loop builds.
-
-    Args:
-        text: the pattern.
-        name: of the pattern, in the message.
-
-    Raises:
-        ConfigError: another letter; the message lists those that are possible.
-    """
-    for letter in text:
-        if letter not in (*_KINDS, _STAGE_BOUNDARY, _MTP_SEPARATOR):
-            kinds = ", ".join(f"{each} ({meaning})" for each, meaning in _KINDS.items())
-            raise ConfigError(f"{name}: {letter!r} is not a kind of layer; write {kinds}, and {_STAGE_BOUNDARY} between stages")
 
 
 @dataclass(frozen=True, kw_only=True)

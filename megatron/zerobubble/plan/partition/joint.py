@@ -15,17 +15,17 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from megatron.zerobubble.errors import ConfigError, PlanError
-from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
+from megatron.zerobubble.plan.bounds.schedule_bound import TimeBound, lower_bound
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.partition.layer_costs import Model
 from megatron.zerobubble.plan.partition.layout import Layout, StageCosts
-from megatron.zerobubble.plan.partition.layout_bound import LayoutBound, bound_over_layouts
+from megatron.zerobubble.plan.partition.layout_bound import bound_over_layouts
 from megatron.zerobubble.plan.partition.partitions import partitions
 from megatron.zerobubble.plan.planner import AUTO, Result, make_plan
-from megatron.zerobubble.plan.registry import check_at_least_one, check_size, placement_of, schedule_info
-from megatron.zerobubble.plan.search.interface import Core, Problem
+from megatron.zerobubble.plan.registry import check_at_least_one, check_size, placement_of, schedule_info, schedule_spec
+from megatron.zerobubble.plan.search.interface import Problem
 from megatron.zerobubble.plan.search.orders import order_of
 from megatron.zerobubble.plan.search.search import best_core, search
 from megatron.zerobubble.plan.search.search_options import SearchOptions, check_memory_limit, smallest_memory
@@ -57,7 +57,7 @@ class LayoutResult:
     """Its costs in the planner's units."""
     result: Result
     """Its plan, with the lower bound of this layout."""
-    bound: LayoutBound
+    bound: TimeBound
     """Lower bound over all layouts."""
     num_planned: int
     """Layouts that were planned."""
@@ -157,8 +157,7 @@ def _objective_ms(plan: Plan, costs: CostModel, limit: float | None, objective: 
     unit = min(plan.num_ranks, plan.num_microbatches)
     most = math.inf if limit is None else limit * unit
     problem = Problem.of(plan.placement, plan.num_microbatches, costs, limit=most, is_makespan=objective is Objective.MAKESPAN)
-    core: Core = best_core()(problem)
-    return core.evaluate(order_of(plan))[1]
+    return best_core()(problem).evaluate(order_of(plan))[1]
 
 
 def _enough(placement: Placement, num_microbatches: int, stages: StageCosts, objective: Objective) -> float | None:
@@ -178,21 +177,13 @@ def _enough(placement: Placement, num_microbatches: int, stages: StageCosts, obj
 
 def _families(schedule: str, num_ranks: int, num_chunks: int | None) -> list[tuple[str, Placement]]:
     """Schedules with the placements to try."""
-    chosen: Sequence[tuple[str, int]] = _FAMILIES
     if schedule == AUTO:
         if num_chunks is not None:
             raise ConfigError("auto chooses the number of chunks; drop it or name an interleaved schedule")
-    else:
-        info = schedule_info(schedule)
-        if num_chunks is not None:
-            check_at_least_one(num_chunks=num_chunks)
-            if info.num_chunks not in (None, num_chunks):
-                raise ConfigError(
-                    f"schedule {schedule!r} has {info.num_chunks} stage(s) per rank, not {num_chunks}; drop num_chunks"
-                )
-        chunks = _CHUNKS if info.num_chunks is None else (info.num_chunks,)
-        chosen = [(schedule, each) for each in ((num_chunks,) if num_chunks is not None else chunks)]
-    return [(name, placement_of(name, num_ranks=num_ranks, num_chunks=chunks)) for name, chunks in chosen]
+        return [(name, placement_of(name, num_ranks=num_ranks, num_chunks=chunks)) for name, chunks in _FAMILIES]
+    takes_any = schedule_info(schedule).num_chunks is None and num_chunks is None
+    tried: Sequence[int | None] = _CHUNKS if takes_any else (num_chunks,)
+    return [(schedule, schedule_spec(schedule, num_ranks=num_ranks, num_chunks=chunks).placement) for chunks in tried]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,7 +246,7 @@ class _Joint:
         bound = lower_bound(placement, self._m, stages.costs, stages.memory_limit)
         return _Candidate(schedule=schedule, layout=layout, bound_ms=self._options.objective.of(bound))
 
-    def best(self, bound: LayoutBound) -> LayoutResult:
+    def best(self, bound: TimeBound) -> LayoutResult:
         """Plan the candidates, with more effort for fewer of them."""
         planned = self._improved(self._round(sorted(self._candidates, key=_bound_of), _FIRST_SHARE, is_short=True))
         found: list[_Candidate] = []

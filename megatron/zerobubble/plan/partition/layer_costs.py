@@ -8,6 +8,9 @@
                "attention": {...}, "mlp": {...}, "mamba": {...}, "head": {...}},
      "layers": ["mamba", "mlp", "attention*2", "mlp"]}
 
+`Model.measured` derives the parts from profiled stages: as stages have different parts, the costs of a layer of every kind, of
+the embedding and of the head (with MTP layers) follow from theirs.
+
 `layers` has the decoder layers in the order data flows. The embedding is in the first stage and the head in the last; MTP layers
 (`num_mtp_layers` of kind `mtp`) stay with the head, as training has them. The kinds attention, mlp, moe and mamba are layers of a
 hybrid model; any other name is a transformer layer. Unknown keys are ignored, so that a file can name its source.
@@ -18,15 +21,21 @@ Invariant: every number is finite and not negative, every layer's kind is known,
 from __future__ import annotations
 
 import itertools
+import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from statistics import median
 from typing import Any
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.messages import parse_json, quoted
+from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.length_model import least_squares
 from megatron.zerobubble.plan.costs.microbatch_costs import check_number
+from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 
 __all__ = ["EMBEDDING", "FORMAT", "HEAD", "LETTERS", "MTP", "LayerCosts", "Model"]
 
@@ -70,9 +79,14 @@ class LayerCosts:
         return self.forward_ms + self.backward_ms + self.wgrad_ms
 
     @staticmethod
+    def of(*values: float) -> LayerCosts:
+        """From the values of the fields, in their order."""
+        return LayerCosts(**dict(zip(_NAMES, values, strict=True)))
+
+    @staticmethod
     def total(parts: Sequence[LayerCosts]) -> LayerCosts:
         """The sum of several layers; of none, zeros."""
-        return LayerCosts(**{name: sum(getattr(part, name) for part in parts) for name in _NAMES})
+        return LayerCosts.of(*(sum(getattr(part, name) for part in parts) for name in _NAMES))
 
     def to_json(self) -> dict[str, float]:
         """One entry of `kinds`."""
@@ -114,6 +128,36 @@ class Model:
                 f"layers mixes {', '.join(sorted(set(self.layers)))}: {', '.join(LETTERS)} are layers of a hybrid model, and "
                 "all others transformer layers; use one or the other"
             )
+
+    @staticmethod
+    def measured(
+        kinds: Sequence[str],
+        layers: StageLayers,
+        costs: CostModel,
+        *,
+        unit_bytes: float = 1.0,
+        static_bytes: Sequence[float] = (),
+    ) -> Model:
+        """The model that was profiled.
+
+        Args:
+            kinds: the kind of every decoder layer.
+            layers: the layers of the profiled stages.
+            costs: their profiled costs.
+            unit_bytes: bytes of one unit of the costs' activation memory; 1: the model has such units in place of bytes.
+            static_bytes: weights, gradients and optimizer state of every stage; by default none.
+
+        Raises:
+            ConfigError: the stages are too few or too alike to distinguish the kinds of layers.
+        """
+        lists = [*costs.lists.values(), static_bytes or (0.0,) * layers.num_stages]
+        units = (1.0, 1.0, 1.0, unit_bytes, unit_bytes, 1.0)
+        parts = [_parts([unit * value for value in values], kinds, layers) for values, unit in zip(lists, units, strict=True)]
+        return Model(
+            layers=tuple(kinds),
+            kinds={name: LayerCosts.of(*(part[name] for part in parts)) for name in (EMBEDDING, *dict.fromkeys(kinds), HEAD)},
+            comm_ms=costs.comm_ms,
+        )
 
     @property
     def num_layers(self) -> int:
@@ -196,6 +240,38 @@ class Model:
             raise ConfigError(f"the layer file: {error}") from None
 
 
+def _parts(values: Sequence[float], kinds: Sequence[str], layers: StageLayers) -> Mapping[str, float]:
+    """Part of the model -> its share in the values of the stages.
+
+    A layer has the median over the stages with nothing but layers; what the first and the last stage have beyond their layers is
+    the embedding's and the head's. Two stages cannot distinguish all three: then the one with less per layer is assumed to have
+    layers only. Layers of several kinds follow by least squares.
+    """
+    names, last = sorted(set(kinds)), layers.num_stages - 1
+    columns = (EMBEDDING, *names, HEAD)
+    if not any(values):
+        return dict.fromkeys(columns, 0.0)
+    if len(names) == 1:
+        per_layer = [value / count if count else math.inf for value, count in zip(values, layers.per_stage, strict=True)]
+        inner = [value for value in per_layer[1:last] if math.isfinite(value)]
+        layer = median(inner) if inner else min(per_layer)
+        beyond = [max(0.0, values[stage] - layers.per_stage[stage] * layer) for stage in (0, last)]
+        return dict(zip(columns, (beyond[0], layer, beyond[1]), strict=True))
+    held, begin = [], 0
+    for stage, count in enumerate(layers.per_stage):
+        counts = Counter(kinds[begin : begin + count]) | Counter({EMBEDDING: int(stage == 0), HEAD: int(stage == last)})
+        held.append([float(counts[name]) for name in columns])
+        begin += count
+    found = least_squares(list(zip(*held, strict=True)), values)
+    if found is None:
+        raise ConfigError(
+            f"the layers of {layers.num_stages} stages ({', '.join(map(str, layers.per_stage))}) do not "
+            f"distinguish {', '.join(names)}, the embedding and the head; "
+            "profile with more stages per rank, or stages that differ in what they hold"
+        )
+    return {name: max(0.0, value) for name, value in zip(columns, found, strict=True)}
+
+
 def _costs(kind: str, body: object) -> LayerCosts:
     if not isinstance(body, dict):
         raise ConfigError(f"kind {quoted(kind)} is {quoted(body)}; give an object with {', '.join(_NAMES)}")
@@ -203,7 +279,7 @@ def _costs(kind: str, body: object) -> LayerCosts:
     if missing:
         raise ConfigError(f"kind {quoted(kind)} has no {', '.join(missing)}; give all of {', '.join(_NAMES)}")
     try:
-        return LayerCosts(**{name: body[name] for name in _NAMES})
+        return LayerCosts.of(*(body[name] for name in _NAMES))
     except ConfigError as error:
         raise ConfigError(f"kind {quoted(kind)}: {error}") from None
 

@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.links import Links
+from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.layer_costs import Model
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 
-__all__ = ["Layout", "StageCosts"]
+__all__ = ["Layout", "StageCosts", "costs_of_placements"]
+
+_LISTS = ("forward_ms", "backward_ms", "wgrad_ms", "activation_bytes", "after_backward_bytes")
+"""`COST_LISTS` by the names of `LayerCosts`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,15 +113,15 @@ class Layout:
                 )
             shares, limit = [least / one for one in headroom], least / unit
         scale = [shares[rank] * min(p, num_microbatches) / unit for rank in self.placement.stage_to_rank]
-        costs = CostModel(
-            forward_ms=tuple(self.stages("forward_ms")),
-            backward_ms=tuple(self.stages("backward_ms")),
-            wgrad_ms=tuple(self.stages("wgrad_ms")),
-            comm_ms=self.model.comm_ms,
-            activation=_scaled(self.stages("activation_bytes"), scale),
-            activation_after_backward=_scaled(self.stages("after_backward_bytes"), scale),
-        )
+        costs = self.costs(scale)
         return StageCosts(costs=costs, memory_limit=limit, bytes_per_unit=tuple(unit / share for share in shares))
+
+    def costs(self, scale: Sequence[float] | None = None) -> CostModel:
+        """Costs of the stages, with the model's bytes times a factor per stage, by default 1, as activation memory."""
+        lists = dict(zip(COST_LISTS, map(self.stages, _LISTS), strict=True))
+        for name in COST_LISTS[3:]:
+            lists[name] = [value * factor for value, factor in zip(lists[name], scale or (1.0,) * len(lists[name]), strict=True)]
+        return CostModel.of_lists(lists, comm_ms=self.model.comm_ms)
 
     def peak_bytes(self, stage_costs: StageCosts, peak_memory: Sequence[float]) -> list[float]:
         """Per rank, the bytes of a plan's peak activation memory and of weights, gradients and optimizer state."""
@@ -124,5 +129,22 @@ class Layout:
         return [static + unit * peak for static, unit, peak in used]
 
 
-def _scaled(values: Sequence[float], scale: Sequence[float]) -> tuple[float, ...]:
-    return tuple(value * factor for value, factor in zip(values, scale, strict=True))
+def costs_of_placements(
+    model: Model, layers_of: Callable[[Placement], StageLayers], *, links: Links | None = None
+) -> Callable[[Placement], CostModel]:
+    """The costs of other placements of a measured model, as the planner asks for them: it raises PlanError for some.
+
+    Args:
+        model: with the units of activation memory of a `CostModel` in place of bytes.
+        layers_of: divides the layers over the stages of a placement; raises ConfigError where they cannot be divided.
+        links: of unequal speed between the ranks, the same in any placement; None: the model's `comm_ms` for all.
+    """
+
+    def costs_of(placement: Placement) -> CostModel:
+        try:
+            layout = Layout(model=model, placement=placement, per_stage=layers_of(placement).per_stage)
+            return replace(layout.costs(), links=links)
+        except ConfigError as error:
+            raise PlanError(f"{placement.num_stages} stages: {error}") from None
+
+    return costs_of

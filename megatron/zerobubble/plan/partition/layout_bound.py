@@ -20,37 +20,19 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.plan.bounds.schedule_bound import TimeBound
 from megatron.zerobubble.plan.partition.layer_costs import EMBEDDING, HEAD, LayerCosts, Model
 
-__all__ = ["LayoutBound", "bound_over_layouts"]
+__all__ = ["bound_over_layouts"]
 
 _PRECISION = 1e-7
 _MOST_KINDS = 3
 
 
-@dataclass(frozen=True)
-class LayoutBound:
-    """No layout of a model on these ranks, with no order of ops, is faster."""
-
-    span_ms: float
-    """No plan of any layout has a shorter span."""
-    makespan_ms: float
-    """No plan of any layout has a shorter makespan."""
-
-    def gap(self, span_ms: float) -> float:
-        """How far a span is above the bound, as a share of the bound."""
-        return span_ms / self.span_ms - 1.0 if self.span_ms > 0 else 0.0
-
-    def makespan_gap(self, makespan_ms: float) -> float:
-        """How far a makespan is above the bound, as a share of the bound."""
-        return makespan_ms / self.makespan_ms - 1.0 if self.makespan_ms > 0 else 0.0
-
-
-def bound_over_layouts(model: Model, num_ranks: int, num_microbatches: int, memory_bytes: float | None = None) -> LayoutBound:
+def bound_over_layouts(model: Model, num_ranks: int, num_microbatches: int, memory_bytes: float | None = None) -> TimeBound:
     """Lower bounds over all partitions and placements.
 
     Args:
@@ -81,7 +63,7 @@ def bound_over_layouts(model: Model, num_ranks: int, num_microbatches: int, memo
         span,
         max(span, m * model.total.work_ms + starts[-1]),
     )
-    return LayoutBound(span_ms=span, makespan_ms=max(span, makespan))
+    return TimeBound(span_ms=span, makespan_ms=max(span, makespan))
 
 
 def _resident(part: LayerCosts) -> float:

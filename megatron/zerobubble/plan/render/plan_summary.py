@@ -7,21 +7,32 @@ from collections.abc import Sequence
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.planner import Result
+from megatron.zerobubble.plan.registry import known_schedules
 from megatron.zerobubble.plan.render.text import render_text
 from megatron.zerobubble.plan.simulate import Simulation
 from megatron.zerobubble.plan.validate import live_microbatches, pending_wgrads
 
 
-def headline(plan: Plan) -> str:
-    """The plan's schedule and sizes, in one line."""
+def title(schedule: str) -> str:
+    """A schedule's name in its paper; any other name as it is."""
+    return next((info.title for info in known_schedules() if info.name == schedule), schedule)
+
+
+def headline(plan: Plan, name: str | None = None) -> str:
+    """The plan's schedule, or another name for it, and its sizes, in one line."""
     return (
-        f"{plan.schedule}: {plan.num_ranks} pipeline ranks (PP), {plan.num_microbatches} microbatches per iteration, "
+        f"{name or plan.schedule}: {plan.num_ranks} pipeline ranks (PP), {plan.num_microbatches} microbatches per iteration, "
         f"{plan.placement.num_chunks} stage(s) per rank ({plan.placement.name})"
     )
 
 
-def lengths(simulation: Simulation) -> list[str]:
-    """The unequal microbatches and links of a plan, one line each; empty if all are equal."""
+def lengths(simulation: Simulation, came: Simulation | None = None) -> list[str]:
+    """The unequal microbatches and links of a plan, one line each; empty if all are equal.
+
+    Args:
+        simulation: of the plan.
+        came: of the schedule's own order with the data as it came, to compare with.
+    """
     costs, plan, lines = simulation.costs, simulation.plan, []
     every = costs.per_microbatch
     if every is not None:
@@ -38,6 +49,11 @@ def lengths(simulation: Simulation) -> list[str]:
     if costs.links is not None:
         times = costs.links.neighbors
         lines.append(f"links of {min(times):.3f} to {max(times):.3f} ms per mean message between neighboring ranks")
+    if came is not None:
+        lines.append(
+            f"idle share {100 * simulation.idle_share:.2f} % of the makespan, {100 * came.idle_share:.2f} % in the schedule's "
+            "own order with the data as it came"
+        )
     return lines
 
 

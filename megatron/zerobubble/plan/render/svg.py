@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape
 from megatron.zerobubble.plan.ir import OpKind
 from megatron.zerobubble.plan.render.text import Rows, chunks_of, extent, ticks
 from megatron.zerobubble.plan.simulate import TimedOp
-from megatron.zerobubble.plan.timeline import Activity, RankTimeline, Span, Timeline
+from megatron.zerobubble.plan.timeline import Activity, RankTimeline, Span
 
 COLORS = {
     OpKind.F: ("#7ea6e8", "#2f5fae"),
@@ -50,30 +50,58 @@ _FONT = "font-family='Helvetica,Arial,sans-serif'"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Panel:
-    """One row per rank, from `begin_ms` on."""
+class Panel:
+    """One timeline of several on the same axis."""
 
+    caption: str = ""
+    """The line above it."""
     ranks: Sequence[RankTimeline]
+    """One row per rank. Spans are shown from the first op of all ranks on."""
+    notes: Sequence[str] = ()
+    """Per microbatch what the titles of its ops add to their names; empty: nothing."""
+
+    @staticmethod
+    def of_ops(rows: Rows, *, caption: str = "", notes: Sequence[str] = ()) -> Panel:
+        """A timeline of ops alone, per rank."""
+        return Panel(caption=caption, ranks=[RankTimeline(ops=tuple(row)) for row in rows], notes=notes)
+
+    @property
+    def begin_ms(self) -> float:
+        """The start of its first op."""
+        return extent([rank.ops for rank in self.ranks])[0]
+
+    @property
+    def length_ms(self) -> float:
+        """From the first op to the end of the last op, or of the last span that is shown."""
+        begin, end = extent([rank.ops for rank in self.ranks])
+        visible = {*SPAN_COLORS, *_EXCHANGE_COLORS}
+        return max([end, *(span.end_ms for rank in self.ranks for span in rank.spans if span.activity in visible)]) - begin
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Drawing:
+    """A panel with its place."""
+
+    panel: Panel
     begin_ms: float
     scale: float
     """Pixels per millisecond."""
     length_ms: float
     top: int
-    notes: Sequence[str] = ()
-    """Per microbatch what the title of its ops adds to their name."""
 
     @property
     def bottom(self) -> int:
-        return self.top + len(self.ranks) * (_ROW + _GAP)
+        return self.top + len(self.panel.ranks) * (_ROW + _GAP)
 
     def draw(self) -> list[str]:
-        parts = []
+        caption = f"<text x='{_LEFT}' y='{self.top - 8}' font-weight='bold'>{escape(self.panel.caption)}</text>"
+        parts = [caption] if self.panel.caption else []
         for tick in ticks(self.length_ms):
             x = _LEFT + tick * self.scale
             parts.append(f"<line x1='{x:.2f}' x2='{x:.2f}' y1='{self.top - 3}' y2='{self.bottom}' stroke='#ddd'/>")
             parts.append(f"<text x='{x:.2f}' y='{self.bottom + 12}' fill='#555' text-anchor='middle'>{tick:g}</text>")
         parts.append(f"<text x='{_LEFT - 10}' y='{self.bottom + 12}' fill='#555' text-anchor='end'>ms</text>")
-        for rank, timeline in enumerate(self.ranks):
+        for rank, timeline in enumerate(self.panel.ranks):
             parts.extend(self._row(rank, timeline, self.top + rank * (_ROW + _GAP)))
         return parts
 
@@ -108,7 +136,7 @@ class _Panel:
     def _op(self, timed: TimedOp, y: int, chunk: int) -> str:
         op, x = timed.op, self._x(timed.start_ms)
         width = max((timed.end_ms - timed.start_ms) * self.scale, 0)
-        note = self.notes[op.microbatch] if self.notes else ""
+        note = self.panel.notes[op.microbatch] if self.panel.notes else ""
         box = (
             f"<rect x='{x:.2f}' y='{y}' width='{width:.2f}' height='{_ROW}' fill='{COLORS[op.kind][chunk > 0]}' "
             f"stroke='white' stroke-width='0.6'><title>{op}{escape(note)} {timed.start_ms - self.begin_ms:.3f}.."
@@ -124,68 +152,10 @@ class _Panel:
         return _LEFT + (time_ms - self.begin_ms) * self.scale
 
 
-def render_svg(rows: Rows, *, title: str = "", subtitle: str = "", width_px: int = 1200, notes: Sequence[str] = ()) -> str:
-    """A standalone SVG document: one row of boxes per rank, microbatch numbers where they fit, an axis in ms and a legend.
+def render_svg(panels: Sequence[Panel], *, title: str = "", subtitle: str = "", width_px: int = 1200) -> str:
+    """A standalone SVG document: timelines below each other on the same axis in ms, each from its first op on, and a legend.
 
-    Args:
-        rows: the timed ops, per rank.
-        title: title of the picture.
-        subtitle: a smaller line below the title.
-        width_px: width of the picture in pixels.
-        notes: per microbatch what the titles of its ops add to their names; empty: nothing.
-    """
-    begin, end = extent(rows)
-    ranks = [RankTimeline(ops=tuple(row)) for row in rows]
-    scale = _scale(end - begin, width_px)
-    panel = _Panel(ranks=ranks, begin_ms=begin, length_ms=end - begin, scale=scale, top=_TOP, notes=notes)
-    body = [*panel.draw(), *_legend(ranks, panel.bottom + 28)]
-    return _document(body, title=title, subtitle=subtitle, width_px=width_px, height=panel.bottom + 58)
-
-
-def render_comparison(
-    planned: Rows, recorded: Timeline, *, title: str = "", subtitle: str = "", captions: tuple[str, str], width_px: int = 1200
-) -> str:
-    """A standalone SVG document: the plan above its recorded run, on the same axis, each from its first op on.
-
-    Args:
-        planned: the timed ops of the simulated plan, per rank.
-        recorded: the recorded run. Its spans are shown from its first op on.
-        title: title of the picture.
-        subtitle: a smaller line below the title.
-        captions: captions of the two panels.
-        width_px: width of the picture in pixels.
-    """
-    panels = [
-        Panel(caption=captions[0], ranks=tuple(RankTimeline(ops=tuple(row)) for row in planned)),
-        Panel(caption=captions[1], ranks=recorded.ranks),
-    ]
-    return render_panels(panels, title=title, subtitle=subtitle, width_px=width_px)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Panel:
-    """One timeline of several on the same axis."""
-
-    caption: str
-    """The line above it."""
-    ranks: Sequence[RankTimeline]
-    """One row per rank. Spans are shown from the first op of all ranks on."""
-
-    @property
-    def rows(self) -> Rows:
-        """The ops alone, per rank."""
-        return tuple(rank.ops for rank in self.ranks)
-
-    @property
-    def length_ms(self) -> float:
-        """From the first op to the end of the last op, or of the last span that is shown."""
-        begin, end = extent(self.rows)
-        visible = {*SPAN_COLORS, *_EXCHANGE_COLORS}
-        return max([end, *(span.end_ms for rank in self.ranks for span in rank.spans if span.activity in visible)]) - begin
-
-
-def render_panels(panels: Sequence[Panel], *, title: str = "", subtitle: str = "", width_px: int = 1200) -> str:
-    """A standalone SVG document: timelines below each other on the same axis, each from its first op on.
+    A timeline has one row of boxes per rank, with microbatch numbers where they fit.
 
     Args:
         panels: the timelines, at least one.
@@ -194,19 +164,15 @@ def render_panels(panels: Sequence[Panel], *, title: str = "", subtitle: str = "
         width_px: width of the picture in pixels.
     """
     length = max(panel.length_ms for panel in panels)
-    top, body = _TOP + _CAPTION, []
-    for panel in panels:
-        begin, _ = extent(panel.rows)
-        drawn = _Panel(ranks=panel.ranks, begin_ms=begin, length_ms=length, scale=_scale(length, width_px), top=top)
-        body.append(f"<text x='{_LEFT}' y='{top - 8}' font-weight='bold'>{escape(panel.caption)}</text>")
-        body.extend(drawn.draw())
-        bottom, top = drawn.bottom, drawn.bottom + _AXIS + _CAPTION + _GAP
+    scale = (width_px - _LEFT - 16) / length if length > 0 else 1.0
+    bottom, body = _TOP - _AXIS - _CAPTION - _GAP, list[str]()
+    for number, panel in enumerate(panels):
+        top = bottom + _AXIS + _GAP + _CAPTION * (1 if number or not panel.caption else 2)
+        drawn = _Drawing(panel=panel, begin_ms=panel.begin_ms, length_ms=length, scale=scale, top=top)
+        body += drawn.draw()
+        bottom = drawn.bottom
     body.extend(_legend([rank for panel in panels for rank in panel.ranks], bottom + 28))
     return _document(body, title=title, subtitle=subtitle, width_px=width_px, height=bottom + 58)
-
-
-def _scale(length_ms: float, width_px: int) -> float:
-    return (width_px - _LEFT - 16) / length_ms if length_ms > 0 else 1.0
 
 
 def _document(body: Sequence[str], *, title: str, subtitle: str, width_px: int, height: int) -> str:

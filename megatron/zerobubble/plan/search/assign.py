@@ -16,14 +16,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron.zerobubble.errors import PlanError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, MicrobatchCosts
 from megatron.zerobubble.plan.ir import Op, OpKind, Plan
 from megatron.zerobubble.plan.objective import Objective
-from megatron.zerobubble.plan.search.interface import Core, Order, Problem
+from megatron.zerobubble.plan.search.core import PythonCore
+from megatron.zerobubble.plan.search.interface import Order, Problem
 from megatron.zerobubble.plan.search.orders import order_of, plan_of_order, without_wgrad
 from megatron.zerobubble.plan.search.search import best_core
 from megatron.zerobubble.plan.search.search_options import SearchOptions, check_memory_limit
@@ -61,7 +61,12 @@ class _Start(NamedTuple):
 
 
 def assign(
-    bases: Sequence[Plan], costs: CostModel, options: SearchOptions, *, fixed_order: bool = False, core: type[Any] | None = None
+    bases: Sequence[Plan],
+    costs: CostModel,
+    options: SearchOptions,
+    *,
+    fixed_order: bool = False,
+    core: type[PythonCore] | None = None,
 ) -> Plan:
     """The best order and assignment found for these microbatches and links.
 
@@ -91,7 +96,7 @@ class _Search:
     """The state of one search."""
 
     def __init__(
-        self, bases: Sequence[Plan], costs: CostModel, options: SearchOptions, fixed_order: bool, core: type[Any]
+        self, bases: Sequence[Plan], costs: CostModel, options: SearchOptions, fixed_order: bool, core: type[PythonCore]
     ) -> None:
         self._base, self._costs, self._options, self._fixed = bases[0], costs, options, fixed_order
         self._fused = _is_fused(self._base)
@@ -126,22 +131,21 @@ class _Search:
     def _peaks(self, costs: CostModel) -> list[float]:
         return [max(peak_memory(plan, costs)) for plan in self._given()]
 
-    def _make_core(self, core: type[Any]) -> Core:
-        flat = flat_costs(self._reserved, self._base, fused=self._fused)
-        problem = Problem(
-            self._m,
-            self._base.placement.stage_to_rank,
-            flat.durations,
-            float(self._costs.comm_ms),
-            flat.activation,
-            flat.remaining,
-            self._limit * min(self._base.num_ranks, self._m),
-            self._options.objective is Objective.MAKESPAN,
-            flat.links,
-            _EXCESS_ROUNDS * self._bottleneck_ms,
+    def _make_core(self, core: type[PythonCore]) -> PythonCore:
+        limit = self._limit * min(self._base.num_ranks, self._m)
+        is_makespan = self._options.objective is Objective.MAKESPAN
+        excess_ms = _EXCESS_ROUNDS * self._bottleneck_ms
+        return core(
+            Problem.of(
+                self._base.placement,
+                self._m,
+                self._reserved,
+                limit=limit,
+                is_makespan=is_makespan,
+                fused=self._fused,
+                excess_ms=excess_ms,
+            )
         )
-        made: Core = core(problem)
-        return made
 
     def best(self) -> Plan:
         """Score the given orders, anneal from the best starts, and return the best of all."""
@@ -222,47 +226,6 @@ class _Search:
             f"{self._limit:.6g}; in the order they came it needs {tried[0]:.6g}, sorted {min(tried[1:]):.6g}; "
             "raise the limit, or choose a schedule whose order may change, such as zb or zbv"
         )
-
-
-class FlatCosts(NamedTuple):
-    """Costs as a core takes them: flat, of unequal microbatches over each stage and kind in turn."""
-
-    durations: list[float]
-    activation: list[float]
-    remaining: list[float]
-    links: list[float]
-
-
-def flat_costs(costs: CostModel, plan: Plan, *, fused: bool) -> FlatCosts:
-    """The costs of a plan's stages for a core. With `fused`, B takes the time of W, too, and frees all of its memory."""
-    ranks, last = plan.placement.stage_to_rank, plan.num_stages - 1
-    width = 1 if costs.num_microbatches is None or plan.num_microbatches == 1 else plan.num_microbatches
-    lists: dict[str, Sequence[Sequence[float]]]
-    if costs.per_microbatch is None:
-        lists = {name: [[value] * width for value in getattr(costs, name)] for name in COST_LISTS}
-    else:
-        lists = _lists(costs.per_microbatch)
-    forward, backward, wgrad, activation, remaining = (lists[name] for name in COST_LISTS)
-    durations: list[float] = []
-    for before, middle, after in zip(forward, backward, wgrad, strict=True):
-        durations += before
-        durations += [b + w for b, w in zip(middle, after, strict=True)] if fused else middle
-        durations += [0.0] * width if fused else after
-    links = []
-    for step in (1, -1):
-        for stage in range(plan.num_stages):
-            to = min(max(stage + step, 0), last)
-            links += [costs.link_ms(ranks[stage], ranks[to], microbatch) for microbatch in range(width)]
-    return FlatCosts(
-        list(map(float, durations)),
-        [float(value) for row in activation for value in row],
-        [0.0 if fused else float(value) for row in remaining for value in row],
-        list(map(float, links)),
-    )
-
-
-def _lists(every: MicrobatchCosts) -> dict[str, Sequence[Sequence[float]]]:
-    return {name: getattr(every, name) for name in COST_LISTS}
 
 
 def _is_fused(plan: Plan) -> bool:

@@ -68,7 +68,7 @@ others."""
 
 
 class PythonCore:
-    """The core in pure Python, twin of `NativeCore` in core.cpp.
+    """The core in pure Python, twin of `NativeCore` in core.cpp, which has the same methods.
 
     Args:
         problem: what it scores orders for.
@@ -114,29 +114,29 @@ class PythonCore:
         return links
 
     def stop(self) -> None:
-        """See `Core`."""
+        """End annealing at the next move, now and from now on; may be called from any thread."""
         self._is_stopped = True
 
     # -- scoring --------------------------------------------------------------------------------------------------------
 
     def evaluate(self, order: Rows) -> tuple[float, float]:
-        """See `Core`. Execution in order, as in `simulate`."""
+        """Score, which the search minimizes, and objective (span or makespan) in ms; infinite if it deadlocks. See `simulate`."""
         return self._run(order, [math.inf] * self.p, None)
 
     def fill(self, rows: Rows, patience: Sequence[float]) -> Order:
-        """See `Core`."""
+        """The order with every W inserted; patience per rank. Empty if the rows deadlock or exceed the memory limit."""
         order = [bytearray() for _ in range(self.p)]
         return [bytes(row) for row in order] if self._run(rows, patience, order)[1] < math.inf else []
 
     def evaluate_assigned(self, rows: Rows, patience: Sequence[float], assignment: Sequence[int]) -> tuple[float, float]:
-        """See `Core`."""
+        """Score and objective of rows whose microbatch i is `assignment[i]` in the costs; beyond the limit only a score."""
         self.slots = self._taken(assignment)
         found = self._run(rows, patience, None)
         self.slots = self._own_slots()
         return found
 
     def fill_assigned(self, rows: Rows, patience: Sequence[float], assignment: Sequence[int]) -> Order:
-        """See `Core`."""
+        """`fill` with this assignment."""
         self.slots = self._taken(assignment)
         order = self.fill(rows, patience)
         self.slots = self._own_slots()
@@ -172,7 +172,7 @@ class PythonCore:
     # -- list scheduling ------------------------------------------------------------------------------------------------
 
     def decode(self, policy: Policy) -> Order:
-        """See `Core`."""
+        """List-schedule a policy. Empty if it cannot finish."""
         p, m = self.p, self.m
         rows = [bytearray() for _ in range(p)]
         ends = [-1.0] * (2 * self.num_stages * m)
@@ -261,7 +261,10 @@ class PythonCore:
     # -- moves ----------------------------------------------------------------------------------------------------------
 
     def anneal(self, rows: Rows, patience: Sequence[float], seed: int, budget: float, temperature: float) -> Order:
-        """See `Core`."""
+        """Move ops within rows at random, with an acceptance threshold falling from `temperature` to 0, and fill the best.
+
+        If some patience is finite (rows without W), more of the moves change many ops at once, and some change the patience.
+        """
         return self._improve(rows, patience, self.slots, seed, budget, temperature, assigns=False, fixed_order=False)[0]
 
     def assign(
@@ -274,7 +277,7 @@ class PythonCore:
         temperature: float,
         fixed_order: bool,
     ) -> tuple[Order, list[int]]:
-        """See `Core`."""
+        """Anneal the assignment and, unless it is fixed, the order. The order is empty if none met fits the memory limit."""
         return self._improve(rows, patience, assignment, seed, budget, temperature, assigns=True, fixed_order=fixed_order)
 
     def _improve(

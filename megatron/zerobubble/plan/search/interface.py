@@ -1,11 +1,12 @@
-"""What a core takes and does: problems, orders, policies, and the methods of `PythonCore` and of the compiled core (`core`)."""
+"""What a core takes: problems, orders and policies. `core.PythonCore` documents what it does."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS
 from megatron.zerobubble.plan.ir import Placement
 
 Order = list[bytes]
@@ -41,29 +42,46 @@ class Problem(NamedTuple):
 
     @staticmethod
     def of(
-        placement: Placement, num_microbatches: int, costs: CostModel, *, limit: float, is_makespan: bool, fused: bool = False
+        placement: Placement,
+        num_microbatches: int,
+        costs: CostModel,
+        *,
+        limit: float,
+        is_makespan: bool,
+        fused: bool = False,
+        excess_ms: float = 0.0,
     ) -> Problem:
-        """That of equal microbatches with these costs; with `fused`, of F and BW only."""
+        """That of these costs; with `fused`, of F and BW only, which need no memory after B."""
+        width = 1 if costs.num_microbatches is None else num_microbatches
+        ranks, last, links = placement.stage_to_rank, placement.num_stages - 1, list[float]()
+        if costs.links is not None:
+            ends = [(stage, min(max(stage + step, 0), last)) for step in (1, -1) for stage in range(placement.num_stages)]
+            links = [float(costs.link_ms(ranks[a], ranks[b], microbatch)) for a, b in ends for microbatch in range(width)]
+        activation, remaining = ([float(value) for row in costs.rows(name, width) for value in row] for name in COST_LISTS[3:])
         return Problem(
             num_microbatches,
-            placement.stage_to_rank,
-            flat_durations(costs, fused=fused),
+            ranks,
+            flat_durations(costs, fused=fused, width=width),
             float(costs.comm_ms),
-            tuple(map(float, costs.activation)),
-            tuple(map(float, costs.activation_after_backward)),
+            activation,
+            [0.0] * len(remaining) if fused else remaining,
             limit,
             is_makespan,
+            links,
+            excess_ms,
         )
 
 
-def flat_durations(costs: CostModel, *, fused: bool = False) -> tuple[float, ...]:
-    """F, B, W of every stage in turn, in milliseconds. With `fused`, the time of W is added to B and W itself takes none."""
-    backward = costs.backward_ms
-    wgrad = costs.wgrad_ms
-    if fused:
-        backward = tuple(b + w for b, w in zip(costs.backward_ms, costs.wgrad_ms, strict=True))
-        wgrad = (0.0,) * costs.num_stages
-    return tuple(value for stage in zip(costs.forward_ms, backward, wgrad, strict=True) for value in stage)
+def flat_durations(costs: CostModel, *, fused: bool = False, width: int = 1) -> tuple[float, ...]:
+    """F, B, W of every stage in turn, in milliseconds; of unequal microbatches, `width` many, over each.
+
+    With `fused`, the time of W is added to B and W itself takes none.
+    """
+    flat: list[float] = []
+    for forward, backward, wgrad in zip(*(costs.rows(name, width) for name in COST_LISTS[:3]), strict=True):
+        fused_backward = [b + w for b, w in zip(backward, wgrad, strict=True)]
+        flat += [*forward, *fused_backward, *[0.0] * len(wgrad)] if fused else [*forward, *backward, *wgrad]
+    return tuple(map(float, flat))
 
 
 class Policy(NamedTuple):
@@ -89,46 +107,3 @@ class Policy(NamedTuple):
     """Share to which every cap falls; above 0."""
     settle_after: float
     """Number of microbatches over which it falls; above 0."""
-
-
-class Core(Protocol):
-    """The interface of `PythonCore` and of the compiled core."""
-
-    work: float
-    """Op evaluations so far."""
-
-    def stop(self) -> None:
-        """End annealing at the next move, now and from now on; may be called from any thread."""
-
-    def evaluate(self, order: Order) -> tuple[float, float]:
-        """Score, which the search minimizes, and objective (span or makespan) in ms; infinite if it deadlocks."""
-
-    def decode(self, policy: Policy) -> Order:
-        """List-schedule a policy. Empty if it cannot finish."""
-
-    def fill(self, rows: Order, patience: Sequence[float]) -> Order:
-        """The order with every W inserted; patience per rank. Empty if the rows deadlock or exceed the memory limit."""
-
-    def anneal(self, rows: Order, patience: Sequence[float], seed: int, budget: float, temperature: float) -> Order:
-        """Move ops within rows at random, with an acceptance threshold falling from `temperature` to 0, and fill the best.
-
-        If some patience is finite (rows without W), more of the moves change many ops at once, and some change the patience.
-        """
-
-    def evaluate_assigned(self, rows: Order, patience: Sequence[float], assignment: Sequence[int]) -> tuple[float, float]:
-        """Score and objective of rows whose microbatch i is `assignment[i]` in the costs; beyond the limit only a score."""
-
-    def fill_assigned(self, rows: Order, patience: Sequence[float], assignment: Sequence[int]) -> Order:
-        """`fill` with this assignment."""
-
-    def assign(
-        self,
-        rows: Order,
-        patience: Sequence[float],
-        assignment: Sequence[int],
-        seed: int,
-        budget: float,
-        temperature: float,
-        fixed_order: bool,
-    ) -> tuple[Order, list[int]]:
-        """Anneal the assignment and, unless it is fixed, the order. The order is empty if none met fits the memory limit."""

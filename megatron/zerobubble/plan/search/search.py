@@ -31,14 +31,13 @@ from functools import cache
 from itertools import accumulate
 from operator import itemgetter
 from random import Random
-from typing import Any
 
 from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.search.core import EPSILON, PythonCore
-from megatron.zerobubble.plan.search.interface import Core, Order, Problem
+from megatron.zerobubble.plan.search.interface import Order, Problem
 from megatron.zerobubble.plan.search.orders import SeedOrder, plan_of_order, repeated, without_wgrad
 from megatron.zerobubble.plan.search.policies import Block, Blocks
 from megatron.zerobubble.plan.search.search_options import SearchOptions, check_memory_limit
@@ -59,7 +58,7 @@ def search(
     *,
     seed_orders: Sequence[SeedOrder] = (),
     fused: bool = False,
-    core: type[Any] | None = None,
+    core: type[PythonCore] | None = None,
 ) -> Plan:
     """Search a placement for the best plan. The result is not validated here: `registry.build_plan` does that.
 
@@ -127,14 +126,14 @@ def evaluations_per_second() -> float:
 
 
 @cache
-def best_core() -> type[Any]:
+def best_core() -> type[PythonCore]:
     """The compiled core if the install built it, else its Python twin, with one warning about the lost speed."""
     try:
         compiled = importlib.import_module("megatron.zerobubble.plan.search._core")
     except ImportError:
         logger.warning("planner: the compiled search core was not built; the same plans take about 50 times longer to find")
         return PythonCore
-    core: type[Any] = compiled.NativeCore
+    core: type[PythonCore] = compiled.NativeCore
     return core
 
 
@@ -148,7 +147,7 @@ class _Finder:
         costs: CostModel,
         options: SearchOptions,
         fused: bool,
-        core: type[Any],
+        core: type[PythonCore],
         *,
         schedule: str,
         stops_at_bound: bool = True,
@@ -181,11 +180,11 @@ class _Finder:
             for stages in placement.rank_to_stages
         )
 
-    def _make_core(self, m: int) -> Core:
+    def _make_core(self, m: int) -> PythonCore:
         """A core for m microbatches, under the memory limit of the whole instance."""
         is_makespan = self._options.objective is Objective.MAKESPAN
         problem = Problem.of(self._placement, m, self._costs, limit=self._limit, is_makespan=is_makespan, fused=self._fused)
-        core: Core = self._core(problem)
+        core = self._core(problem)
         self._progress.add(core)
         return core
 
@@ -295,7 +294,7 @@ class _Finder:
         self.kept_blocks = [block for _, _, block in kept[: self._tuning.most_unrolled]]
         return self.kept_blocks if self._m > self._small_m else self.kept_blocks[:1], spent
 
-    def _tried(self, core: Core, blocks: Sequence[Block]) -> list[tuple[float, float]]:
+    def _tried(self, core: PythonCore, blocks: Sequence[Block]) -> list[tuple[float, float]]:
         """Score and work, in op evaluations, of each block."""
         found = []
         for block in blocks:
@@ -331,7 +330,7 @@ class _Finder:
         ]
         return sorted((self._scored(order) for order in full if order), key=_score)
 
-    def _improved(self, core: Core, order: Order, patiences: Sequence[float]) -> Order:
+    def _improved(self, core: PythonCore, order: Order, patiences: Sequence[float]) -> Order:
         """The best of a seed order as it is, with the Ws of its cooldown in the bubbles, and with all of them there.
 
         Empty if none fits the memory limit.
@@ -411,7 +410,9 @@ class _Finder:
                     future.cancel()
                     core.stop()
 
-    def _round(self, core: Core, order: Order, filled: bool, budget: float, temperature: float, seed: int) -> tuple[float, Order]:
+    def _round(
+        self, core: PythonCore, order: Order, filled: bool, budget: float, temperature: float, seed: int
+    ) -> tuple[float, Order]:
         rows, patience = order, [math.inf] * len(order)
         if filled:
             rows = without_wgrad(order)

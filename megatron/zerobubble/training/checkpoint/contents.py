@@ -3,8 +3,7 @@
 Tensors are stored under global names (layers are numbered through the whole model), so a checkpoint can be loaded with another
 pipeline size, schedule or data-parallel size. Random number generators belong to a rank's position in the layout.
 
-The common state has a header with the layout and the flags of the model, and what Megatron-LM's own loop reads (see
-`megatron_lm`).
+The common state has a header with the layout and the flags of the model.
 """
 
 from __future__ import annotations
@@ -17,13 +16,11 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.utils import get_attr_wrapped_model
 
-from megatron.zerobubble.training.checkpoint import megatron_lm
 from megatron.zerobubble.training.checkpoint.torch_optimizer import prepare_to_save
 from megatron.zerobubble.training.step import TrainingState
 
 __all__ = [
     "FORMAT",
-    "MODEL_FLAGS",
     "SCHEDULER",
     "SHARDING",
     "layout_of",
@@ -42,9 +39,9 @@ SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_a
 """How the distributed optimizer stores its state: per parameter, so that any layout can load it."""
 SCHEDULER = "opt_param_scheduler"
 """Key of the learning-rate schedule in the common state."""
-MODEL_FLAGS = (
-    *("num_layers", "hybrid_layer_pattern", "hidden_size", "num_attention_heads"),
-    *("swiglu", "normalization", "position_embedding_type", "multi_latent_attention"),
+_MODEL_FLAGS = (
+    *("num_layers", "hidden_size", "num_attention_heads", "swiglu", "normalization"),
+    *("position_embedding_type", "multi_latent_attention"),
 )
 """Flags of the model in the header, which must be those of the run that loads."""
 
@@ -65,16 +62,12 @@ def state_to_save(training_state: TrainingState, *, iteration: int, consumed_sam
     state["optimizer"] = training_state.optimizer.sharded_state_dict(dict(state), metadata=dict(SHARDING))
     state[SCHEDULER] = training_state.scheduler.state_dict()
     state["rng"] = sharded_rng_states()
-    state |= megatron_lm.entries_for(
-        training_state, iteration=iteration, consumed_samples=consumed_samples, optimizer_format=SHARDING
-    )
     state["header"] = {
         "format": FORMAT,
         "layout": layout_of(training_state),
         "model": model_of(training_state),
         "iteration": iteration,
         "consumed_samples": consumed_samples,
-        "has_rng": True,
         "run": run,
     }
     return state
@@ -111,15 +104,9 @@ def layout_of(training_state: TrainingState) -> dict[str, Any]:
 
 
 def model_of(training_state: TrainingState) -> dict[str, Any]:
-    """The `MODEL_FLAGS` of this run; a hybrid model's pattern without stages."""
+    """The `_MODEL_FLAGS` of this run."""
     settings = training_state.settings
-    hybrid = settings.hybrid_pattern(training_state.schedule.spec.placement)
-    own = {
-        "num_layers": settings.num_layers,
-        "hybrid_layer_pattern": None if hybrid is None else hybrid.layers,
-        "multi_latent_attention": settings.mla.multi_latent_attention,
-    }
-    return own | {name: getattr(settings.model, name) for name in MODEL_FLAGS if name not in own}
+    return {name: getattr(settings.mla if hasattr(settings.mla, name) else settings.model, name) for name in _MODEL_FLAGS}
 
 
 def _rng_states() -> dict[str, torch.Tensor]:

@@ -2,8 +2,6 @@
 
 Random number generators are restored only if the layout is the same; the run then continues bit for bit.
 
-Checkpoints of Megatron-LM's own loop are read, too, and it reads ours (see `megatron_lm`).
-
 Before anything is loaded, all ranks compare the files with the checkpoint's manifest (see `verification`), and since a
 distributed checkpoint contains pickles, rank 0 inspects it (see `inspect`).
 """
@@ -26,10 +24,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron.zerobubble.errors import CheckpointError
 from megatron.zerobubble.mcore.compat import imported_version
 from megatron.zerobubble.messages import quoted
-from megatron.zerobubble.training.checkpoint import megatron_lm
 from megatron.zerobubble.training.checkpoint.contents import (
     FORMAT,
-    MODEL_FLAGS,
     SCHEDULER,
     SHARDING,
     layout_of,
@@ -148,7 +144,6 @@ def _reason(error: BaseException) -> str:
 def _load_from(training_state: TrainingState, directory: Path, manifest: Manifest | None) -> RestoredProgress:
     flags, optimizer = training_state.settings.checkpoint, training_state.optimizer
     common = _load_common(directory)
-    is_foreign = megatron_lm.is_from(common)
     header = _header_of(common, directory)
     if flags.verify_checkpoint:
         check_run(manifest, header.get("run"), directory)
@@ -156,9 +151,8 @@ def _load_from(training_state: TrainingState, directory: Path, manifest: Manifes
     loads_optimizer = flags.load_optim and not flags.finetune
     if loads_optimizer:
         _check_optimizer(common, training_state, directory)
-    layout = layout_of(training_state)
-    same_layout = all(layout[name] == size for name, size in ({"context": 1} | header["layout"]).items())
-    loads_rng = flags.load_rng and not flags.finetune and same_layout and header["has_rng"]
+    same_layout = header["layout"] == layout_of(training_state)
+    loads_rng = flags.load_rng and not flags.finetune and same_layout
     with training_state.on_host():
         wanted = model_state(training_state)
         if loads_optimizer:
@@ -166,7 +160,7 @@ def _load_from(training_state: TrainingState, directory: Path, manifest: Manifes
             own = optimizer.sharded_state_dict(dict(wanted), is_loading=True, metadata=dict(SHARDING))
             wanted[_OWN_OPTIMIZER] = ask_for(own, common=common["optimizer"], optimizer=optimizer)
         if loads_rng:
-            wanted["rng"] = megatron_lm.rng_object() if is_foreign else sharded_rng_states()
+            wanted["rng"] = sharded_rng_states()
         with _quiet_torch():
             state = dist_checkpointing.load(wanted, str(directory), strict=StrictHandling.RAISE_UNEXPECTED)
         for name, stage in named_stages(training_state):
@@ -176,20 +170,21 @@ def _load_from(training_state: TrainingState, directory: Path, manifest: Manifes
         else:
             optimizer.reload_model_params()
     if loads_rng:
-        (megatron_lm.set_rng_state if is_foreign else set_rng_states)(state["rng"])
+        set_rng_states(state["rng"])
     elif flags.load_rng and not flags.finetune:
-        why = "the checkpoint has no random number generators" if same_layout else "the layout differs from the checkpoint's"
-        _log.info("%s: dropout continues with newly seeded generators", why)
+        _log.info("the layout differs from the checkpoint's: dropout continues with newly seeded generators")
     return RestoredProgress(header["iteration"], header["consumed_samples"])
 
 
 def _header_of(common: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """The header of a checkpoint of either loop; what is read from the common state has the right types."""
-    is_foreign = megatron_lm.is_from(common)
-    header = megatron_lm.header_of(common, names=MODEL_FLAGS) if is_foreign else common.get("header", {})
-    if not is_foreign and header.get("format") != FORMAT:
-        raise CheckpointError(f"{directory} has format {quoted(header.get('format'))}; this version reads {FORMAT!r}")
-    kinds = {"iteration": int, "consumed_samples": int, "layout": dict, "model": dict, "has_rng": bool}
+    """The header of a checkpoint; what is read from the common state has the right types."""
+    header: dict[str, Any] = common.get("header", {})
+    if header.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{directory} has format {quoted(header.get('format'))}; this version reads {FORMAT!r} (those of Megatron-LM's loop "
+            "load there, under zerobubble run)"
+        )
+    kinds = {"iteration": int, "consumed_samples": int, "layout": dict, "model": dict}
     read = [(name, header.get(name), kind) for name, kind in kinds.items()]
     read += [(name, common[name], dict) for name in ("optimizer", SCHEDULER) if name in common]
     for name, value, kind in read:
@@ -234,12 +229,6 @@ def _check_optimizer(common: dict[str, Any], training_state: TrainingState, dire
     """Raise unless the checkpoint has an optimizer state with the schedule of the flags, or the flags override it."""
     if SCHEDULER not in common:
         raise CheckpointError(f"{directory} has no optimizer state; give --no-load-optim, or --finetune to start at iteration 0")
-    stored = megatron_lm.optimizer_format(common)
-    if stored is not None and stored != SHARDING["distrib_optim_sharding_type"]:
-        raise CheckpointError(
-            f"{directory} has the distributed optimizer's state in buckets of another loop ({stored}); save it there with "
-            "--dist-ckpt-optim-fully-reshardable, or give --no-load-optim here"
-        )
     if training_state.settings.optim.override_opt_param_scheduler:
         return
     for name, value in training_state.scheduler.state_dict().items():

@@ -10,7 +10,6 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.require import at_most, not_negative, positive, refuse
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.messages import quoted
-from megatron.zerobubble.training.config.logging import LoggingConfig
 from megatron.zerobubble.training.config.mla import MlaConfig
 from megatron.zerobubble.training.config.model import ModelConfig
 from megatron.zerobubble.training.config.moe import MoeConfig
@@ -90,17 +89,13 @@ class DataConfig:
                     f"{other} is for samples that run across documents, and {flag} keeps documents apart; leave it out"
                 )
 
-    def check_documents(self, optim: OptimConfig, logging: LoggingConfig) -> None:
+    def check_documents(self, optim: OptimConfig) -> None:
         """Raise ConfigError for flags that do not go with samples that are documents."""
         flag = self.document_flag
         if flag is not None and not optim.calculate_per_token_loss:
             raise ConfigError(
                 f"{flag} needs --calculate-per-token-loss: microbatches have unequal numbers of tokens that count, and without "
                 "it they weigh the same; add it"
-            )
-        if flag is not None and logging.log_throughput:
-            raise ConfigError(
-                f"--log-throughput counts the FLOPs of samples of --seq-length tokens, and with {flag} they differ; leave it out"
             )
 
     def check_lengths(self, model: ModelConfig, moe: MoeConfig, parallel: ParallelConfig, zero_bubble: ZeroBubbleConfig) -> None:
@@ -124,7 +119,6 @@ class DataConfig:
         problems = {
             f"--context-parallel-size {context}: ranks share one sequence, not several": context > 1,
             "--multi-latent-attention": mla.multi_latent_attention,
-            "--hybrid-layer-pattern": model.hybrid_layer_pattern is not None,
             "--mtp-num-layers": model.mtp_num_layers,
             "--attention-backend local, which has no packed sequences; choose auto": model.attention_backend == "local",
         }

@@ -15,9 +15,6 @@ class LoggingConfig:
 
     log_interval: int = 100
     """Iterations between progress lines in the log."""
-    log_throughput: bool = False
-    """Add the model's TFLOP/s per GPU to the progress lines. Recomputation does not count, and of the scores of causal attention
-    half do."""
     metrics_jsonl: str | None = field(default=None, metadata={"metavar": "FILE"})
     """File to write one JSON object per iteration to, with its loss, learning rate and time. Objects are written at every
     progress line; means over its iterations, such as auxiliary losses, are in the last one. A continued run appends."""

@@ -75,12 +75,6 @@ class MlaConfig:
             return
         problems = {
             "--group-query-attention: its heads share a latent vector instead of keys and values": model.group_query_attention,
-            "--rotary-interleaved, which it does by itself": model.rotary_interleaved,
-            "--rotary-seq-len-interpolation-factor; give --rotary-scaling-factor": (
-                model.rotary_seq_len_interpolation_factor is not None
-            ),
-            "--add-qkv-bias: its projections have no bias": model.add_qkv_bias,
-            "--hybrid-layer-pattern": model.hybrid_layer_pattern is not None,
         }
         refuse("--multi-latent-attention does not go with", problems)
         size = parallel.tensor_model_parallel_size

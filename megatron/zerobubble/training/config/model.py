@@ -15,11 +15,9 @@ from typing import Literal
 from packaging.version import Version
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.flags.require import at_most, divides, one_of, positive, refuse, within
+from megatron.zerobubble.flags.require import at_most, divides, one_of, positive, within
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
-from megatron.zerobubble.mcore.compat import has_hybrid_model
 from megatron.zerobubble.mcore.model.transformer_engine import OLDEST_TRANSFORMER_ENGINE
-from megatron.zerobubble.plan.partition.hybrid_pattern import MAMBA, HybridPattern, check_kinds
 from megatron.zerobubble.training.config.parallel import ParallelConfig
 
 __all__ = ["ModelConfig", "PrecisionConfig"]
@@ -32,19 +30,14 @@ _WIDEST = 2**24
 class ModelConfig:
     """Model."""
 
+    num_layers: int
+    """Number of transformer layers."""
     hidden_size: int
     """Hidden size: the width of the residual stream."""
     num_attention_heads: int
     """Number of attention heads."""
     seq_length: int
     """Sequence length: tokens per sample."""
-    num_layers: int | None = None
-    """Number of transformer layers. Required, unless --hybrid-layer-pattern is given, which implies it."""
-    hybrid_layer_pattern: str | None = field(default=None, metadata={"metavar": "PATTERN"})
-    """Train a HybridModel instead of a GPTModel: a quoted text with one letter per layer, in the order data flows. * is
-    attention, - an MLP, E an MLP with experts, M a Mamba layer (needs the package mamba_ssm); | separates stages, which may
-    differ. Without | the layers are divided evenly. Needs megatron-core 0.18 or later. Default: a GPTModel of --num-layers
-    layers."""
     ffn_hidden_size: int | None = None
     """Intermediate width of the MLP. Default: 4 * --hidden-size, or with --swiglu 8/3 of it, rounded down to a multiple of 64."""
     kv_channels: int | None = None
@@ -61,24 +54,14 @@ class ModelConfig:
     """Base period of rotary position embeddings."""
     rotary_percent: float = 1.0
     """Fraction of the channels of an attention head that rotary position embeddings rotate, in (0, 1]."""
-    rotary_interleaved: bool = False
-    """Rotary position embeddings rotate pairs of adjacent channels instead of the two halves of an attention head."""
-    rotary_seq_len_interpolation_factor: float | None = None
-    """Linear interpolation factor of rotary positions for sequences longer than those of pretraining. Default: none."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Normalization layer."""
-    norm_epsilon: float = 1e-5
-    """Epsilon of the normalization layers."""
     qk_layernorm: bool = False
     """Normalize queries and keys before the attention scores."""
     swiglu: bool = False
     """Use SwiGLU (gated linear units with SiLU) in the MLP instead of GELU."""
-    squared_relu: bool = False
-    """Use squared ReLU in the MLP instead of GELU."""
     add_bias_linear: bool = field(default=True, metadata={"flag": "--disable-bias-linear"})
     """Linear layers without bias. By default they have one."""
-    add_qkv_bias: bool = False
-    """Give the QKV projection a bias even with --disable-bias-linear."""
     untie_embeddings_and_output_weights: bool = False
     """Give the output layer its own weights. By default it shares those of the word embeddings."""
     make_vocab_size_divisible_by: int = 128
@@ -111,8 +94,6 @@ class ModelConfig:
     mtp_num_layers: int | None = None
     """Number of multi-token prediction (MTP) layers. They run on the stage that computes the loss, and each predicts one more
     future token. Default: none."""
-    mtp_loss_scaling_factor: float = 0.1
-    """Weight of the mean MTP loss in the total loss, with --mtp-num-layers."""
     gradient_accumulation_fusion: bool = True
     """Do not fuse gradient accumulation into the wgrad GEMM. By default Apex's kernel does, on GPUs where Apex is installed."""
     masked_softmax_fusion: bool = True
@@ -128,8 +109,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         positive(self, "num_layers", "hidden_size", "num_attention_heads", "seq_length", "num_query_groups")
         positive(self, "ffn_hidden_size", "kv_channels", "make_vocab_size_divisible_by", "recompute_num_layers")
-        positive(self, "mtp_num_layers", "mtp_loss_scaling_factor")
-        positive(self, "norm_epsilon", "init_method_std", "rotary_base", "rotary_seq_len_interpolation_factor")
+        positive(self, "mtp_num_layers", "init_method_std", "rotary_base")
         at_most(self, 10_000, "num_layers", "mtp_num_layers")
         at_most(self, _WIDEST, "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels")
         at_most(self, 2**31 - 1, "seq_length", "max_position_embeddings", "make_vocab_size_divisible_by", "recompute_num_layers")
@@ -151,20 +131,16 @@ class ModelConfig:
             raise ConfigError(
                 f"--max-position-embeddings {self.max_position_embeddings} is less than --seq-length {self.seq_length}"
             )
-        if self.swiglu and self.squared_relu:
-            raise ConfigError("--swiglu and --squared-relu are both given; the MLP has one activation")
         if self.attention_backend == "local" and self.transformer_impl == "transformer_engine":
             raise ConfigError(
                 "--attention-backend local is megatron-core's own attention, which --transformer-impl transformer_engine does "
                 "not have; choose auto, flash, fused or unfused"
             )
-        self._check_layers()
         self._check_mtp()
         self._check_recompute()
 
     def check(self, parallel: ParallelConfig, zero_bubble: ZeroBubbleConfig) -> None:
         """Raise ConfigError unless the layers can be sharded, have kernels on this device, and their packages are installed."""
-        self._check_hybrid(parallel, zero_bubble)
         self._check_attention(parallel, zero_bubble)
         needs = {"--num-attention-heads": self.num_attention_heads}
         if self.group_query_attention:
@@ -176,22 +152,6 @@ class ModelConfig:
         divides(parallel.tensor_model_parallel_size, "--tensor-model-parallel-size", needs)
         self._check_context(parallel)
         self._check_installed(parallel, zero_bubble)
-
-    def _check_hybrid(self, parallel: ParallelConfig, zero_bubble: ZeroBubbleConfig) -> None:
-        if self.hybrid_layer_pattern is None:
-            return
-        flag = f"--hybrid-layer-pattern {self.hybrid_layer_pattern!r}"
-        if not has_hybrid_model():
-            raise ConfigError(f"{flag} needs megatron-core >= 0.18, which has HybridModel; the installed one does not")
-        others = {
-            "--pipeline-model-parallel-layout": parallel.pipeline_model_parallel_layout is not None,
-            "--num-layers-per-virtual-pipeline-stage": parallel.num_layers_per_virtual_pipeline_stage is not None,
-            "--num-virtual-stages-per-pipeline-rank": parallel.num_virtual_stages_per_pipeline_rank is not None,
-            "--allow-padding-num-layers": parallel.allow_padding_num_layers,
-        }
-        refuse(f"{flag} divides the layers into stages where it has a |; leave out", others)
-        if zero_bubble.zero_bubble_balance_stages:
-            raise ConfigError(f"--zero-bubble-balance-stages needs layers of one kind, which {flag} does not have; leave it out")
 
     def check_rotary(self) -> None:
         """Raise ConfigError unless rotary position embeddings can rotate the channels of a head in pairs."""
@@ -244,20 +204,11 @@ class ModelConfig:
                 f"--seq-length {self.seq_length} over {flag} is {self.seq_length // size} tokens per rank, which "
                 f"--sequence-parallel cannot divide over --tensor-model-parallel-size {tensor}"
             )
-        if MAMBA in (self.hybrid_layer_pattern or ""):
-            raise ConfigError(
-                f"{flag} shards sequences, and Mamba layers ({MAMBA} in --hybrid-layer-pattern) need whole ones: leave one out"
-            )
         if self.attention_backend == "local":
             raise ConfigError(f"{flag}: --attention-backend local needs whole sequences; choose auto, flash, fused or unfused")
 
     def _check_installed(self, parallel: ParallelConfig, zero_bubble: ZeroBubbleConfig) -> None:
         engine = f"pip install 'transformer-engine[pytorch]>={OLDEST_TRANSFORMER_ENGINE}'"
-        if MAMBA in (self.hybrid_layer_pattern or "") and importlib.util.find_spec("mamba_ssm") is None:
-            raise ConfigError(
-                "M in --hybrid-layer-pattern needs the package mamba_ssm, which is not installed: "
-                "pip install mamba-ssm causal-conv1d einops"
-            )
         if self.transformer_impl == "local":
             return
         flag = "--transformer-impl transformer_engine"
@@ -286,27 +237,6 @@ class ModelConfig:
     def head_width(self) -> int:
         """Width of one attention head: --kv-channels or its default."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
-
-    def _check_layers(self) -> None:
-        if self.hybrid_layer_pattern is None:
-            if self.num_layers is None:
-                raise ConfigError("--num-layers is required (or --hybrid-layer-pattern, which implies it)")
-            return
-        flag = f"--hybrid-layer-pattern {self.hybrid_layer_pattern!r}"
-        check_kinds(self.hybrid_layer_pattern, flag)
-        try:
-            layers = HybridPattern.parse(self.hybrid_layer_pattern).layers
-        except ConfigError as error:
-            raise ConfigError(f"--hybrid-layer-pattern: {error}") from None
-        if self.num_layers not in (None, len(layers)):
-            raise ConfigError(f"{flag} has {len(layers)} layers, --num-layers is {self.num_layers}; leave --num-layers out")
-        if self.mtp_num_layers is not None:
-            raise ConfigError(f"{flag} does not support --mtp-num-layers; leave one of them out")
-        if self.qk_layernorm and self.transformer_impl == "transformer_engine":
-            raise ConfigError(
-                f"{flag} with --transformer-impl transformer_engine ignores --qk-layernorm, which megatron-core's layers of a "
-                "HybridModel do not have; leave one of them out"
-            )
 
     def _check_mtp(self) -> None:
         if self.mtp_num_layers is not None and self.position_embedding_type == "learned_absolute":

@@ -12,7 +12,6 @@ from megatron.zerobubble.flags.dataclass_flags import flag_of
 from megatron.zerobubble.flags.require import at_most, not_negative, one_of, positive
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.messages import quoted
-from megatron.zerobubble.plan.partition.hybrid_pattern import EXPERTS
 from megatron.zerobubble.training.config.model import ModelConfig
 from megatron.zerobubble.training.config.parallel import ParallelConfig
 
@@ -92,12 +91,6 @@ class MoeConfig:
 
     def check(self, model: ModelConfig, parallel: ParallelConfig, zero_bubble: ZeroBubbleConfig, *, world_size: int) -> None:
         """Raise ConfigError unless the experts divide over the ranks and their options go with those of the model."""
-        if model.hybrid_layer_pattern is not None:
-            flag = f"--hybrid-layer-pattern {model.hybrid_layer_pattern!r}"
-            if self.moe_layer_freq != MoeConfig.moe_layer_freq:
-                raise ConfigError(f"{flag} has an {EXPERTS} for every layer with experts; leave out --moe-layer-freq")
-            if (EXPERTS in model.hybrid_layer_pattern) != (self.num_experts is not None):
-                raise ConfigError(f"{flag}: {EXPERTS} (a layer with experts) and --num-experts need each other")
         if self.num_experts is None:
             return
         size = parallel.tensor_model_parallel_size
@@ -119,8 +112,7 @@ class MoeConfig:
                 "--moe-grouped-gemm with --transformer-impl local is one weight for all experts, whose wgrad cannot be deferred: "
                 "leave it out to run the experts one by one, or use --transformer-impl transformer_engine"
             )
-        if model.num_layers is not None:
-            layer_pattern(self.moe_layer_freq, model.num_layers)  # which refuses one that does not fit
+        layer_pattern(self.moe_layer_freq, model.num_layers)  # which refuses one that does not fit
 
     def _refuse_the_rest(self) -> None:
         for field in dataclasses.fields(self):

@@ -43,8 +43,6 @@ class OptimConfig:
     """Adam's decay rate of the first moment (mean of gradients)."""
     adam_beta2: float = 0.999
     """Adam's decay rate of the second moment (mean of squared gradients)."""
-    adam_eps: float = 1e-8
-    """Adam's epsilon, added to the denominator."""
     calculate_per_token_loss: bool = False
     """Average the loss over all tokens of the global batch. By default it is averaged over the tokens of each microbatch, and
     microbatches weigh the same."""
@@ -52,7 +50,7 @@ class OptimConfig:
     """When loading a checkpoint, use the learning rate and weight decay schedule of the flags."""
 
     def __post_init__(self) -> None:
-        positive(self, "lr", "lr_decay_iters", "adam_eps")
+        positive(self, "lr", "lr_decay_iters")
         not_negative(self, "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad")
         at_most(self, 2**31 - 1, "lr_decay_iters", "lr_warmup_iters")
         within(self, 0.0, 1.0, "adam_beta1", "adam_beta2", "lr_warmup_fraction")

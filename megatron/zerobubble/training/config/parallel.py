@@ -36,8 +36,6 @@ class ParallelConfig:
     allow_padding_num_layers: bool = False
     """If --num-layers is not divisible by the number of stages, give the last stage, or the first and the last, one layer fewer,
     which compensates for the head and the embedding."""
-    overlap_p2p_communication: bool = True
-    """Interleaved 1F1B: do not overlap sends and receives with compute. By default they overlap."""
     sequence_parallel: bool = False
     """Sequence parallelism: shard normalization and dropout over the tensor-parallel ranks along the sequence."""
     context_parallel_size: int = 1

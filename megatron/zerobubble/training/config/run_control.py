@@ -29,8 +29,6 @@ class RunConfig:
     no limit."""
     exit_signal_handler: bool = False
     """On SIGTERM, finish the next iteration, save a checkpoint, and exit without a final evaluation (preemption)."""
-    skip_train: bool = False
-    """Only load a checkpoint and evaluate it; train and save nothing."""
     seed: int = 1234
     """Seed of weight initialization, data order and dropout."""
     init_by_rank: bool = False
@@ -48,21 +46,11 @@ class RunConfig:
     manual_gc_interval: int = 0
     """With --manual-gc, the number of iterations from one collection to the next; 0: none between iterations."""
 
-    dry_run: bool = False
-    """Check the flags, print the settings, the plan, the stages and the memory that each rank is predicted to need, and end. It
-    needs neither torchrun nor a GPU nor other ranks."""
-    dry_run_world_size: int | None = None
-    """With --dry-run, the number of ranks of the job. Default: that of the environment variable WORLD_SIZE, or else one
-    data-parallel replica."""
-
     def __post_init__(self) -> None:
-        if self.dry_run_world_size is not None and not self.dry_run:
-            raise ConfigError("--dry-run-world-size needs --dry-run; a job takes its number of ranks from torchrun")
-        positive(self, "train_iters", "dry_run_world_size", "eval_interval", "exit_interval", "exit_duration_in_mins", "seed")
+        positive(self, "train_iters", "eval_interval", "exit_interval", "exit_duration_in_mins", "seed")
         not_negative(self, "eval_iters", "manual_gc_interval")
         at_most(self, 4_000_000_000, "seed")  # numpy's generators take 32 bits, and every pipeline rank adds to it
         at_most(self, 2**31 - 1, "train_iters", "eval_iters", "eval_interval", "exit_interval")
-        at_most(self, 10**6, "dry_run_world_size")
         if not self.manual_gc and self.manual_gc_interval:
             raise ConfigError("--manual-gc-interval needs --manual-gc: add it, or leave it out")
 

@@ -26,11 +26,6 @@ def check_schedule(settings: Settings) -> None:
                 "--zero-bubble-schedule, or leave it out"
             )
         return
-    if zero_bubble.post_validation_rollback == "inverse" and settings.optim.optimizer != "adam":
-        raise ConfigError(
-            f"--post-validation-rollback inverse can roll back Adam only, and --optimizer is {settings.optim.optimizer}: "
-            "choose exact, or --optimizer adam"
-        )
     flag = "--zero-bubble-v-schedule" if zero_bubble.zero_bubble_v_schedule else f"schedule {zero_bubble.schedule}"
     is_loop = schedule_info(zero_bubble.family(settings.num_chunks)).placement == "loop"
     if parallel.is_interleaved and not is_loop:
@@ -45,7 +40,7 @@ def check_schedule(settings: Settings) -> None:
 def check_layers(settings: Settings) -> None:
     """Raise unless the layers divide over the stages."""
     given, ranks = settings.parallel.num_layers_per_virtual_pipeline_stage, settings.pipeline_size
-    per_rank, over = divmod(settings.num_layers, ranks)
+    per_rank, over = divmod(settings.model.num_layers, ranks)
     if given is not None and over == 0 and per_rank % given and not settings.parallel.allow_padding_num_layers:
         raise ConfigError(
             f"--num-layers-per-virtual-pipeline-stage {given} does not divide the {per_rank} layers of a pipeline rank; "
@@ -54,7 +49,7 @@ def check_layers(settings: Settings) -> None:
     layers = settings.stage_layers(settings.placement)
     if given is not None and max(layers.per_stage) != given:
         raise ConfigError(
-            f"--num-layers-per-virtual-pipeline-stage {given}: {settings.num_layers} layers on {ranks} pipeline ranks make "
+            f"--num-layers-per-virtual-pipeline-stage {given}: {settings.model.num_layers} layers on {ranks} pipeline ranks make "
             f"stages of {max(layers.per_stage)}; give that or less"
         )
     if settings.zero_bubble.zero_bubble_balance_stages and settings.zero_bubble.schedule == "stock":
@@ -82,11 +77,6 @@ def check_batch(settings: Settings) -> None:
         )
     if settings.zero_bubble.schedule != "stock" or settings.num_chunks == 1:
         return
-    if ranks == 2 and not settings.parallel.overlap_p2p_communication:
-        raise ConfigError(
-            "the interleaved schedule on 2 pipeline ranks needs overlapped communication (without it megatron-core mixes up "
-            "the two directions between them); leave out --no-overlap-p2p-communication"
-        )
     if microbatches % ranks:
         raise ConfigError(
             f"the interleaved schedule needs a number of microbatches divisible by the pipeline size {ranks}, got "

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.plan.ir import Placement
-from megatron.zerobubble.plan.partition.hybrid_pattern import EXPERTS, HybridPattern
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.registry import placement_of, schedule_info
@@ -41,18 +40,18 @@ class Settings:
     """Multi-latent attention."""
     moe: MoeConfig
     """Mixture of experts."""
-    precision: PrecisionConfig
-    """Precision and loss scaling."""
-    fp8: Fp8Config
-    """GEMMs in FP8."""
+    batch: BatchConfig
+    """Microbatch and global batch size."""
     parallel: ParallelConfig
     """Tensor, pipeline, context and data parallelism."""
     zero_bubble: ZeroBubbleConfig
     """Pipeline schedule, planner and post-validation."""
-    batch: BatchConfig
-    """Microbatch and global batch size."""
     optim: OptimConfig
     """Optimizer and learning rate."""
+    precision: PrecisionConfig
+    """Precision and loss scaling."""
+    fp8: Fp8Config
+    """GEMMs in FP8."""
     data: DataConfig
     """Datasets."""
     tokenizer: TokenizerConfig
@@ -92,37 +91,11 @@ class Settings:
         return self.moe.expert_tensor_parallel_size or self.parallel.tensor_model_parallel_size
 
     @property
-    def num_layers(self) -> int:
-        """Number of layers, from --hybrid-layer-pattern or --num-layers."""
-        pattern, given = self._hybrid_pattern, self.model.num_layers
-        assert pattern is not None or given is not None, "ModelConfig requires one of them"
-        return pattern.num_layers if pattern is not None else given or 0
-
-    @property
-    def _hybrid_pattern(self) -> HybridPattern | None:
-        given = self.model.hybrid_layer_pattern
-        return None if given is None else HybridPattern.parse(given)
-
-    def hybrid_pattern(self, placement: Placement) -> HybridPattern | None:
-        """The pattern of a `HybridModel` with one segment per stage of `placement`; None for a `GPTModel`.
-
-        Raises:
-            ConfigError: the pattern has another number of stages, or its layers do not divide evenly.
-        """
-        pattern = self._hybrid_pattern
-        try:
-            return None if pattern is None else pattern.over(placement)
-        except ConfigError as error:
-            raise ConfigError(f"--hybrid-layer-pattern: {error} (schedule {self.zero_bubble.schedule})") from None
-
-    @property
     def moe_layer_pattern(self) -> tuple[int, ...]:
         """Per transformer layer, 1 if it has experts, else 0. Raises ConfigError if --moe-layer-freq is malformed."""
-        if self._hybrid_pattern is not None:
-            return tuple(int(kind == EXPERTS) for kind in self._hybrid_pattern.layers)
         if self.moe.num_experts is None:
-            return (0,) * self.num_layers
-        return layer_pattern(self.moe.moe_layer_freq, self.num_layers)
+            return (0,) * self.model.num_layers
+        return layer_pattern(self.moe.moe_layer_freq, self.model.num_layers)
 
     @property
     def global_batch_size(self) -> int:
@@ -148,15 +121,13 @@ class Settings:
         info = None if name in ("stock", AUTO) else schedule_info(name)
         if info is not None and info.num_chunks is not None:
             return info.num_chunks
-        if self._hybrid_pattern is not None and self._hybrid_pattern.names_stages:
-            return max(1, len(self._hybrid_pattern.segments) // self.pipeline_size)
         if self.parallel.pipeline_model_parallel_layout is not None:
             return max(1, StageLayers.parse(self.parallel.pipeline_model_parallel_layout).num_stages // self.pipeline_size)
         if self.parallel.num_virtual_stages_per_pipeline_rank is not None:
             return self.parallel.num_virtual_stages_per_pipeline_rank
         if self.parallel.num_layers_per_virtual_pipeline_stage is not None:
             each_round = self.pipeline_size * self.parallel.num_layers_per_virtual_pipeline_stage
-            return -(-self.num_layers // each_round)  # rounded up: padding fills the last round
+            return -(-self.model.num_layers // each_round)  # rounded up: padding fills the last round
         return 1 if info is None else info.default_num_chunks
 
     def without_layout(self) -> Settings:
@@ -169,21 +140,18 @@ class Settings:
         return placement_of(self.zero_bubble.family(self.num_chunks), num_ranks=self.pipeline_size, num_chunks=self.num_chunks)
 
     def stage_layers(self, placement: Placement) -> StageLayers:
-        """The layers of each stage of `placement`: as --hybrid-layer-pattern or --pipeline-model-parallel-layout has them, padded
-        if allowed, or spread evenly.
+        """The layers of each stage of `placement`: as --pipeline-model-parallel-layout has them, padded if allowed, or spread
+        evenly.
 
         Raises:
             ConfigError: the layers cannot be divided over the stages, or the layout does not fit the model or the placement.
         """
-        hybrid = self.hybrid_pattern(placement)
-        if hybrid is not None:
-            return hybrid.stage_layers
         if self.parallel.pipeline_model_parallel_layout is not None:
             return self._given_layers(StageLayers.parse(self.parallel.pipeline_model_parallel_layout), placement)
         return self._divided_layers(placement)
 
     def _divided_layers(self, placement: Placement) -> StageLayers:
-        num_layers, pads = self.num_layers, self.parallel.allow_padding_num_layers
+        num_layers, pads = self.model.num_layers, self.parallel.allow_padding_num_layers
         remedy = "--pipeline-model-parallel-layout sets the layers of each stage"
         why = None
         try:
@@ -200,8 +168,8 @@ class Settings:
 
     def _given_layers(self, layers: StageLayers, placement: Placement) -> StageLayers:
         given = f"--pipeline-model-parallel-layout {self.parallel.pipeline_model_parallel_layout}"
-        if layers.num_layers != self.num_layers:
-            raise ConfigError(f"{given} has {layers.num_layers} layers, --num-layers is {self.num_layers}")
+        if layers.num_layers != self.model.num_layers:
+            raise ConfigError(f"{given} has {layers.num_layers} layers, --num-layers is {self.model.num_layers}")
         mtp, wanted_mtp = StageLayers.mtp_layers(str(self.parallel.pipeline_model_parallel_layout)), self.model.mtp_num_layers
         if mtp is not None and mtp[1] != wanted_mtp:
             raise ConfigError(f"{given} has {mtp[1]} MTP layers, --mtp-num-layers is {wanted_mtp}")

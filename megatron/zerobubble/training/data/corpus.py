@@ -34,14 +34,14 @@ class CorpusInfo:
         """The text of the file."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
-    def check_matches(self, tokenizer_type: str, vocab_size: int | None) -> None:
-        """Raise DataError unless the flags name the data's tokenizer and vocabulary. A vocabulary size of None is not known."""
+    def check_matches(self, tokenizer_type: str, vocab_size: int) -> None:
+        """Raise DataError unless the flags name the data's tokenizer and vocabulary."""
         if tokenizer_type != self.tokenizer_type:
             raise DataError(
                 f"--tokenizer-type {tokenizer_type} does not match the data, which was made with {self.tokenizer_type}; "
                 "give that one, or preprocess the text again"
             )
-        if vocab_size is not None and vocab_size != self.vocab_size:
+        if vocab_size != self.vocab_size:
             raise DataError(
                 f"--vocab-size {vocab_size} does not match the data, which was made with a vocabulary of "
                 f"{self.vocab_size}; give --vocab-size {self.vocab_size}, or preprocess the text again"
@@ -60,20 +60,6 @@ class CorpusInfo:
                 f"{corpus_info_path(index.prefix)} counts {counted[0]} documents with {counted[1]} tokens, and the dataset "
                 f"has {found[0]} "
                 f"with {found[1]}: they are not of one run of the tool, or the index has another dtype; preprocess the text again"
-            )
-
-    def check_vocabulary(self, tokenizer_vocab_size: int, *, prefix: str, given: int | None) -> None:
-        """Raise DataError unless a tokenizer that has been loaded has as many tokens as that of the data.
-
-        Args:
-            tokenizer_vocab_size: the tokenizer's vocabulary size.
-            prefix: path prefix of the data.
-            given: --vocab-size, or None.
-        """
-        if self.vocab_size not in (tokenizer_vocab_size, given):
-            raise DataError(
-                f"the tokenizer has {tokenizer_vocab_size} tokens, and the one that made {prefix} had {self.vocab_size}: "
-                "give that one, or preprocess the text again"
             )
 
 

@@ -135,7 +135,6 @@ class DocumentDataset(Dataset[dict[str, Any]]):
         """Samples of an epoch."""
         self._size = size
         self._row_lengths = np.add.reduceat(pieces.length, self._starts[:-1])
-        self._row_squares = np.add.reduceat(pieces.length.astype(np.float64) ** 2, self._starts[:-1])
         self._epochs: OrderedDict[int, Array] = OrderedDict()
 
     def __len__(self) -> int:
@@ -145,11 +144,6 @@ class DocumentDataset(Dataset[dict[str, Any]]):
         """Tokens of samples, without padding: int64, in the shape of `numbers`."""
         lengths: Array = self._row_lengths[self._rows(numbers)]
         return lengths
-
-    def squares(self, numbers: Array) -> Array:
-        """Sums of the squared lengths of the documents in samples: float64, in the shape of `numbers`."""
-        squares: Array = self._row_squares[self._rows(numbers)]
-        return squares
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
         """One sample of n tokens.

@@ -1,4 +1,4 @@
-"""Which samples microbatches have, and how long they are: nobody has to read tokens, and any rank knows those of all.
+"""Which samples microbatches have, and how long they are.
 
 Shapes: b microbatch size, s padded tokens per row, over all context-parallel ranks together.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch.utils.data import Sampler
 
 from megatron.zerobubble.training.config.settings import Settings
 
-__all__ = ["ConsumedSamples", "length_multiple", "microbatch_lengths", "num_tokens", "padded_length"]
+__all__ = ["ConsumedSamples", "length_multiple", "lengths_of_batch", "num_tokens", "padded_length"]
 
 
 class ConsumedSamples(Sampler[list[int]]):
@@ -63,39 +62,24 @@ def padded_length(longest: int, settings: Settings) -> int:
     return -(-longest // multiple) * multiple
 
 
-def microbatch_lengths(
-    dataset: Any, settings: Settings, *, consumed: int, num_microbatches: int, rank: int
-) -> list[tuple[int, float]]:
-    """The lengths of the next microbatches of a data-parallel rank, which any rank may ask for.
+def lengths_of_batch(batch: Any) -> tuple[int, float]:
+    """Tokens per row of a batch of documents, and the squared lengths of the sequences in one."""
+    tokens = int(batch["tokens"].size(1))
+    begins = batch.get("cu_seqlens")
+    if begins is None:
+        return tokens, float(tokens) ** 2
+    return tokens, float((begins.diff().double() ** 2).sum())
+
+
+def num_tokens(dataset: Any, settings: Settings, *, consumed: int, samples: int) -> int:
+    """Tokens of the next samples, without padding.
 
     Args:
         dataset: of `samples.build_datasets`. Not read, and may be None, where settings do not read documents.
         settings: of the run.
         consumed: samples consumed so far by all ranks together.
-        num_microbatches: how many.
-        rank: data-parallel rank.
-
-    Returns:
-        Per microbatch the padded tokens per row, s, and the sum over its rows of the squared lengths of the sequences that attend
-        to themselves: b * s^2, or with --pack-sequences those of the documents, with the padding as one more.
+        samples: how many.
     """
-    seq_length, rows = settings.model.seq_length, settings.batch.micro_batch_size
-    if not settings.data.reads_documents:
-        return [(seq_length, float(rows * seq_length**2))] * num_microbatches
-    sampler = ConsumedSamples(
-        consumed=consumed, total=len(dataset), micro_batch_size=rows, rank=rank, num_ranks=settings.data_parallel_size
-    )
-    numbers = np.asarray(list(islice(sampler, num_microbatches)), dtype=np.int64).reshape(-1, rows)
-    lengths = dataset.lengths(numbers)
-    padded = [padded_length(int(longest), settings) for longest in lengths.max(axis=1, initial=0)]
-    if not settings.data.pack_sequences:
-        return [(each, float(rows * each**2)) for each in padded]
-    squares = (dataset.squares(numbers) + (np.asarray(padded)[:, None] - lengths) ** 2.0).sum(axis=1)
-    return list(zip(padded, squares.tolist(), strict=True))
-
-
-def num_tokens(dataset: Any, settings: Settings, *, consumed: int, samples: int) -> int:
-    """Tokens of the next `samples` samples, without padding. Arguments as in `microbatch_lengths`."""
     if not settings.data.reads_documents:
         return samples * settings.model.seq_length
     return int(dataset.lengths(np.arange(consumed, consumed + samples)).sum())

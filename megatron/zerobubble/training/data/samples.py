@@ -78,7 +78,7 @@ def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool) -> Datase
     data, run = settings.data, settings.run
     sizes = [max(1, iterations * settings.global_batch_size) for iterations in (run.train_iters, run.eval_iters)]
     if data.reads_documents:
-        train = None if run.skip_train else document_dataset(settings, tokenizer, Split.train, sizes[0])
+        train = document_dataset(settings, tokenizer, Split.train, sizes[0])
         return Datasets(train, document_dataset(settings, tokenizer, Split.valid, sizes[1]) if run.eval_iters > 0 else None)
     config = GPTDatasetConfig(
         random_seed=run.seed,

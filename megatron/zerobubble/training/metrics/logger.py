@@ -32,16 +32,14 @@ class MetricsLogger:
         settings: what to write, and where.
         rank: this rank.
         start_iteration: iterations done by earlier runs; above 0 an existing --metrics-jsonl file is appended to.
-        flops_per_sample: FLOPs of one sample, for TFLOP/s; None leaves them out.
     """
 
-    def __init__(self, settings: Settings, *, rank: int, start_iteration: int, flops_per_sample: float | None = None) -> None:
+    def __init__(self, settings: Settings, *, rank: int, start_iteration: int) -> None:
         self._settings = settings
-        self._flops_per_sample = flops_per_sample
         self._pending: list[IterationRecord] = []
         self._num_corrected = 0
         self._has_reported_without_loss = False
-        self.totals = Totals(flops_per_sample=flops_per_sample)
+        self.totals = Totals()
         """For the summary of the run."""
         self._aux_losses = AuxLosses(settings)
         path = settings.logging.metrics_jsonl
@@ -85,7 +83,7 @@ class MetricsLogger:
                 self.totals.add(tokens=record.tokens, seconds=record.seconds, loss=loss.value)
             aux_losses = self._aux_losses.take(len(records) * self._settings.num_microbatches)
             self._log_progress(records, aux_losses)
-        objects = [record.to_json(self._settings, flops_per_sample=self._flops_per_sample) for record in records]
+        objects = [record.to_json(self._settings) for record in records]
         if objects:
             objects[-1] |= aux_losses  # means since the last progress line
         if validation_loss is not None:
@@ -111,7 +109,6 @@ class MetricsLogger:
                 settings,
                 records,
                 aux_losses=aux_losses,
-                flops_per_sample=self._flops_per_sample,
                 num_corrected=self._num_corrected,
             ),
         )

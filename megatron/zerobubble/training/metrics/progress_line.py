@@ -1,9 +1,9 @@
 """Records of iterations, and progress lines of them as Megatron-LM's training loop prints them, so that its parsers read ours::
 
     [2026-01-31 12:00:00] iteration      200/   1000 | consumed samples:         3200 | elapsed time per iteration (ms): 812.5 |
-    throughput per GPU (TFLOP/s/GPU): 140.2 | learning rate: 1.000000E-04 | global batch size:    16 | lm loss: 5.554300E+00 |
-    loss scale: 1.0 | grad norm: 1.234 | number of skipped iterations:   0 | number of nan iterations:   0 | tokens/s: 80660 |
-    tokens/s/GPU: 10082 | time left: 0:10:50 |
+    learning rate: 1.000000E-04 | global batch size:    16 | lm loss: 5.554300E+00 | loss scale: 1.0 | grad norm: 1.234 |
+    number of skipped iterations:   0 | number of nan iterations:   0 | tokens/s: 80660 | tokens/s/GPU: 10082 |
+    time left: 0:10:50 |
 
 (one line). Its fields come first and in its order; those that only this package has follow.
 """
@@ -18,7 +18,6 @@ from datetime import timedelta
 from typing import Any
 
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.estimate.flops import tflops_per_gpu
 from megatron.zerobubble.training.step import StepResult
 
 __all__ = ["IterationRecord", "progress_line", "time_left"]
@@ -43,10 +42,8 @@ class IterationRecord:
     loss: float = field(default=math.nan)
     """Mean loss per token over all ranks."""
 
-    def to_json(self, settings: Settings, *, flops_per_sample: float | None = None) -> dict[str, Any]:
-        """The JSON object of this iteration in --metrics-jsonl; with TFLOP/s if the FLOPs of a sample are given."""
-        flops = None if flops_per_sample is None else flops_per_sample * settings.global_batch_size
-        rate = {} if flops is None else {"tflops_per_gpu": tflops_per_gpu(flops, self.seconds, world_size=settings.world_size)}
+    def to_json(self, settings: Settings) -> dict[str, Any]:
+        """The JSON object of this iteration in --metrics-jsonl."""
         return {
             "iteration": self.iteration,
             "loss": self.loss,
@@ -57,7 +54,6 @@ class IterationRecord:
             "tokens_per_s": self.tokens / self.seconds,
             "iteration_ms": self.seconds * 1000.0,
             "schedule": settings.zero_bubble.schedule,
-            **rate,
         }
 
 
@@ -66,7 +62,6 @@ def progress_line(
     records: Sequence[IterationRecord],
     *,
     aux_losses: Mapping[str, float],
-    flops_per_sample: float | None,
     num_corrected: int,
 ) -> str:
     """The line about the iterations since the last one.
@@ -75,7 +70,6 @@ def progress_line(
         settings: the run.
         records: the iterations, with their loss and time; at least one.
         aux_losses: means of other losses.
-        flops_per_sample: FLOPs of one sample; None leaves out the throughput, which --log-throughput asks for.
         num_corrected: optimistic steps that validation has corrected since the run began.
     """
     last, train_iters = records[-1], settings.run.train_iters
@@ -87,11 +81,6 @@ def progress_line(
         f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] iteration {last.iteration:8d}/{train_iters:8d}",
         f"consumed samples: {last.consumed_samples:12d}",
         f"elapsed time per iteration (ms): {seconds * 1000.0:.1f}",
-    ]
-    if settings.logging.log_throughput and flops_per_sample is not None:
-        rate = tflops_per_gpu(flops_per_sample * settings.global_batch_size, seconds, world_size=settings.world_size)
-        parts.append(f"throughput per GPU (TFLOP/s/GPU): {rate:.{1 if rate >= 1.0 else 6}f}")
-    parts += [
         f"learning rate: {result.lr:.6E}",
         f"global batch size: {settings.global_batch_size:5d}",
         f"lm loss: {sum(losses) / len(losses):.6E}",

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from megatron.zerobubble.profiling.report import PipelineReport, RankMemory
 from megatron.zerobubble.training.checkpoint.directory import iteration_directory
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.estimate.flops import tflops_per_gpu
 
 __all__ = ["Totals", "description", "schedule_name", "summary_lines"]
 
@@ -18,8 +17,6 @@ __all__ = ["Totals", "description", "schedule_name", "summary_lines"]
 class Totals:
     """What was logged of a run so far, for its summary. The first iteration warms up, and does not count."""
 
-    flops_per_sample: float | None = None
-    """FLOPs of one sample; None if they are not known."""
     last_loss: float | None = None
     """Of the last logged iteration."""
     last_validation_loss: float | None = None
@@ -121,11 +118,7 @@ def _speed(settings: Settings, totals: Totals) -> dict[str, str]:
     if not totals.num_timed:
         return {}
     tokens = totals.tokens_per_s
-    rate = f"{tokens:.0f} tokens per second, {tokens / settings.world_size:.0f} per GPU"
-    if totals.flops_per_sample is not None:
-        flops = totals.flops_per_sample * settings.global_batch_size
-        rate += f", {tflops_per_gpu(flops, totals.seconds, world_size=settings.world_size):.3g} TFLOP/s per GPU"
     return {
         "time": f"{totals.seconds * 1000.0:.1f} ms per iteration (mean of {totals.num_timed}, without the first)",
-        "speed": rate,
+        "speed": f"{tokens:.0f} tokens per second, {tokens / settings.world_size:.0f} per GPU",
     }

@@ -18,7 +18,7 @@ __all__ = ["forward_step_provider", "loss_function", "model_provider"]
 
 
 def model_provider(setup: ModelSetup, pre_process: bool, post_process: bool, vp_stage: int | None) -> Any:
-    """Build one stage of the model: a megatron-core `GPTModel`, or with --hybrid-layer-pattern a `HybridModel`.
+    """Build one stage of the model: a megatron-core `GPTModel`.
 
     Args:
         setup: the settings and megatron-core's configuration.
@@ -26,11 +26,6 @@ def model_provider(setup: ModelSetup, pre_process: bool, post_process: bool, vp_
         post_process: whether the stage computes the loss.
         vp_stage: index of the stage among the rank's model chunks; None if the rank has one.
     """
-    if setup.settings.model.hybrid_layer_pattern is not None:
-        from megatron.zerobubble.training.models.hybrid_model import hybrid_stage
-
-        return hybrid_stage(setup, pre_process, post_process, vp_stage)
-
     from megatron.core.models.gpt import GPTModel
 
     from megatron.zerobubble.training.models.layer_specs import mtp_layers, stage_layers
@@ -47,7 +42,6 @@ def model_provider(setup: ModelSetup, pre_process: bool, post_process: bool, vp_
         position_embedding_type=model.position_embedding_type,
         rotary_percent=model.rotary_percent,
         rotary_base=model.rotary_base,
-        seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
         mtp_block_spec=mtp_layers(setup.config, vp_stage=vp_stage),
         vp_stage=vp_stage,
     )

@@ -41,55 +41,42 @@ def transformer_config(settings: Settings, *, on_gpu: bool, layout: Any | None) 
         on_gpu: whether to use kernels that exist only on GPUs (fusions, compiled activations).
         layout: the layers of each stage; None lets megatron-core divide them evenly.
     """
-    model, parallel, dtype = settings.model, settings.parallel, parameter_dtype(settings)
-    interleaves = settings.virtual_pipeline_size is not None and settings.zero_bubble.schedule == "stock"
-    overlaps = interleaves and parallel.overlap_p2p_communication
+    model, dtype = settings.model, parameter_dtype(settings)
+    overlaps = settings.virtual_pipeline_size is not None and settings.zero_bubble.schedule == "stock"
     config_class = MLATransformerConfig if settings.mla.multi_latent_attention else TransformerConfig
-    return config_class(
-        **_shape(settings),
-        **_latent_attention(settings),
-        **_activation(model),
-        **_experts(settings),
-        **settings.fp8.model_options(),
-        **_kernels(model, on_gpu=on_gpu),
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=settings.pipeline_size,
-        virtual_pipeline_model_parallel_size=settings.virtual_pipeline_size,
-        pipeline_model_parallel_layout=layout,
-        sequence_parallel=parallel.sequence_parallel,
-        context_parallel_size=parallel.context_parallel_size,
-        cp_comm_type="all_gather" if model.transformer_impl == "local" else "p2p",
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        fp16=settings.precision.fp16,
-        bf16=settings.precision.bf16,
-        overlap_p2p_comm=overlaps,
-        batch_p2p_comm=not overlaps,
-        deallocate_pipeline_outputs=on_gpu or not overlaps,
-        **_lengths(settings),
-        calculate_per_token_loss=settings.optim.calculate_per_token_loss,
-    )
-
-
-def _shape(settings: Settings) -> dict[str, Any]:
-    model = settings.model
-    names = (
-        *("hidden_size", "num_attention_heads", "kv_channels", "rotary_interleaved", "normalization"),
-        *("qk_layernorm", "add_bias_linear", "add_qkv_bias", "hidden_dropout", "attention_dropout", "init_method_std"),
-        *("transformer_impl", "use_cpu_initialization"),
-        *("recompute_granularity", "recompute_method", "recompute_num_layers", "mtp_num_layers", "mtp_loss_scaling_factor"),
-    )
-    return {
-        **{name: getattr(model, name) for name in names},
-        **({} if model.hybrid_layer_pattern is None else {"is_hybrid_model": True}),
-        "num_layers": settings.num_layers,
-        "layernorm_epsilon": model.norm_epsilon,
+    others = {
         "recompute_modules": list(model.recompute_modules) or None,
         "num_query_groups": model.num_query_groups if model.group_query_attention else None,
         "attention_backend": AttnBackend[model.attention_backend],
         "persist_layer_norm": False,
         "cuda_graph_scope": [],
+        "ffn_hidden_size": model.mlp_width,
+        "activation_func": torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu,
+        "gated_linear_unit": model.swiglu,
+        "virtual_pipeline_model_parallel_size": settings.virtual_pipeline_size,
+        "pipeline_model_parallel_layout": layout,
+        "cp_comm_type": "all_gather" if model.transformer_impl == "local" else "p2p",
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "overlap_p2p_comm": overlaps,
+        "batch_p2p_comm": not overlaps,
+        "deallocate_pipeline_outputs": on_gpu or not overlaps,
     }
+    return config_class(
+        **(_same_named(config_class, model, settings.parallel, settings.precision, settings.optim) | others)
+        | _latent_attention(settings)
+        | _experts(settings)
+        | settings.fp8.model_options()
+        | _kernels(model, on_gpu=on_gpu)
+        | _lengths(settings)
+    )
+
+
+def _same_named(target: Any, *groups: Any) -> dict[str, Any]:
+    """The fields of the groups of flags that `target`, a configuration class of megatron-core, has by the same name."""
+    names = {field.name for field in dataclasses.fields(target)}
+    fields = [(group, field.name) for group in groups for field in dataclasses.fields(group) if field.name in names]
+    return {name: getattr(group, name) for group, name in fields}
 
 
 def _lengths(settings: Settings) -> dict[str, Any]:
@@ -106,8 +93,7 @@ def _latent_attention(settings: Settings) -> dict[str, Any]:
     mla = settings.mla
     if not mla.multi_latent_attention:
         return {}
-    given = dataclasses.asdict(mla) | {name: getattr(settings.model, name) for name in ("rotary_base", "rotary_percent")}
-    return {name: value for name, value in given.items() if (name, value) != ("rope_type", None)}
+    return {name: value for name, value in dataclasses.asdict(mla).items() if (name, value) != ("rope_type", None)}
 
 
 def _experts(settings: Settings) -> dict[str, Any]:
@@ -115,14 +101,7 @@ def _experts(settings: Settings) -> dict[str, Any]:
     if moe.num_experts is None:
         return {}
     kinds, weights = list(moe.moe_router_load_balancing_type), list(moe.moe_aux_loss_coeff)
-    names = (
-        *("expert_model_parallel_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_router_topk"),
-        *("moe_z_loss_coeff", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
-        *("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias", "moe_router_bias_update_rate"),
-        *("moe_router_dtype", "moe_token_dispatcher_type", "moe_grouped_gemm"),
-    )
-    return {
-        **{name: getattr(moe, name) for name in names},
+    return _same_named(TransformerConfig, moe) | {
         "num_moe_experts": moe.num_experts,
         "expert_tensor_parallel_size": settings.expert_tensor_parallel_size,
         "moe_layer_freq": list(settings.moe_layer_pattern),
@@ -133,24 +112,12 @@ def _experts(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _activation(model: ModelConfig) -> dict[str, Any]:
-    if model.swiglu:
-        return {"activation_func": torch.nn.functional.silu, "gated_linear_unit": True, "ffn_hidden_size": model.mlp_width}
-    function = squared_relu if model.squared_relu else torch.nn.functional.gelu
-    return {"activation_func": function, "ffn_hidden_size": model.mlp_width}
-
-
-def squared_relu(x: torch.Tensor) -> torch.Tensor:
-    """relu(x)^2 (arXiv 2109.08668)."""
-    return torch.nn.functional.relu(x).square()
-
-
 def _kernels(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
     """Flags of fused kernels, set where they exist. On the CPU plain torch ops run: compiling takes longer than it saves.
 
     Transformer Engine adds to ``main_grad`` without apex (`mcore.model.transformer_engine`).
     """
-    activation = model.bias_swiglu_fusion if model.swiglu else model.bias_gelu_fusion and not model.squared_relu
+    activation = model.bias_swiglu_fusion if model.swiglu else model.bias_gelu_fusion
     has_bias = model.swiglu or model.add_bias_linear
     softmax = all(map(_is_installed, ("scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cuda")))
     return {
@@ -169,32 +136,18 @@ def _is_installed(package: str) -> bool:
 
 def ddp_config(settings: Settings) -> DistributedDataParallelConfig:
     """How gradients are accumulated, and reduced over the data-parallel replicas."""
-    parallel = settings.parallel
     return DistributedDataParallelConfig(
+        **_same_named(DistributedDataParallelConfig, settings.parallel),
         grad_reduce_in_fp32=settings.precision.reduce_grads_in_fp32,
-        overlap_grad_reduce=parallel.overlap_grad_reduce,
-        overlap_param_gather=parallel.overlap_param_gather,
-        use_distributed_optimizer=parallel.use_distributed_optimizer,
-        bucket_size=parallel.ddp_bucket_size,
-        average_in_collective=parallel.ddp_average_in_collective,
+        bucket_size=settings.parallel.ddp_bucket_size,
+        average_in_collective=settings.parallel.ddp_average_in_collective,
     )
 
 
 def optimizer_config(settings: Settings) -> OptimizerConfig:
     """megatron-core's configuration of the optimizer, gradient clipping and loss scaling."""
-    optim, precision = settings.optim, settings.precision
-    names = (*("optimizer", "lr", "min_lr", "weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps"),)
-    return OptimizerConfig(
-        **{name: getattr(optim, name) for name in names},
-        **{
-            name: getattr(precision, name)
-            for name in ("bf16", "fp16", "loss_scale", "initial_loss_scale", "min_loss_scale", "hysteresis")
-        },
-        loss_scale_window=precision.loss_scale_window,
-        params_dtype=parameter_dtype(settings),
-        use_distributed_optimizer=settings.parallel.use_distributed_optimizer,
-        overlap_param_gather=settings.parallel.overlap_param_gather,
-    )
+    same = _same_named(OptimizerConfig, settings.optim, settings.precision, settings.parallel)
+    return OptimizerConfig(**same, params_dtype=parameter_dtype(settings))
 
 
 def scheduler(settings: Settings, optimizer: Any) -> OptimizerParamScheduler:

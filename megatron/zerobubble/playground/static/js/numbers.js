@@ -1,4 +1,4 @@
-// Numbers for people: three or four significant digits. The server writes them in the same way (`words.py`).
+// Numbers for people: three or four significant digits.
 
 const DIGITS = 4;
 const ZERO = 1e-9;

@@ -1,4 +1,4 @@
-"""From the costs of one placement to those of another."""
+"""The parts of a model from its stages, and from these the costs of another placement."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
-from megatron.zerobubble.plan.partition.part_costs import PartCosts
+from megatron.zerobubble.plan.partition.layer_costs import Model
+from megatron.zerobubble.plan.partition.layout import costs_of_placements
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 
 LAYER = {"forward_ms": 2.0, "backward_ms": 3.0, "wgrad_ms": 1.5, "activation": 0.2, "activation_after_backward": 0.1}
@@ -29,11 +30,16 @@ def true_costs(layers: StageLayers) -> CostModel:
     )
 
 
+def predicted(costs: CostModel, measured: StageLayers, wanted: StageLayers) -> CostModel:
+    model = Model.measured(("layer",) * wanted.num_layers, measured, costs)
+    return costs_of_placements(model, lambda _: wanted)(Placement.linear(wanted.num_stages))
+
+
 @pytest.mark.parametrize("measured", [StageLayers.spread(8, Placement.v(2)), StageLayers(per_stage=(1, 3, 2, 0))])
 @pytest.mark.parametrize("wanted", [(4, 4), (2, 2, 2, 2), (0, 3, 3, 0), (1,) * 8])
 def test_the_costs_of_stages_that_were_not_measured(measured: StageLayers, wanted: tuple[int, ...]) -> None:
     layers = StageLayers(per_stage=wanted)
-    found, true = PartCosts.from_stages(true_costs(measured), measured).costs(layers), true_costs(layers)
+    found, true = predicted(true_costs(measured), measured, layers), true_costs(layers)
     assert found.comm_ms == true.comm_ms
     for kind in LAYER:
         assert getattr(found, kind) == pytest.approx(getattr(true, kind)), kind
@@ -42,5 +48,16 @@ def test_the_costs_of_stages_that_were_not_measured(measured: StageLayers, wante
 def test_fused_passes_have_no_weight_gradient() -> None:
     layers = StageLayers.spread(8, Placement.v(2))
     fused = CostModel.uniform(Placement.v(2), backward_ms=2.0, wgrad_ms=0.0, activation_after_backward=0.0)
-    found = PartCosts.from_stages(fused, layers).costs(StageLayers.spread(8, Placement.linear(2)))
+    found = predicted(fused, layers, StageLayers.spread(8, Placement.linear(2)))
     assert found == CostModel.uniform(Placement.linear(2), backward_ms=2.0, wgrad_ms=0.0, activation_after_backward=0.0)
+
+
+def test_parts_are_never_negative() -> None:
+    """A first stage that happened to run faster than its layers should; two stages, of which one is taken for layers only."""
+    ones = (1.0,) * 3
+    costs = CostModel(forward_ms=(9, 10, 12), backward_ms=ones, wgrad_ms=ones, activation=ones, activation_after_backward=ones)
+    model = Model.measured(("layer",) * 3, StageLayers(per_stage=(1, 1, 1)), costs)
+    assert [model.kinds[name].forward_ms for name in ("embedding", "layer", "head")] == [0.0, 10.0, 2.0]
+    two = CostModel.of_lists(dict.fromkeys(LAYER, (3.0, 4.0)))
+    model = Model.measured(("layer",), StageLayers(per_stage=(1, 0)), two)
+    assert [model.kinds[name].forward_ms for name in ("embedding", "layer", "head")] == [0.0, 3.0, 4.0]

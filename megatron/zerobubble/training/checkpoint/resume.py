@@ -17,6 +17,7 @@ import logging
 from dataclasses import replace
 
 from megatron.zerobubble.errors import CheckpointError
+from megatron.zerobubble.job.meeting import Attempt
 from megatron.zerobubble.training.checkpoint.directory import existing_directory, iterations_in
 from megatron.zerobubble.training.checkpoint.load import (
     RestoredProgress,
@@ -27,7 +28,6 @@ from megatron.zerobubble.training.checkpoint.load import (
 )
 from megatron.zerobubble.training.checkpoint.manifest import Manifest
 from megatron.zerobubble.training.checkpoint.shared import run_on_rank_0
-from megatron.zerobubble.training.restarts.attempt import Attempt
 from megatron.zerobubble.training.step import TrainingState
 
 __all__ = ["start_from"]
@@ -96,7 +96,7 @@ def _iterations_of(training_state: TrainingState, attempt: Attempt) -> list[int]
     if flags.save is None:
         return []
     if not attempt.is_known:
-        _log.warning("%s: the machines that knew the id of this job are gone, so its own checkpoints are not known", attempt.text)
+        _log.warning("%s: the store that had the id of this job is gone, so its own checkpoints are not known", attempt.text)
         return []
     return run_on_rank_0(lambda: _written_by(str(flags.save), attempt.job))
 

@@ -1,1 +1,0 @@
-"""What a run will need and achieve, estimated from its flags before anything runs."""

@@ -1,0 +1,95 @@
+"""Ranks agree on the name of an attempt in a store that still has the keys of earlier ones."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.job import meeting
+from megatron.zerobubble.job.launch import Launch
+from megatron.zerobubble.job.meeting import Attempt, meet, refuse
+
+
+def launch(rank: int, *, num_ranks: int = 3, restart_count: int = 0) -> Launch:
+    return Launch(
+        rank=rank, local_rank=0, ranks_on_host=1, world_size=num_ranks, has_threads_set=True, restart_count=restart_count
+    )
+
+
+def met(store: Any, ranks: range = range(3), *, timeout_s: float = 20.0, **fields: int) -> list[Any]:
+    """What `meet` returns or raises, per rank."""
+
+    def one(rank: int) -> Attempt | str:
+        try:
+            return meet(store, launch(rank, **fields), timeout_s=timeout_s)
+        except ConfigError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(one, ranks))
+
+
+def test_every_attempt_has_a_name_of_its_own_and_all_the_same_job() -> None:
+    """Whatever their launchers count: one that only took part in another one's restart has counted none."""
+    store = dist.HashStore()
+    attempts = [met(store) for _ in range(3)]
+    for number, found in enumerate(attempts):
+        assert found == [found[0]] * 3
+        assert (found[0].number, found[0].is_restart, found[0].is_known) == (number, number > 0, True)
+    assert len({found[0].name for found in attempts}) == 3
+    assert len({found[0].job for found in attempts}) == 1
+
+
+def test_a_new_store_makes_a_new_job_that_is_not_known() -> None:
+    first, second = met(dist.HashStore())[0], met(dist.HashStore(), restart_count=1)[0]
+    assert first.job != second.job
+    assert (second.number, second.is_known) == (1, False)
+
+
+def test_a_process_of_an_earlier_attempt_is_left_out() -> None:
+    """Rank 1 has come, dies while rank 2 is missing, and another process comes as rank 1."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor(4) as pool:
+        stale = pool.submit(meeting._follow, store, launch(1), meeting._Word("stale", "node1", ""), time.monotonic() + 0.3)
+        leader = pool.submit(meet, store, launch(0), timeout_s=20.0)
+        assert stale.result() is None
+        others = [pool.submit(meet, store, launch(rank), timeout_s=20.0) for rank in (1, 2)]
+        assert {each.result().name for each in [leader, *others]} == {leader.result().name}
+
+
+def test_a_live_process_takes_its_rank_back_from_one_that_ends() -> None:
+    """In a job whose hosts change, a process of an earlier attempt may write after the one that replaces it."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor(3) as pool:
+        own = pool.submit(meet, store, launch(1, num_ranks=2), timeout_s=20.0)
+        time.sleep(0.2)
+        meeting._arrive(store, 1, meeting._Word("late", "node9", ""))
+        leader = pool.submit(meet, store, launch(0, num_ranks=2), timeout_s=20.0)
+        assert own.result() == leader.result()
+
+
+@pytest.mark.parametrize("refusing", [0, 2])
+def test_the_reason_of_a_rank_that_ends_reaches_every_other_one_at_once(refusing: int) -> None:
+    store, started = dist.HashStore(), time.monotonic()
+    thread = threading.Thread(target=refuse, args=(store, launch(refusing), "no file /data/text.bin\nhere"))
+    thread.start()
+    lines = met(store, range(1, 3) if refusing == 0 else range(2))
+    thread.join()
+    assert time.monotonic() - started < meeting._LINGER_S
+    assert len(set(lines)) == 1
+    assert f"rank {refusing} on " in lines[0]
+    assert "has ended before it joined the job: no file /data/text.bin here" in lines[0]
+    assert all(isinstance(each, Attempt) for each in met(store)), "the next attempt does not find it"
+
+
+def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_LINGER_S", 1.0)
+    [line, other] = met(dist.HashStore(), range(2), timeout_s=0.5)
+    assert line.startswith("of 3 ranks these have not come: 2; the others are on ")
+    assert other == line
