@@ -8,7 +8,7 @@ allocated since the measurement began.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +75,10 @@ class RankLedger:
         """Growth in bytes from the end of the warm-up to the maximum after it; None if `what` was not measured."""
         numbers = [number for each in self.held[self.warmup - 1 :] if (number := what(each)) is not None]
         return max(numbers) - numbers[0] if numbers else None
+
+    def __str__(self) -> str:
+        """For people, in bytes."""
+        return f"activations {self.measured}, predicted {self.predicted}; {self.held[-1]}, {self.fragmentation} in no tensor"
 
     def complaints(self) -> list[str]:
         """One message per check that failed."""
@@ -178,27 +182,3 @@ def _look(meter: MemoryMeter, device: torch.device) -> Held:
         activations=meter.peak_bytes,
         workspace=meter.workspace_bytes,
     )
-
-
-def table(ranks: Sequence[RankLedger]) -> str:
-    """A Markdown table, in MiB."""
-    lines = [
-        "| rank | activations, *predicted* | activations, *measured* | error | workspace | allocated | growth | reserved "
-        "| growth | reserved - allocated | inactive split |",
-        "|" + "---|" * 11,
-    ]
-    for rank, ledger in enumerate(ranks):
-        last = ledger.held[-1]
-        columns = [
-            *(_mib(ledger.predicted), _mib(ledger.measured), "-" if ledger.error is None else f"{ledger.error:+.1%}"),
-            _mib(max(each.workspace for each in ledger.held)),
-            *(_mib(last.allocated), _mib(ledger.growth(lambda each: each.allocated))),
-            *(_mib(last.reserved), _mib(ledger.growth(lambda each: each.reserved))),
-            *(_mib(ledger.fragmentation), _mib(last.inactive_split)),
-        ]
-        lines.append(f"| {rank} | " + " | ".join(columns) + " |")
-    return "\n".join(lines)
-
-
-def _mib(count: int | None) -> str:
-    return "-" if count is None else f"{count / 2**20:.2f}"
