@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 from megatron.core import parallel_state
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.zb_schedules import program_of
@@ -17,6 +16,7 @@ from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.validate import live_timeline
 from tests.support.gpt import Case, Trainer, unpipelined
 from tests.support.ranks import RankPool
+from tests.wgrad.test_linear import GemmCount
 
 ALL = [
     ("1f1b", 1),
@@ -30,22 +30,10 @@ ALL = [
 ]
 
 
-class _CountGemms(TorchDispatchMode):
-    """Counts the GEMMs of linears (attention's batched ones are not linears)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
-        return func(*args, **(kwargs or {}))
-
-
 def _gemms_per_op(rank: int, case: Case) -> dict[str, int]:
     trainer = Trainer(case)
     counts: dict[str, int] = {}
-    mode = _CountGemms()
+    mode = GemmCount({"mm", "addmm", "addmm_"})  # of linears: those of attention are batched
 
     def observe(_: Any, op: Any) -> None:
         counts[str(op)] = mode.count

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import functools
 import importlib.util
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -175,3 +176,16 @@ def installed(
         finally:
             megatron.zerobubble.uninstall()
             _destroy_groups()
+
+
+@contextlib.contextmanager
+def warnings_of_package() -> Iterator[list[str]]:
+    """What the package warns of meanwhile, in this process."""
+    texts: list[str] = []
+    handler, logger = logging.Handler(logging.WARNING), logging.getLogger("megatron.zerobubble")
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield texts
+    finally:
+        logger.removeHandler(handler)

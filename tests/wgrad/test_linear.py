@@ -24,12 +24,12 @@ GEMMS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "mv", "addmv", "
 class GemmCount(TorchDispatchMode):
     """Counts the GEMMs that reach the dispatcher."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: set[str] = GEMMS) -> None:
         super().__init__()
-        self.count = 0
+        self.names, self.count = names, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.overloadpacket.__name__ in GEMMS
+        self.count += func.overloadpacket.__name__ in self.names
         return func(*args, **(kwargs or {}))
 
 

@@ -23,7 +23,7 @@ import megatron.zerobubble
 from megatron.zerobubble.errors import ConfigError
 from tests.support.loops import Loop, with_loss
 from tests.support.ranks import RankPool
-from tests.support.stock import example, installed, train
+from tests.support.stock import example, installed, train, warnings_of_package
 
 pytestmark = pytest.mark.claims(
     "Your own script",
@@ -161,19 +161,8 @@ TWO_RANKS = f"{SIZES} --pipeline-model-parallel-size 2"
 
 def _train_on_one_rank(rank: int, flags: str, options: dict[str, Any]) -> tuple[Any, list[str]]:
     """What the loop logs, and our warnings."""
-    warnings: list[str] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            warnings.append(record.getMessage())
-
-    handler, logger = Handler(logging.WARNING), logging.getLogger("megatron.zerobubble")
-    logger.addHandler(handler)
-    try:
-        with mock.patch.object(logger, "propagate", False):
-            return train(rank, flags, **options), warnings
-    finally:
-        logger.removeHandler(handler)
+    with warnings_of_package() as warnings, mock.patch.object(logging.getLogger("megatron.zerobubble"), "propagate", False):
+        return train(rank, flags, **options), warnings
 
 
 @pytest.mark.parametrize(

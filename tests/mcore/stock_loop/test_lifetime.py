@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import threading
 import weakref
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from megatron.zerobubble.mcore.stock_loop.running import _state_bytes
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.simulate import peak_memory
 from tests.support.ranks import RankPool
-from tests.support.stock import example, installed, train
+from tests.support.stock import example, installed, train, warnings_of_package
 
 pytestmark = [
     pytest.mark.claims(
@@ -182,9 +181,7 @@ SEARCH = "--zero-bubble-planning-seconds 0.1"
 
 def _train(rank: int, flags: str) -> dict[str, Any]:
     """Train, and see what is planned: the peak before and after memory was measured, and the bytes that were measured."""
-    warnings = _Warnings()
-    logging.getLogger("megatron.zerobubble").addHandler(warnings)
-    with installed(flags, by_flags=True, initializes=False) as args:
+    with warnings_of_package() as warnings, installed(flags, by_flags=True, initializes=False) as args:
         history = example().train(args)
         loop = patches._installed()
         assert loop is not None
@@ -193,24 +190,14 @@ def _train(rank: int, flags: str) -> dict[str, Any]:
         assert running.engine.replanner is not None
         (memory, *_) = running.engine.replanner.memory[rank:]
         parameters = sum(parameter.numel() for chunk in running.chunks for parameter in chunk.parameters())
-    logging.getLogger("megatron.zerobubble").removeHandler(warnings)
     return {
         "losses": [entry["losses"] for entry in history],
         "limit": spec.memory_limit,
         "peak": peak_memory(plan, CostModel.uniform(plan.placement))[rank],
         "state": memory.state_bytes,
         "parameters": parameters,
-        "warnings": warnings.texts,
+        "warnings": warnings,
     }
-
-
-class _Warnings(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
 
 
 @pytest.mark.parametrize(("stock", "flags"), [(FOUR_CHUNKS, "--zero-bubble-v-schedule"), (FOUR, "--enable-zero-bubble")])
