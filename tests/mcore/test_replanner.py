@@ -27,7 +27,7 @@ from megatron.zerobubble.profiling.profiler import Profiler
 from megatron.zerobubble.profiling.report import report
 from tests.support import gpt
 from tests.support.gpt import Case, Trainer
-from tests.support.memory_ledger import Held, RankLedger, train_watched
+from tests.support.memory_ledger import RankLedger, train_watched
 from tests.support.ranks import RankPool
 from tests.support.traces import check_trace
 
@@ -293,10 +293,6 @@ def _check_order(timeline: Timeline) -> None:
 
 
 LEDGER_CASE = Case("zbv", 4, 5, num_chunks=2, num_layers=8)
-
-
-def held(allocated: int = 10, reserved: int | None = 40, activations: int = 100) -> Held:
-    return Held(allocated=allocated, reserved=reserved, inactive_split=7, activations=activations, workspace=3)
 
 
 @pytest.mark.claims(

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.simulate import peak_memory
 from megatron.zerobubble.profiling.activation_memory import MemoryMeter
@@ -132,22 +131,7 @@ def train_watched(rank: int, case: Case, num_iterations: int, warmup: int, leaks
 def watch(
     schedule: PipelineSchedule, iterate: Callable[[], Any], *, num_microbatches: int, num_iterations: int, warmup: int
 ) -> RankLedger:
-    """Train and measure the memory of every iteration. Every rank of the world must call it; the world is one pipeline.
-
-    Args:
-        schedule: one of our schedules.
-        iterate: runs one iteration of it: forward, backward and the optimizer step.
-        num_microbatches: microbatches per iteration.
-        num_iterations: iterations to measure, after two that are not.
-        warmup: number of measured iterations whose memory may still grow; at least 1.
-
-    Raises:
-        ConfigError: no iterations are left after the warm-up.
-    """
-    if not 1 <= warmup < num_iterations:
-        raise ConfigError(
-            f"{num_iterations} iterations with a warm-up of {warmup}: give a warm-up of 1 or more, and more iterations"
-        )
+    """Measure the memory of every iteration, after two that are not measured; `warmup` of them may still grow."""
     iterate()  # allocates optimizer state, and tables and masks that stay
     predicted = _predict(schedule, iterate, num_microbatches)
     meter, held = MemoryMeter(schedule.device), []
