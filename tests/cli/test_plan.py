@@ -57,27 +57,6 @@ def test_max_pending_backward(capsys: pytest.CaptureFixture[str]) -> None:
     assert "bubble 0.00 %" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--schedule", "zb-v"], "did you mean 'zbv'"),
-        (["--num-ranks", "0"], "num_ranks is 0"),
-        (["--num-chunks", "3"], "drop num_chunks"),
-        (["--forward-ms", "-1"], "forward_ms is -1.0"),
-        (["--wgrad-ms", "nan"], "wgrad_ms is nan"),
-        (["--max-pending-backward", "2p"], "drop max_pending_backward"),
-        (["--max-pending-backward", "some"], "1p or 2p"),
-        (["--json", "/no/such/folder/plan.json"], "No such file"),
-    ],
-)
-def test_user_errors_are_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
-    assert main([*ZBV, *arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    assert message in captured.err
-
-
 def test_as_a_command_with_a_pipe() -> None:
     command = [sys.executable, str(TOOL)]
     root = TOOL.parents[1]
@@ -231,40 +210,43 @@ def test_links_are_read_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert max(body["metrics"]["peak_memory"]) <= 1.5 + 1e-9
     assert main([*UNEQUAL, "1000,2000,3000", *sizes]) == 0
     assert "links of 2.000 to 2.500 ms per mean message between neighboring ranks" in capsys.readouterr().out
-    auto = [
-        "plan",
-        "--schedule",
-        "auto",
-        "--num-ranks",
-        "2",
-        "--num-microbatches",
-        "3",
-        "--effort",
-        "fast",
-        "--links",
-        str(links),
-    ]
+    auto = ["plan", "--schedule", "auto", "--num-ranks", "2", "--num-microbatches", "3", "--effort", "fast", "--links"]
     links.write_text(json.dumps({"latency_ms": [[0, 0.5], [1.0, 0]]}))
-    assert main(auto) == 0
+    assert main([*auto, str(links)]) == 0
     assert "links of 0.500 to 1.000 ms" in capsys.readouterr().out
 
 
+NO_LENGTHS = [*UNEQUAL[:-1], "--num-microbatches", "4"]
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("words", "message"),
     [
-        (["512,-7"], "--microbatch-tokens is '512,-7'"),
-        (["512," + "9" * 400], "tokens; give a whole number, at most 1e+12"),
-        (["512,x," * 2000], "give whole numbers separated by commas, or a file of them"),
-        (["512,700", "--num-microbatches", "3"], "has 2 lengths and --num-microbatches is 3"),
-        (["512,700,100000", "--memory-limit", "0.5"], "microbatch 2 has 100000 tokens and the limit holds at most 33737"),
-        (["512,700", "--links", "LINKS"], "has links of 3 ranks and --num-ranks is 2"),
-        (["512,700", "--links", "LINKS", "--num-ranks", "3"], "give --bytes-per-token with --microbatch-tokens"),
-        (["512,700", "--costs", "COSTS"], "drop the lengths (--microbatch-tokens)"),
-        (["512,700", "--bytes-per-token", "1000"], "--bytes-per-token is 1000 and there are no tokens or no links"),
+        ([*ZBV, "--schedule", "zb-v"], "did you mean 'zbv'"),
+        ([*ZBV, "--num-ranks", "0"], "num_ranks is 0"),
+        ([*ZBV, "--num-chunks", "3"], "drop num_chunks"),
+        ([*ZBV, "--forward-ms", "-1"], "forward_ms is -1.0"),
+        ([*ZBV, "--wgrad-ms", "nan"], "wgrad_ms is nan"),
+        ([*ZBV, "--max-pending-backward", "2p"], "drop max_pending_backward"),
+        ([*ZBV, "--max-pending-backward", "some"], "1p or 2p"),
+        ([*ZBV, "--json", "/no/such/folder/plan.json"], "No such file"),
+        ([*UNEQUAL, "512,-7"], "--microbatch-tokens is '512,-7'"),
+        ([*UNEQUAL, "512," + "9" * 400], "tokens; give a whole number, at most 1e+12"),
+        ([*UNEQUAL, "512,x," * 2000], "give whole numbers separated by commas, or a file of them"),
+        ([*UNEQUAL, "512,700", "--num-microbatches", "3"], "has 2 lengths and --num-microbatches is 3"),
+        ([*UNEQUAL, "9,9,100000", "--memory-limit", "0.5"], "microbatch 2 has 100000 tokens and the limit holds at most "),
+        ([*UNEQUAL, "512,700", "--links", "LINKS"], "has links of 3 ranks and --num-ranks is 2"),
+        ([*UNEQUAL, "512,700", "--links", "LINKS", "--num-ranks", "3"], "give --bytes-per-token with --microbatch-tokens"),
+        ([*UNEQUAL, "512,700", "--costs", "COSTS"], "drop the lengths (--microbatch-tokens)"),
+        ([*UNEQUAL, "512,700", "--bytes-per-token", "1000"], "--bytes-per-token is 1000 and there are no tokens or no links"),
+        ([*NO_LENGTHS, "--attention-share", "0.1"], "is 0.1 and all microbatches are equal; give --microbatch-tokens"),
+        ([*NO_LENGTHS, "--attention-share", "nan"], "--attention-share is nan and all"),
+        ([*NO_LENGTHS, "--bytes-per-token", "1000"], "no tokens or no links; give --microbatch-tokens and --links"),
+        (UNEQUAL[:-1], "give --num-microbatches, or --microbatch-tokens"),
     ],
 )
-def test_bad_lengths_and_links_are_refused_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+def test_user_errors_are_one_line_and_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     matrix = [[1.0] * 3] * 3
     files = {"LINKS": tmp_path / "links.json", "COSTS": tmp_path / "costs.json"}
@@ -272,29 +254,8 @@ def test_bad_lengths_and_links_are_refused_in_one_line(
     lists = {name: [[1.0, 2.0]] * 4 for name in COST_LISTS}
     means = {name: [1.5] * 4 for name in COST_LISTS}
     files["COSTS"].write_text(json.dumps(means | {"microbatches": lists}))
-    assert main([*UNEQUAL, *(str(files.get(word, word)) for word in arguments)]) == 2
-    err = capsys.readouterr().err
-    assert message in err
-    assert err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--attention-share", "0.1"], "--attention-share is 0.1 and all microbatches are equal; give --microbatch-tokens"),
-        (["--attention-share", "nan"], "--attention-share is nan and all"),
-        (["--bytes-per-token", "1000"], "there are no tokens or no links; give --microbatch-tokens and --links"),
-    ],
-)
-def test_a_flag_about_lengths_that_are_not_given_is_refused(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    assert main([*UNEQUAL[:-1], "--num-microbatches", "4", *arguments]) == 2
-    err = capsys.readouterr().err
-    assert message in err
-    assert err.count("\n") == 1
-
-
-def test_the_number_of_microbatches_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(UNEQUAL[:-1]) == 2
-    assert "give --num-microbatches, or --microbatch-tokens" in capsys.readouterr().err
+    assert main([str(files.get(word, word)) for word in words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
