@@ -143,29 +143,24 @@ def test_what_the_flags_become() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--fp8-recipe tensorwise", "--fp8-recipe needs --fp8-format e4m3 or hybrid"),
-        ("--fp8-format hybrid --fp8-recipe tensorwise --fp8-amax-history-len 2", "--fp8-amax-history-len has no effect with"),
-        ("--fp8-format hybrid --fp8-amax-history-len 0", "--fp8-amax-history-len 0 must be greater than 0"),
-        ("--fp8-format hybrid --recompute-granularity selective --recompute-modules layernorm", "with --fp8-recipe delayed"),
+        (f"{ENGINE} --fp8-recipe tensorwise", "--fp8-recipe needs --fp8-format e4m3 or hybrid"),
+        (
+            f"{ENGINE} --fp8-format hybrid --fp8-recipe tensorwise --fp8-amax-history-len 2",
+            "--fp8-amax-history-len has no effect",
+        ),
+        (f"{ENGINE} --fp8-format hybrid --fp8-amax-history-len 0", "--fp8-amax-history-len 0 must be greater than 0"),
+        (
+            f"{ENGINE} --fp8-format hybrid --recompute-granularity selective --recompute-modules layernorm",
+            "with --fp8-recipe delayed",
+        ),
+        ("--fp8-format hybrid --bf16", "--fp8-format hybrid needs --transformer-impl transformer_engine, not local"),
+        ("--fp8-format hybrid --transformer-impl transformer_engine", "--fp8-format hybrid needs --bf16 or --fp16"),
     ],
 )
 @pytest.mark.usefixtures("engine")
 def test_what_does_not_go_together_in_fp8(flags: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        parse(flags)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--transformer-impl local --bf16", "--fp8-format hybrid needs --transformer-impl transformer_engine, not local"),
-        ("--transformer-impl transformer_engine", "--fp8-format hybrid needs --bf16 or --fp16"),
-    ],
-)
-@pytest.mark.usefixtures("engine")
-def test_what_it_needs(flags: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        settings(f"--pipeline-model-parallel-size 4 --fp8-format hybrid {flags}", world_size=4)
+        settings(flags, world_size=4)
 
 
 SHARD = P2 + "--global-batch-size 8 --zero-bubble-v-schedule --use-distributed-optimizer --untie-embeddings-and-output-weights "
@@ -245,16 +240,18 @@ NO_LENGTH = BASE.replace("--train-iters 10 ", "")
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--lerning-rate 3", r"unrecognized arguments: --lerning-rate 3; what Megatron-LM's own .* \(--help"),
-        ("--num-layer 3", "did you mean --num-layers"),
-        ("--global-batchsize=3", "did you mean --global-batch-size"),
-        ("--sft", "unrecognized arguments: --sft; what Megatron-LM's own pretrain_gpt.py has .* zerobubble run"),
-        ("stray", "unrecognized arguments: stray"),
+        ("--train-iters 1 --lerning-rate 3", r"unrecognized arguments: --lerning-rate 3; what Megatron-LM's own .* \(--help"),
+        ("--train-iters 1 --num-layer 3", "did you mean --num-layers"),
+        ("--train-iters 1 --global-batchsize=3", "did you mean --global-batch-size"),
+        ("--train-iters 1 --sft", "unrecognized arguments: --sft; what Megatron-LM's own pretrain_gpt.py has .* zerobubble run"),
+        ("--train-iters 1 stray", "unrecognized arguments: stray"),
+        ("", "the following arguments are required: --train-iters"),
+        ("--train-iters 3 --lr-warmup-iters 3", "warm-up of 3 iterations must be shorter than the decay of 3"),
     ],
 )
-def test_flags_that_are_not_taken(flags: str, message: str) -> None:
+def test_flags_that_are_not_taken_or_missing(flags: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        settings(f"--train-iters 1 {flags}", base=NO_LENGTH)
+        settings(flags, base=NO_LENGTH)
     assert "\n" not in str(caught.value)
 
 
@@ -265,18 +262,6 @@ def test_flags_that_are_not_taken(flags: str, message: str) -> None:
 def test_the_schedule_of_the_learning_rate(flags: str, warmup: int, decay: int) -> None:
     optim = settings(f"--train-iters 10 {flags}", base=NO_LENGTH).optim
     assert (optim.warmup_iters(10), optim.decay_iters(10)) == (warmup, decay)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("", "the following arguments are required: --train-iters"),
-        ("--train-iters 3 --lr-warmup-iters 3", "warm-up of 3 iterations must be shorter than the decay of 3"),
-    ],
-)
-def test_the_length_of_a_run(flags: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        settings(flags, base=NO_LENGTH)
 
 
 @pytest.mark.claims(

@@ -29,12 +29,15 @@ with quiet_third_parties():
     from megatron.zerobubble.training.metrics.progress_line import IterationRecord
     from megatron.zerobubble.training.step import StepResult
 
-pytestmark = pytest.mark.claims(
-    "Long runs",
-    "metrics, plan file or trace that cannot be written any more: logged once, training goes on",
-    "works",
-    also=("training/test_plan_files.py",),
-)
+pytestmark = [
+    pytest.mark.usefixtures("world_of_one"),
+    pytest.mark.claims(
+        "Long runs",
+        "metrics, plan file or trace that cannot be written any more: logged once, training goes on",
+        "works",
+        also=("training/test_plan_files.py",),
+    ),
+]
 
 
 FLAGS = (
@@ -76,7 +79,6 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.usefixtures("world_of_one")
 def test_one_object_per_iteration_in_full_precision(logger: MetricsLogger, jsonl: Path) -> None:
     logger.add(record(1))
     logger.add(record(2, loss=torch.tensor([1.0, 3.0]), grad_norm=1 / 7))
@@ -97,7 +99,6 @@ def test_one_object_per_iteration_in_full_precision(logger: MetricsLogger, jsonl
     assert (second["loss"], second["grad_norm"]) == (1 / 3, 1 / 7)
 
 
-@pytest.mark.usefixtures("world_of_one")
 def test_a_validation_loss_belongs_to_its_iteration(logger: MetricsLogger, jsonl: Path, caplog: pytest.LogCaptureFixture) -> None:
     logger.add(record(1))
     with caplog.at_level(logging.INFO):
@@ -109,7 +110,6 @@ def test_a_validation_loss_belongs_to_its_iteration(logger: MetricsLogger, jsonl
     assert "validation loss at iteration 1: 2.0000 (ppl 7.39)" in caplog.text
 
 
-@pytest.mark.usefixtures("world_of_one")
 def test_a_progress_line(logger: MetricsLogger, caplog: pytest.LogCaptureFixture) -> None:
     logger.add(record(1))
     logger.add(record(2, loss=torch.tensor([1.0, 1.0]), is_stepped=False, grad_norm=math.inf))
@@ -134,7 +134,6 @@ def test_a_progress_line(logger: MetricsLogger, caplog: pytest.LogCaptureFixture
     }
 
 
-@pytest.mark.usefixtures("world_of_one")
 def test_a_parser_of_megatron_lms_lines_reads_ours(caplog: pytest.LogCaptureFixture) -> None:
     metrics = MetricsLogger(settings(), rank=0, start_iteration=0)
     metrics.add(record(7))
@@ -144,7 +143,6 @@ def test_a_parser_of_megatron_lms_lines_reads_ours(caplog: pytest.LogCaptureFixt
     assert [(int(number), float(loss), float(norm)) for number, loss, norm in found] == [(7, 3.0, 0.1)]
 
 
-@pytest.mark.usefixtures("world_of_one")
 def test_what_is_not_finite_becomes_null(logger: MetricsLogger, jsonl: Path) -> None:
     logger.add(record(1, is_stepped=False, grad_norm=math.inf, loss=torch.tensor([math.nan, 1.0])))
     logger.log()
@@ -152,7 +150,6 @@ def test_what_is_not_finite_becomes_null(logger: MetricsLogger, jsonl: Path) -> 
     assert (fields["loss"], fields["grad_norm"], fields["skipped"]) == (None, None, True)
 
 
-@pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize("changes", [{"grad_norm": math.nan}, {"loss": torch.tensor([math.inf, 1.0])}])
 def test_training_stops_when_it_diverges(logger: MetricsLogger, changes: dict[str, Any]) -> None:
     def go() -> None:
@@ -163,7 +160,6 @@ def test_training_stops_when_it_diverges(logger: MetricsLogger, changes: dict[st
         go()
 
 
-@pytest.mark.usefixtures("world_of_one")
 def test_training_continues_where_no_token_counts(logger: MetricsLogger, jsonl: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A batch may be all padding or masked: that is no divergence. It is logged once."""
     with caplog.at_level(logging.INFO):
@@ -176,14 +172,12 @@ def test_training_continues_where_no_token_counts(logger: MetricsLogger, jsonl: 
     assert said[0].startswith("iteration 1 has no token that counts in the loss, and so no loss; training goes on.")
 
 
-@pytest.mark.usefixtures("world_of_one")
 def test_training_continues_with_no_check_for_nan() -> None:
     metrics = MetricsLogger(settings("--no-check-for-nan-in-loss-and-grad"), rank=0, start_iteration=0)
     metrics.add(record(1, grad_norm=math.nan))
     metrics.log()
 
 
-@pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize(("start", "lines"), [(0, 1), (1, 2)])
 def test_a_new_run_starts_the_file_and_a_continued_one_appends(jsonl: Path, start: int, lines: int) -> None:
     for start_iteration in (0, start):
@@ -194,7 +188,6 @@ def test_a_new_run_starts_the_file_and_a_continued_one_appends(jsonl: Path, star
     assert len(read(jsonl)) == lines
 
 
-@pytest.mark.usefixtures("world_of_one")
 def test_only_rank_0_writes(jsonl: Path) -> None:
     metrics = MetricsLogger(settings(f"--metrics-jsonl {jsonl}"), rank=1, start_iteration=0)
     metrics.add(record(1))
@@ -202,7 +195,6 @@ def test_only_rank_0_writes(jsonl: Path) -> None:
     assert not jsonl.exists()
 
 
-@pytest.mark.usefixtures("world_of_one")
 def test_speed_leaves_out_the_first_iteration(logger: MetricsLogger) -> None:
     logger.add(replace(record(1), elapsed_ms=lambda: 100_000.0))
     logger.log()
@@ -212,7 +204,6 @@ def test_speed_leaves_out_the_first_iteration(logger: MetricsLogger) -> None:
     assert (logger.totals.num_timed, logger.totals.seconds, logger.totals.tokens_per_s) == (1, 0.5, 64.0)
 
 
-@pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
