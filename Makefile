@@ -91,7 +91,8 @@ test-faults: setup  ## the fault laboratory: FAULTS=30 faults at random moments 
 
 test-hosts: setup  ## the laboratory of hosts: HOSTS_FAULTS=60 faults of hosts in real jobs, and a table; needs root and ip netns
 	rm -f host-trials.jsonl
-	ZB_TEST_FAULTS=$(abspath host-trials.jsonl) ZB_TEST_HOSTS_NUM=$(HOSTS_FAULTS) $(BIN)/python -m pytest -n 0 -v tests/hosts -m ""
+	folder="$$($(BIN)/python -m tools.releases path $(or $(MCORE),0.19.2))" && PYTHONPATH="$$folder" \
+	  ZB_TEST_FAULTS=$(abspath host-trials.jsonl) ZB_TEST_HOSTS_NUM=$(HOSTS_FAULTS) $(BIN)/python -m pytest -n 0 -v tests/hosts -m ""
 	$(BIN)/python -m tests.faults.report host-trials.jsonl
 
 test-releases: setup te-python resiliency  ## a smoke test on each supported release of megatron-core, and a sample of all tests on the other end

@@ -21,6 +21,7 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -34,6 +35,11 @@ from megatron.zerobubble.training.data.corpus import CorpusInfo, corpus_info_pat
 _LOG_INTERVAL_S = 10.0
 _GZIP = b"\x1f\x8b"
 """The first bytes of a gzip file, which may have any name."""
+_LONGEST_LINE = 2**26
+"""Most bytes of a line: it is in memory several times."""
+_LARGEST_RATIO, _FREE_BYTES = 200, 2**26
+"""How many times as large as its file a decompressed text may be, beyond 64 MiB; of real text it is less than 20. A gzip bomb of
+some kilobytes becomes terabytes."""
 
 _SKIPPED_FOLDERS = frozenset(
     ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3", "idlelib", "turtledemo")
@@ -115,12 +121,20 @@ def json_texts(path: str, keys: Sequence[str]) -> Iterator[Document]:
             number.
     """
     if not Path(path).is_file():
-        raise DataError(f"--input {path} does not exist; give a file with one JSON object a line")
-    number = 0
+        raise DataError(f"--input {path} is not a file; give one with a JSON object a line")
+    number = num_bytes = 0
     try:
         with Path(path).open("rb") as file, closing(_decompressed(file)) as lines:
-            for number, line in enumerate(lines, start=1):
+            for number, line in enumerate(iter(partial(lines.readline, _LONGEST_LINE + 1), b""), start=1):
                 place = f"--input {path}, line {number}"
+                num_bytes += len(line)
+                if len(line) > _LONGEST_LINE:
+                    raise DataError(f"{place} is longer than {_LONGEST_LINE:,} bytes; split the document")
+                if num_bytes > max(_FREE_BYTES, _LARGEST_RATIO * file.tell()):
+                    raise DataError(
+                        f"{place}: the file is decompressed to more than {_LARGEST_RATIO} times its size, which no text is; "
+                        "give the text itself if it is one"
+                    )
                 text = _text(line, place)
                 if text.strip():
                     for value in _values(text, keys, place):
@@ -152,6 +166,8 @@ def _values(text: str, keys: Sequence[str], place: str) -> list[str]:
     try:
         values = json.loads(text)
         return [str(values[key]) for key in keys]
+    except RecursionError:
+        raise DataError(f"{place}: JSON that is nested too deeply") from None
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{place}: not a JSON object with the key(s) {', '.join(keys)} ({error!r})") from None
 

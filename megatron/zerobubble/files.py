@@ -1,12 +1,33 @@
-"""Files that are replaced whole or not at all."""
+"""Files that are replaced whole or not at all, and files from elsewhere, which may be anything."""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import stat
 from pathlib import Path
 
-__all__ = ["replace_text", "sync"]
+__all__ = ["read_regular", "replace_text", "sync"]
+
+
+def read_regular(file: Path, *, most: int) -> bytes:
+    """The content of a regular file, or of one that `file` links to.
+
+    Args:
+        file: the file.
+        most: bytes that it may have.
+
+    Raises:
+        OSError: it cannot be read, has more bytes, or is something else, such as a FIFO, which would wait for a writer.
+    """
+    with open(file, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as stream:
+        if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(file))
+        content = stream.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(file))
+    return content
 
 
 def replace_text(file: Path, text: str, *, unfinished: str | None = None) -> None:

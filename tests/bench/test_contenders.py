@@ -107,7 +107,7 @@ def test_wrong_names_are_refused_in_one_line(text: str, message: str) -> None:
 def test_a_contender_that_cannot_run_is_a_row_and_not_the_end() -> None:
     options = parse_options([*BENCH, "--contenders", "stock-1f1b,interleaved-1f1b:8,zbv", "--quick"], world_size=2, prog="bench")
     assert list(options.programs) == ["stock-1f1b", "zbv"]
-    assert "--num-layers 8" in options.refused["interleaved-1f1b:8"]
+    assert "--num-layers 8" in (options.outcomes["interleaved-1f1b:8"].failure or "")
     assert options.num_iterations == 2 * (WARM_UP + 3 + 2 * (2 + 3))
 
 
@@ -162,7 +162,7 @@ def test_a_layout_for_other_stages_is_dropped_with_a_note() -> None:
         if isinstance(program, TrainerRun)
     }
     assert layouts == {"stock-1f1b": layout[1], "zbv": None}
-    assert list(options.notes) == ["zbv"]
+    assert [name for name, outcome in options.outcomes.items() if outcome.note is not None] == ["zbv"]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import termios
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -113,12 +114,13 @@ def test_an_error_names_the_target(name: str, tmp_path: Path) -> None:
 
 
 SCRIPT = """
-import sys, time
+import sys, time, tqdm
+from concurrent.futures import ThreadPoolExecutor
 from megatron.zerobubble.cli import progress_bar as progress
 progress.PATIENCE_S = float(sys.argv[1])
 progress._REFRESH_S = 0.02
-with progress.working("searching"):
-    time.sleep(0.2)
+with ThreadPoolExecutor(1) as pool:
+    progress.waited(pool.submit(time.sleep, 0.2), lambda: "searching")
 for _ in progress.track(range(3), "limits"):
     time.sleep(0.05)
 print("done")
@@ -164,8 +166,9 @@ def test_a_quick_search_shows_no_bar() -> None:
 
 def test_elsewhere_there_is_none(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "PATIENCE_S", 0.0)
-    with progress.working("searching"):
-        assert list(progress.track([1, 2], "limits")) == [1, 2]
+    with ThreadPoolExecutor(1) as pool:
+        assert progress.waited(pool.submit(abs, -1), lambda: "searching") == 1
+    assert list(progress.track([1, 2], "limits")) == [1, 2]
     assert main(["pareto", "--num-ranks", "2", "--num-microbatches", "2", "--memory-limits", "1,2", "--effort", "fast"]) == 0
     assert capsys.readouterr().err == ""
 
@@ -174,5 +177,6 @@ def test_without_tqdm_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planner needs the standard library only."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    with progress.working("searching"):
-        assert list(progress.track([1, 2], "limits")) == [1, 2]
+    with ThreadPoolExecutor(1) as pool:
+        assert progress.waited(pool.submit(abs, -1), lambda: "searching") == 1
+    assert list(progress.track([1, 2], "limits")) == [1, 2]

@@ -181,7 +181,7 @@ def test_lengths_are_assigned_and_shown(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["show", str(target), "--svg", str(svg), "--trace", str(trace)]) == 0
     assert capsys.readouterr().out == out
     assert "microbatches of 96 to 4096 tokens (mean 1371), idle share " in svg.read_text()
-    passes = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    passes = [event for event in json.loads(trace.read_text())["traceEvents"] if "microbatch" in event.get("args", {})]
     longest = body["assignment"].index(1)
     of_longest = [event["args"] for event in passes if event["args"]["microbatch"] == longest]
     assert [(args["data_microbatch"], args["tokens"]) for args in of_longest] == [(1, 4096)] * 12

@@ -70,6 +70,9 @@ def install(rank: int) -> None:
     if not text:
         return
     fault = Fault(**json.loads(text))
+    if fault.kind == "outside":
+        with started(Path(fault.note), rank).open("a") as file:
+            file.write("1")
     if fault.kind == "slow":
         _slow_down(fault, rank)
     elif fault.rank == rank:
@@ -160,6 +163,11 @@ class _Moments:
 def done(note: Path) -> Path:
     """The file that tells a rank that a fault from outside has been done."""
     return note.with_suffix(".done")
+
+
+def started(note: Path, rank: int) -> Path:
+    """The file with as many letters as a rank was started, in jobs whose fault comes from outside."""
+    return note.with_suffix(f".rank{rank}")
 
 
 def _slow_down(fault: Fault, rank: int) -> None:

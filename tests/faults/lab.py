@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -161,13 +160,11 @@ def losses_of(folder: Path) -> dict[int, float]:
     return {fields["iteration"]: fields["loss"] for fields in lines if "loss" in fields}
 
 
-def go_on(
-    folder: Path, flags: list[str], num_ranks: int, start: Callable[..., subprocess.CompletedProcess[str]] = launch
-) -> tuple[int, dict[int, float]]:
+def go_on(folder: Path, flags: list[str], num_ranks: int) -> tuple[int, dict[int, float]]:
     """Start a job, again or for the first time; (iteration from which it goes on, its losses)."""
     tracker = folder / "saved" / "latest_checkpointed_iteration.txt"
     begin = int(tracker.read_text()) if tracker.exists() else 0
-    done = start(flags, num_ranks=num_ranks, script=JOB)
+    done = launch(flags, num_ranks=num_ranks, script=JOB)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return begin, losses_of(folder)
 

@@ -60,8 +60,8 @@ def missing() -> str | None:
         if shutil.which(name) is None:
             return f"hosts take the command {name} (iproute2, util-linux)"
     try:
-        _ip("netns", "add", f"{_PREFIX}{os.getpid()}-try")
-        _ip("netns", "delete", f"{_PREFIX}{os.getpid()}-try")
+        _ip(f"netns add {_network('try')}")
+        _ip(f"netns delete {_network('try')}")
         subprocess.run(["unshare", "--mount", "--uts", "--pid", "--fork", "true"], check=True, capture_output=True)
     except subprocess.CalledProcessError as error:
         return f"hosts take namespaces, and this machine allows none: {error.stderr}"
@@ -127,49 +127,31 @@ class Hosts:
         while not all(agent.outcome for agent in self._agents) and time.monotonic() < until:
             time.sleep(0.01)
         for network in ("switch", *self.names):
-            _ip("netns", "delete", _network(network), check=False)
+            _ip(f"netns delete {_network(network)}", check=False)
 
     def _build(self) -> None:
         lines = [f"10.77.0.{host + 1} {name}" for host, name in enumerate(self.names)]
         (self._folder / "hosts").write_text("127.0.0.1 localhost\n" + "\n".join(lines) + "\n")
         switch = _network("switch")
-        _ip("netns", "add", switch)
-        _ip("-n", switch, "link", "add", "name", "bridge", "up", "type", "bridge")
+        _ip(f"netns add {switch}")
+        _ip(f"-n {switch} link add name bridge up type bridge")
         for host, name in enumerate(self.names):
             network = _network(name)
-            _ip("netns", "add", network)
-            _ip("-n", switch, "link", "add", "name", name, "type", "veth", "peer", "name", "eth0", "netns", network)
-            _ip("-n", switch, "link", "set", name, "master", "bridge", "up")
-            _ip("-n", network, "address", "add", f"10.77.0.{host + 1}/24", "dev", "eth0")
-            _ip("-n", network, "link", "set", "eth0", "up")
-            _ip("-n", network, "link", "set", "lo", "up")
+            _ip(f"netns add {network}")
+            _ip(f"-n {switch} link add name {name} type veth peer name eth0 netns {network}")
+            _ip(f"-n {switch} link set {name} master bridge up")
+            _ip(f"-n {network} address add 10.77.0.{host + 1}/24 dev eth0")
+            _ip(f"-n {network} link set eth0 up")
+            _ip(f"-n {network} link set lo up")
             (self._folder / name).mkdir()
             self._boot(host)
 
     def _boot(self, host: int) -> None:
         name = self.names[host]
-        spaces = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        arguments = [name, str(self._folder), self._memory.get(host, "1g"), self._temporary.get(host, "1g")]
-        init = subprocess.Popen(
-            [
-                "setpriv",
-                "--pdeathsig",
-                "KILL",
-                "ip",
-                "netns",
-                "exec",
-                _network(name),
-                *spaces,
-                "bash",
-                "-c",
-                _INIT,
-                name,
-                *arguments,
-            ],
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        spaces = "unshare --mount --uts --pid --fork --kill-child --mount-proc bash -c"
+        start = f"setpriv --pdeathsig KILL ip netns exec {_network(name)} {spaces}".split()
+        given = [name, str(self._folder), self._memory.get(host, "1g"), self._temporary.get(host, "1g")]
+        init = subprocess.Popen([*start, _INIT, "init", *given], stdout=subprocess.PIPE, text=True, start_new_session=True)
         self._inits[host] = init
         assert init.stdout is not None
         assert init.stdout.readline() == "up\n", f"{name} does not start"
@@ -198,18 +180,16 @@ class Hosts:
         for path in Path("/proc").iterdir():
             with suppress(OSError):
                 is_here = path.name.isdecimal() and os.readlink(path / "ns/pid") == self._spaces[host]
-                if (
-                    is_here
-                    and (path / "comm").read_text().strip() not in ("sleep", "bash")
-                    and _parent(int(path.name)) is not None
-                ):
+                if is_here and (path / "comm").read_text() not in ("sleep\n", "bash\n") and _parent(path) is not None:
                     found.append(int(path.name))
         return found
 
     def ranks(self, host: int) -> list[int]:
         """Processes of a host that the agent has started, or which were left by it. The agent's parent is outside."""
+        if host not in self._inits:
+            return []
         found = self.processes(host)
-        return [pid for pid in found if _parent(pid) in {*found, _child(self._inits[host].pid)}] if host in self._inits else []
+        return [pid for pid in found if _parent(Path(f"/proc/{pid}")) in {*found, _child(self._inits[host].pid)}]
 
     def find(self, host: int, number: int) -> int:
         """The process of a host that has this number there."""
@@ -226,26 +206,26 @@ class Hosts:
 
     def link(self, host: int, *, is_up: bool) -> None:
         """Unplug the host's cable, or plug it in."""
-        _ip("-n", _network("switch"), "link", "set", self.names[host], "up" if is_up else "down")
+        _ip(f"-n {_network('switch')} link set {self.names[host]} {'up' if is_up else 'down'}")
 
     def split(self, hosts: Sequence[int]) -> None:
         """Cut these hosts off from the others, not from each other."""
         switch = _network("switch")
-        _ip("-n", switch, "link", "add", "name", "other", "up", "type", "bridge")
+        _ip(f"-n {switch} link add name other up type bridge")
         for host in hosts:
-            _ip("-n", switch, "link", "set", self.names[host], "master", "other")
+            _ip(f"-n {switch} link set {self.names[host]} master other")
 
     def mute(self, host: int) -> None:
         """Lose all that the host sends from now on; it still receives. It is sent to an address that no host has."""
         for other in set(range(self.num)) - {host}:
-            wrong = ("lladdr", "02:00:00:00:00:01", "nud", "permanent")
-            _ip("-n", _network(self.names[host]), "neighbor", "replace", f"10.77.0.{other + 1}", *wrong, "dev", "eth0")
+            wrong = "lladdr 02:00:00:00:00:01 nud permanent dev eth0"
+            _ip(f"-n {_network(self.names[host])} neighbor replace 10.77.0.{other + 1} {wrong}")
 
     def slow(self, host: int, megabits: float) -> None:
         """Limit what the host sends and receives per second."""
-        limit = ("root", "tbf", "rate", f"{megabits}mbit", "burst", "32k", "latency", "400ms")
         for network, device in ((self.names[host], "eth0"), ("switch", self.names[host])):
-            subprocess.run(["tc", "-n", _network(network), "qdisc", "replace", "dev", device, *limit], check=True)
+            limit = f"tc -n {_network(network)} qdisc replace dev {device} root tbf rate {megabits}mbit burst 32k latency 400ms"
+            subprocess.run(limit.split(), check=True)
 
 
 @functools.cache
@@ -257,13 +237,12 @@ def _server() -> subprocess.Popen[str]:
     return server
 
 
-def _parent(pid: int) -> int | None:
+def _parent(process: Path) -> int | None:
     """The parent of a process; None: it has ended."""
-    try:
-        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
-    except OSError:
-        return None
-    return None if state == "Z" else int(parent)
+    with suppress(OSError):
+        state, parent = (process / "stat").read_text().rpartition(")")[2].split()[:2]
+        return None if state == "Z" else int(parent)
+    return None
 
 
 def _child(pid: int) -> int:
@@ -274,17 +253,17 @@ def _network(name: str) -> str:
     return f"{_PREFIX}{os.getpid()}-{name}"
 
 
-def _ip(*arguments: str, check: bool = True) -> str:
-    return subprocess.run(["ip", *arguments], check=check, capture_output=True, text=True).stdout
+def _ip(words: str, *, check: bool = True) -> str:
+    return subprocess.run(["ip", *words.split()], check=check, capture_output=True, text=True).stdout
 
 
 def networks() -> set[str]:
     """The networks of this process."""
-    return set(re.findall(rf"^{_PREFIX}{os.getpid()}-(\S+)", _ip("netns", "list"), re.MULTILINE))
+    return set(re.findall(rf"^{_PREFIX}{os.getpid()}-(\S+)", _ip("netns list"), re.MULTILINE))
 
 
 def _remove_stale() -> None:
     """Remove networks of processes that are gone; their hosts ended with them."""
-    for name in re.findall(rf"^{_PREFIX}\d+-\S+", _ip("netns", "list"), re.MULTILINE):
+    for name in re.findall(rf"^{_PREFIX}\d+-\S+", _ip("netns list"), re.MULTILINE):
         if not Path(f"/proc/{re.findall(r'[0-9]+', name)[0]}").exists():
-            _ip("netns", "delete", name, check=False)
+            _ip(f"netns delete {name}", check=False)

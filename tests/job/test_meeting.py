@@ -89,7 +89,13 @@ def test_the_reason_of_a_rank_that_ends_reaches_every_other_one_at_once(refusing
 
 
 def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or come and go, as one that was killed."""
     monkeypatch.setattr(meeting, "_LINGER_S", 1.0)
+    store = dist.HashStore()
+    meeting._arrive(store, 2, meeting._Word("gone", "node1", ""))
+    [line, _] = met(store, range(2), timeout_s=0.5)
+    assert line.startswith("of 3 ranks these have not come: 2; the others are on ")
+    assert "node1" not in line
     [line, other] = met(dist.HashStore(), range(2), timeout_s=0.5)
     assert line.startswith("of 3 ranks these have not come: 2; the others are on ")
     assert other == line

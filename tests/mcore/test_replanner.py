@@ -254,7 +254,7 @@ def test_chosen_iterations_of_a_real_run(four_ranks: RankPool, case: Case) -> No
     for timeline in timelines:
         _check_order(timeline)
         for record in rank_records(timeline):
-            assert min(record.causes.peer_ms, record.causes.link_ms, record.gradients_ms) >= 0.0
+            assert min(record.idle_for_peer_ms, record.idle_for_link_ms, record.gradients_ms) >= 0.0
 
 
 STOCK = [Case("stock", 4, 6, num_steps=3), Case("stock", 4, 4, num_chunks=2, num_steps=3)]

@@ -15,6 +15,7 @@ from megatron.zerobubble.plan.communication import Message
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.validate import live_timeline
 from tests.support.gpt import Case, Trainer, unpipelined
+from tests.support.plans import receive_buffers
 from tests.support.ranks import RankPool
 from tests.wgrad.test_linear import GemmCount
 
@@ -109,7 +110,7 @@ def _memory(rank: int, case: Case) -> dict[str, Any]:
     return {
         "live": live,
         "planned": list(live_timeline(program.plan)[pipeline_rank]),
-        "receives": (links.peak, program.max_receive_buffers[pipeline_rank]),
+        "receives": (links.peak, receive_buffers(program)[pipeline_rank]),
         "full_outputs": full_outputs,
         "pending": len(pending),
     }

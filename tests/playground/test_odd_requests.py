@@ -10,8 +10,9 @@ import pytest
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.registry import build_plan
-from megatron.zerobubble.plan.render.chrome_trace import render_chrome_trace
+from megatron.zerobubble.plan.render.chrome_trace import render_trace
 from megatron.zerobubble.plan.simulate import simulate
+from megatron.zerobubble.plan.timeline import Timeline
 from megatron.zerobubble.playground.tasks import encode, run_task
 
 PLAN = json.loads(build_plan("zbv", num_ranks=2, num_microbatches=3).to_json())
@@ -21,7 +22,7 @@ LINKS = {"latency_ms": [[0, 1], [1, 0]]}
 DEEP = "[" * 100_000 + "]" * 100_000
 HUGE = "9" * 5000
 _SIMULATED = simulate(Plan.from_json(json.dumps(PLAN)), CostModel.uniform(Placement.v(2)))
-WHOLE = json.loads(render_chrome_trace(_SIMULATED.rows))
+WHOLE = json.loads(render_trace([Timeline.planned(_SIMULATED)]))
 TRACE = {"traceEvents": [{"ph": "X", "cat": "F", "name": "0F0", "ts": 0, "dur": 1, "tid": 0, "pid": 0}]}
 
 

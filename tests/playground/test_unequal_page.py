@@ -78,12 +78,12 @@ def test_log_normal_lengths_follow_the_form_and_become_a_list(opened: Open) -> N
 
 def test_links_are_planned_for_and_shown_and_the_link_restores_them(opened: Open) -> None:
     with opened("p=4&m=6&effort=drawn&s=zbv&c=0.1&links=nodes&node=2&between=1") as page:
-        page.wait_for_selector(".lengths:has-text('links of 0.1000 ms to 1.000 ms')")
+        page.wait_for_selector(".lengths:has-text('links of 0.100 to 1.000 ms')")
         page.select_option("[name=links]", "matrix")
         assert page.input_value("[name=latency]") == "0 0.1 1 1\n0.1 0 1 1\n1 1 0 0.1\n1 1 0.1 0"
         assert page.locator("[name=c]").is_disabled()
         page.fill("[name=latency]", "0 0.1 1 1\n0.1 0 2 1\n1 2 0 0.1\n1 1 0.1 0")
-        page.wait_for_selector(".lengths:has-text('links of 0.1000 ms to 2.000 ms')")
+        page.wait_for_selector(".lengths:has-text('links of 0.100 to 2.000 ms')")
         page.wait_for_selector("main[aria-busy=false]")
         reached = page.locator("#metrics").inner_text()
         with opened(page.url.partition("?")[2]) as other:

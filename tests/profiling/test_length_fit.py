@@ -8,7 +8,7 @@ from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.plan.costs.length_model import Terms
 from megatron.zerobubble.plan.ir import OpKind, Placement
 from megatron.zerobubble.profiling.length_fit import fit_lengths
-from megatron.zerobubble.profiling.profile import MeasuredMicrobatch, RankProfile, StageMemory, TimedPass
+from megatron.zerobubble.profiling.profile import ByLength, RankProfile, StageMemory
 
 TOKENS = (100, 250, 400, 900)
 TERMS = {OpKind.F: Terms(0.5, 0.01, 2e-6), OpKind.B: Terms(0.25, 0.02, 4e-6), OpKind.W: Terms(0.125, 0.01, 0.0)}
@@ -18,12 +18,12 @@ BYTES_PER_TOKEN = 1000.0
 def profile(stage: int, tokens: tuple[int, ...] = TOKENS, *, has_memory: bool = True, is_fused: bool = False) -> RankProfile:
     """A rank whose stage takes stage + 1 times as long as the terms say."""
 
-    def passes(kind: OpKind) -> tuple[TimedPass, ...]:
-        return tuple(TimedPass(n, float(n * n), (stage + 1) * TERMS[kind].at(n, n * n)) for n in tokens)
+    def passes(kind: OpKind) -> tuple[ByLength[float], ...]:
+        return tuple(ByLength(n, float(n * n), (stage + 1) * TERMS[kind].at(n, n * n)) for n in tokens)
 
     kinds = {OpKind.F: OpKind.F, OpKind.BW: OpKind.B} if is_fused else {kind: kind for kind in TERMS}
     held = tuple(
-        MeasuredMicrobatch(n, float(n * n), StageMemory(activation=(stage + 1) * BYTES_PER_TOKEN * n, after_backward=500.0 * n))
+        ByLength(n, float(n * n), StageMemory(activation=(stage + 1) * BYTES_PER_TOKEN * n, after_backward=500.0 * n))
         for n in tokens
     )
     return RankProfile(

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.zerobubble.plan.communication import links_of
-from megatron.zerobubble.plan.costs.cost_model import Activations, CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.lengths_and_links import Unequal
 from megatron.zerobubble.plan.costs.links import unequal_links
@@ -27,7 +27,7 @@ def test_a_run_as_planned_is_reported_as_such(name: str) -> None:
     assert seen.bubble_rate == pytest.approx(seen.simulation.bubble_rate)
     assert seen.wgrad_share == pytest.approx(0.0 if name == "1f1b" else 1 / 3)
     for record, predicted in zip(seen.ranks, seen.predicted_ranks, strict=True):
-        assert record.time.phases.idle_ms == pytest.approx(predicted.phases.idle_ms, abs=1e-9)
+        assert record.idle_ms == pytest.approx(predicted.idle_ms, abs=1e-9)
     assert [line.split()[0] for line in seen.lines()][:2] == ["bubble:", "span"]
     assert f"{seen.bubble_rate:.1%} of iteration 7" in seen.lines()[0]
 
@@ -49,9 +49,9 @@ def test_unequal_microbatches_that_ran_as_planned_are_reported_so(name: str) -> 
         assert rows == pytest.approx(own)
     body = json.loads(reports_to_json([seen]))["iterations"][0]["costs"]
     assert CostModel.from_json(body) == seen.simulation.costs
-    sizes = Activations(activation=(0.5,) * plan.num_stages, activation_after_backward=(0.25,) * plan.num_stages)
+    sizes = {"activation": (0.5,) * plan.num_stages, "activation_after_backward": (0.25,) * plan.num_stages}
     again = report(replace(run_as_simulated(plan, costs), activations=sizes)).simulation.costs
-    assert (again.activation, again.activation_after_backward) == (sizes.activation, sizes.activation_after_backward)
+    assert again.activations == sizes
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
@@ -79,11 +79,11 @@ def test_measured_activations_are_in_the_costs_of_the_report() -> None:
     timeline = as_recorded("zb-h1", 4, 9)
     assumed = report(timeline)
     assert assumed.simulation.costs.activation_after_backward == assumed.simulation.costs.activation
-    sizes = Activations(activation=(1.0,) * 4, activation_after_backward=(0.25,) * 4)
+    sizes = {"activation": (1.0,) * 4, "activation_after_backward": (0.25,) * 4}
     seen = report(replace(timeline, activations=sizes))
-    assert seen.simulation.costs == replace(assumed.simulation.costs, **vars(sizes))
-    assert assumed.memory.predicted == (1.0, 1.0, 1.0, 1.0), "a W that waits holds as much as a microbatch before its B"
-    assert seen.memory.predicted == pytest.approx((1.0, 0.8125, 0.625, 0.4375))
+    assert seen.simulation.costs == replace(assumed.simulation.costs, **sizes)
+    assert assumed.simulation.peak_memory == (1.0, 1.0, 1.0, 1.0), "a W that waits holds as much as a microbatch before its B"
+    assert seen.simulation.peak_memory == pytest.approx((1.0, 0.8125, 0.625, 0.4375))
 
 
 def test_costs_by_length_are_in_the_file_if_they_were_fitted() -> None:
@@ -96,7 +96,8 @@ def test_costs_by_length_are_in_the_file_if_they_were_fitted() -> None:
 
 def test_the_json_form() -> None:
     timeline = as_recorded("zbv", 2, 4)
-    given = report(timeline, measured_bytes=[10, 20])
+    on_a_gpu = (replace(own, peak_bytes=10 * rank) for rank, own in enumerate(timeline.ranks, start=1))
+    given = report(replace(timeline, ranks=tuple(on_a_gpu)))
     body = json.loads(reports_to_json([report(timeline), given]))
     assert body["format"] == FORMAT == "zerobubble-report/1"
     unknown, known = body["iterations"]

@@ -19,6 +19,7 @@ from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.runtime.executor import Executor
 from megatron.zerobubble.runtime.p2p import Handle, P2PLinks, ProcessGroupLinks
 from tests.runtime.support import PATIENCE_S, LabelWork
+from tests.support.plans import receive_buffers
 
 MAX_SLEEP_S = 2e-3
 """Of an op, and of a call that starts a transfer."""
@@ -95,7 +96,7 @@ def _iterate(rank: int, program: Program, links: P2PLinks, seed: int) -> str:
         return f"{type(error).__name__}: {error}"
     assert work.ops == list(program.plan.ops[rank])
     assert work.buffers_alive == 0
-    assert work.most_buffers_alive == program.max_receive_buffers[rank]
+    assert work.most_buffers_alive == receive_buffers(program)[rank]
     assert not executor._receiving
     assert not executor._sending
     assert not executor._local

@@ -20,6 +20,7 @@ from megatron.zerobubble.runtime.recording import Recorder
 from tests.runtime.support import LabelWork
 from tests.support.fake_nccl.device import Device
 from tests.support.fake_nccl.ranks import run_ranks
+from tests.support.plans import receive_buffers
 
 CPU = torch.device("cpu")
 SIZE = 3
@@ -166,7 +167,7 @@ def iterate(rank: int, program: Program, seed: int, setup: Setup) -> RankResult:
         assert not executor._receiving
         assert not executor._sending
         assert not executor._local
-        assert setup.rewinds or work.most_buffers_alive == program.max_receive_buffers[rank]
+        assert setup.rewinds or work.most_buffers_alive == receive_buffers(program)[rank]
         assert work.buffers_alive == 0
     device.synchronize()
     links.close()

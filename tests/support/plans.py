@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import accumulate
 
 from megatron.zerobubble.errors import PlanError
+from megatron.zerobubble.plan.communication import Program
 from megatron.zerobubble.plan.ir import Op, OpKind, Plan
 from megatron.zerobubble.plan.validate import validate
 
-__all__ = ["reordered"]
+__all__ = ["receive_buffers", "reordered"]
 
 
 def reordered(plan: Plan) -> Plan:
@@ -38,3 +41,13 @@ def _moved(row: tuple[Op, ...], last_stage: int) -> Iterator[tuple[Op, ...]]:
 def _swapped(row: tuple[Op, ...]) -> Iterator[tuple[Op, ...]]:
     for at in range(len(row) - 1):
         yield (*row[:at], row[at + 1], row[at], *row[at + 2 :])
+
+
+def receive_buffers(program: Program) -> tuple[int, ...]:
+    """Per rank the largest number of receives posted and not yet taken, the taking op's own included."""
+    peaks = []
+    for steps in program.steps:
+        taken = accumulate((step.take is not None for step in steps), initial=0)
+        posted = accumulate(len(step.post) for step in steps)
+        peaks.append(max(map(operator.sub, posted, taken), default=0))
+    return tuple(peaks)

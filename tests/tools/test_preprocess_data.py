@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -64,6 +65,26 @@ def test_compressed_text(lines: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert documents(tmp_path / "data") == [text.encode() for text in TEXTS if text]
     assert main(["--input", str(damaged), "--output-prefix", str(tmp_path / "other")]) == 2
     assert re.search(r"damaged\.jsonl\.gz is a damaged gzip file after line \d \(", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("unit", "num_units", "expected"),
+    [
+        (bytes(2**24), 256, r"line 1 is longer than 67,108,864 bytes; split the document"),
+        ((b" " * 1023 + b"\n") * 2**14, 256, r"line \d+: the file is decompressed to more than 200 times its size"),
+        (b"[" * 2**20, 1, r"line 1: JSON that is nested too deeply"),
+    ],
+    ids=["one line", "many lines", "deep"],
+)
+def test_a_bomb_is_one_line_soon_and_in_little_memory(unit: bytes, num_units: int, expected: str, tmp_path: Path) -> None:
+    """4 GiB of zeros or lines in some MB; the process may allocate 3 GiB."""
+    (tmp_path / "bomb.gz").write_bytes(gzip.compress(unit) * num_units)
+    limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_DATA, (3 * 2**30, 3 * 2**30)); "
+    code = f"{limit}from tools.preprocess_data import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "--input", str(tmp_path / "bomb.gz"), "--output-prefix", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2, done.stderr
+    assert re.fullmatch(rf"preprocess_data.py: error: --input .*{expected}.*\n", done.stderr), done.stderr
 
 
 def test_the_place_in_the_input_is_known(lines: Path) -> None:

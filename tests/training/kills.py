@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +39,7 @@ class Killed:
 
     @property
     def redone(self) -> list[int]:
-        """Iterations done again after each kill."""
+        """Iterations done again after each kill. An error if there were more restarts than kills, or less."""
         line = r"^restart \d+: (?:resuming after iteration (\d+)|nothing that this job)"
         resumed = re.findall(line, self.output, re.MULTILINE)
         return [before - int(after or 0) for before, after in zip(self.kills, resumed, strict=True)]
@@ -47,23 +47,51 @@ class Killed:
 
 def kill_ranks(arguments: Sequence[object], *, num_ranks: int, folder: Path, num_kills: int, seed: int) -> Killed:
     """Run a job and kill random ranks of it at random moments, each after it has recovered from the kill before."""
-    chance, log, output = random.Random(seed), folder / "metrics.jsonl", folder / "output.txt"
+    log, output = folder / "metrics.jsonl", folder / "output.txt"
     argv = command([*arguments, "--metrics-jsonl", log], num_ranks=num_ranks, max_restarts=num_kills + 1)
-    until, kills = time.monotonic() + _TIMEOUT_S, []
     with output.open("wb") as to, subprocess.Popen(argv, stdout=to, stderr=to, env=environment(), cwd=ROOT) as job:
         try:
-            for _ in range(num_kills):
-                _wait(log, job, done=_last(log) + chance.randint(1, MOST_NEW), until=until)
-                time.sleep(chance.uniform(0.0, 0.2))
-                before = _last(log)
-                assert _kill(job.pid, chance.randrange(num_ranks)), "the job was over before the kill"
-                kills.append(before)
-                _wait(log, job, done=before + 1, until=until)
-            job.wait(max(1.0, until - time.monotonic()))
+            kills = kill_at_random(
+                log,
+                num_kills=num_kills,
+                seed=seed,
+                is_over=lambda: job.poll() is not None,
+                kill=lambda chance: _kill(job.pid, chance.randrange(num_ranks)),
+            )
         finally:
             if job.poll() is None:
                 job.terminate()
-    return Killed(_metrics(log), output.read_text(errors="replace"), job.returncode, tuple(kills))
+    return Killed(metrics_of(log), output.read_text(errors="replace"), job.returncode, kills)
+
+
+def kill_at_random(
+    log: Path, *, num_kills: int, seed: int, is_over: Callable[[], bool], kill: Callable[[random.Random], bool]
+) -> tuple[int, ...]:
+    """Kill ranks of a job at random moments, each after the job has recovered from the kill before, and wait for its end.
+
+    Args:
+        log: its metrics file.
+        num_kills: how often.
+        seed: of the moments.
+        is_over: whether the job has ended.
+        kill: kills a random rank; returns whether there was one.
+
+    Returns:
+        The last iteration before each kill.
+    """
+    chance, until, kills = random.Random(seed), time.monotonic() + _TIMEOUT_S, []
+    for _ in range(num_kills):
+        _wait(log, is_over, done=_last(log) + chance.randint(1, MOST_NEW), until=until)
+        time.sleep(chance.uniform(0.0, 0.2))
+        before = _last(log)
+        assert kill(chance), "the job was over before the kill"
+        kills.append(before)
+        _wait(log, is_over, done=before + 1, until=until)
+    while not is_over():
+        if time.monotonic() > until:
+            raise TimeoutError("the job did not end in time")
+        time.sleep(_POLL_S)
+    return tuple(kills)
 
 
 def differences(actual: dict[int, dict[str, Any]], expected: dict[int, dict[str, Any]]) -> list[str]:
@@ -78,9 +106,9 @@ def differences(actual: dict[int, dict[str, Any]], expected: dict[int, dict[str,
     ]
 
 
-def _wait(log: Path, job: subprocess.Popen[bytes], *, done: int, until: float) -> None:
+def _wait(log: Path, is_over: Callable[[], bool], *, done: int, until: float) -> None:
     """Wait until iteration `done` is logged, or the job has ended."""
-    while _last(log) < done and job.poll() is None:
+    while _last(log) < done and not is_over():
         if time.monotonic() > until:
             raise TimeoutError(f"iteration {done} was not done in time")
         time.sleep(_POLL_S)
@@ -97,7 +125,7 @@ def _kill(torchrun: int, rank: int) -> bool:
     return False
 
 
-def _metrics(log: Path) -> dict[int, dict[str, Any]]:
+def metrics_of(log: Path) -> dict[int, dict[str, Any]]:
     """Iteration -> fields; the last one wins, as an iteration may have been done again."""
     found = {}
     for line in log.read_text().splitlines() if log.exists() else ():
@@ -108,4 +136,4 @@ def _metrics(log: Path) -> dict[int, dict[str, Any]]:
 
 
 def _last(log: Path) -> int:
-    return max(_metrics(log), default=0)
+    return max(metrics_of(log), default=0)

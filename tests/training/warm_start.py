@@ -75,6 +75,8 @@ def become_torchrun(request: dict[str, Any]) -> None:
             os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *request["argv"]])
         from torch.distributed.run import main
 
+        agent = os.getpid()
+        os.register_at_fork(after_in_child=lambda: _become_rank(agent))
         main(["--start-method", "fork", "--run-path", *request["argv"]])
         code = 0
     except SystemExit as ended:
@@ -85,6 +87,12 @@ def become_torchrun(request: dict[str, Any]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _become_rank(agent: int) -> None:
+    """A new Python would end on torchrun's SIGTERM; one forked from the agent has the agent's handler, which raises."""
+    if os.getppid() == agent:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 if __name__ == "__main__":

@@ -50,9 +50,8 @@ class NullOptimizer:
     def apply(self, statistics: GradientStatistics) -> None:
         """Do nothing."""
 
-    def snapshot(self) -> bool:
-        """Always True: any step can be rolled back."""
-        return True
+    def snapshot(self) -> None:
+        """Copy nothing."""
 
     def redo(self, statistics: GradientStatistics, *, roll_back: bool) -> None:
         """Never called."""

@@ -35,7 +35,7 @@ from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.profiling.length_fit import fit_lengths
-from megatron.zerobubble.profiling.profile import RankProfile, TimedPass
+from megatron.zerobubble.profiling.profile import ByLength, RankProfile
 from tools.benchmarks.emulation import run_on_ranks
 from tools.benchmarks.reports import write_json
 from tools.benchmarks.schedules.contenders import ContenderSpec, Runtime, Sizes
@@ -165,10 +165,10 @@ def _arranged(contender: Any, lengths: Sequence[int], model: LengthModel) -> tup
 
 def fitted(runs: Sequence[Sequence[dict[str, Any]]], placement: Placement, *, usual_tokens: int) -> LengthModel:
     """The costs by length that fit all passes of one contender, of all ranks and rounds."""
-    timed: dict[tuple[int, OpKind], list[TimedPass]] = {}
+    timed: dict[tuple[int, OpKind], list[ByLength[float]]] = {}
     for both in runs:
         for stage, kind, tokens, elapsed in (each for run in both for each in run["passes"]):
-            timed.setdefault((stage, kind), []).append(TimedPass(tokens, float(tokens) ** 2, elapsed))
+            timed.setdefault((stage, kind), []).append(ByLength(tokens, float(tokens) ** 2, elapsed))
     profile = RankProfile(times_ms={}, memory={}, timed={key: tuple(values) for key, values in timed.items()})
     return fit_lengths([profile], placement, usual_tokens=usual_tokens)[0]
 

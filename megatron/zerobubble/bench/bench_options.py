@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.zerobubble.bench.contenders import DEFAULT, WARM_UP, Contender, parse_contenders
 from megatron.zerobubble.bench.jobs import Job, ScriptJob, TrainerJob
 from megatron.zerobubble.bench.programs import Program
+from megatron.zerobubble.bench.speed_ups import Outcome
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.job.launch import is_turned_off
 from megatron.zerobubble.messages import quoted, shown
@@ -34,12 +35,10 @@ class Options:
     contenders: tuple[Contender, ...]
     baseline: str
     """Name of the contender that speed-ups are relative to."""
-    programs: dict[str, Program] = field(default_factory=dict)
+    programs: dict[str, Program]
     """Contender -> what it runs, for those under which the job can run."""
-    notes: dict[str, str] = field(default_factory=dict)
-    """Contender -> what differs from the job as given."""
-    refused: dict[str, str] = field(default_factory=dict)
-    """Contender -> why the job cannot run under it."""
+    outcomes: dict[str, Outcome]
+    """Contender -> what is known of it: what differs from the job as given, or why the job cannot run under it."""
     rounds: int
     """Blocks of each contender."""
     num_timed: int
@@ -93,16 +92,16 @@ def parse_options(argv: Sequence[str], *, world_size: int, prog: str) -> Options
         raise ConfigError("--cpu and --contender-flags are for a script: give -- SCRIPT and its flags after them")
     job = _script_job(args, rest, script, names) if has_script else _trainer_job(rest, world_size=world_size, prog=prog)
     num_iterations = num_warm_up + num_timed + 1  # the last timed one ends where the next one begins
-    programs, notes, refused = _programs(contenders, job, num_iterations)
+    outcomes = {name: Outcome(name=name) for name in names}
+    programs = _programs(contenders, job, num_iterations, outcomes)
     if not programs:
-        raise ConfigError(f"no contender can run: {'; '.join(f'{name}: {why}' for name, why in refused.items())}")
+        raise ConfigError(f"no contender can run: {'; '.join(f'{each.name}: {each.failure}' for each in outcomes.values())}")
     return Options(
         job=job,
         contenders=tuple(contenders),
         baseline=baseline,
         programs=programs,
-        notes=notes,
-        refused=refused,
+        outcomes=outcomes,
         rounds=rounds,
         num_timed=num_timed,
         num_warm_up=num_warm_up,
@@ -172,22 +171,16 @@ def _flags(given: Sequence[str], contenders: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _programs(
-    contenders: Sequence[Contender], job: Job, num_iterations: int
-) -> tuple[dict[str, Program], dict[str, str], dict[str, str]]:
-    """(programs, notes, refused) by contender."""
+def _programs(contenders: Sequence[Contender], job: Job, num_iterations: int, outcomes: dict[str, Outcome]) -> dict[str, Program]:
+    """The programs by contender; notes and refusals are written to the outcomes."""
     programs: dict[str, Program] = {}
-    notes: dict[str, str] = {}
-    refused: dict[str, str] = {}
     for contender in contenders:
+        outcome = outcomes[contender.text]
         try:
-            programs[contender.text], note = job.program(contender, num_iterations=num_iterations)
+            programs[contender.text], outcome.note = job.program(contender, num_iterations=num_iterations)
         except UserError as error:
-            refused[contender.text] = " ".join(str(error).split())
-            continue
-        if note is not None:
-            notes[contender.text] = note
-    return programs, notes, refused
+            outcome.failure = " ".join(str(error).split())
+    return programs
 
 
 class _BenchParser(argparse.ArgumentParser):

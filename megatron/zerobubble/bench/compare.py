@@ -23,7 +23,7 @@ from megatron.zerobubble.bench.block import BlockRequest, BlockResult
 from megatron.zerobubble.bench.comparison_report import can_draw, markdown, write
 from megatron.zerobubble.bench.contenders import Contender
 from megatron.zerobubble.bench.predictions import FirstBlock, interleaved_ms, panels, predict
-from megatron.zerobubble.bench.speed_ups import Outcome, Table
+from megatron.zerobubble.bench.speed_ups import Table
 from megatron.zerobubble.bench.workers import BlockFailure, Interrupted, Workers
 from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.mcore.compat import imported_version
@@ -63,12 +63,10 @@ class _Comparison:
 
     def __init__(self, options: Options, launch: Launch, workers: Workers, argv: Sequence[str], progress: BenchProgress) -> None:
         self._options, self._launch, self._workers, self._argv, self._progress = options, launch, workers, argv, progress
-        self._outcomes = {contender.text: Outcome(name=contender.text) for contender in options.contenders}
-        for name, why in options.refused.items():
-            self._outcomes[name].failure = why
-            progress.say(f"{name} cannot run: {why}")
-        for name, note in options.notes.items():
-            self._outcomes[name].note = note
+        self._outcomes = options.outcomes
+        for outcome in self._outcomes.values():
+            if outcome.failure is not None:
+                progress.say(f"{outcome.name} cannot run: {outcome.failure}")
         self._first: dict[str, FirstBlock] = {}
         self._num_blocks = 0
 

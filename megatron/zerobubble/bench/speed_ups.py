@@ -100,7 +100,7 @@ class Outcome:
     allocated_bytes: int | None = None
     """Peak of everything that the allocator had given out; None on the CPU."""
 
-    @functools.cached_property
+    @property
     def ms(self) -> Estimate | None:
         """Milliseconds per iteration; None if no block has ended."""
         return interval([1000.0 * each for each in self.seconds.values()]) if self.seconds else None

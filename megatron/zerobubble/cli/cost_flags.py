@@ -10,16 +10,15 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from megatron.zerobubble.cli.length_flags import read_unequal
 from megatron.zerobubble.errors import ConfigError, PlanError
-from megatron.zerobubble.messages import parse_json, quoted, shown
+from megatron.zerobubble.messages import parse_json, shown
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.lengths_and_links import Unequal
 from megatron.zerobubble.plan.ir import Placement
-from megatron.zerobubble.profiling.report import COSTS_BY_LENGTH, FORMAT
+from megatron.zerobubble.profiling.report import COSTS_BY_LENGTH, FORMAT, last_iteration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +81,8 @@ def _read_file(name: str) -> tuple[CostModel, LengthModel | None]:
     body = parse_json(Path(name).read_text(encoding="utf-8"), name, PlanError)
     if not isinstance(body, dict):
         return CostModel.from_json(body), None
-    costs = CostModel.from_json(_last_iteration(name, body) if body.get("format") == FORMAT else body.get("costs", body))
+    given = last_iteration(body, shown(name)).get("costs") if body.get("format") == FORMAT else body.get("costs", body)
+    costs = CostModel.from_json(given)  # type: ignore[arg-type]
     if COSTS_BY_LENGTH not in body:
         return costs, None
     model = LengthModel.from_json(body[COSTS_BY_LENGTH])
@@ -92,11 +92,3 @@ def _read_file(name: str) -> tuple[CostModel, LengthModel | None]:
             "give those of one run"
         )
     return costs, model
-
-
-def _last_iteration(name: str, body: Mapping[str, Any]) -> Any:
-    iterations = body.get("iterations")
-    last = iterations[-1] if isinstance(iterations, list) and iterations else None
-    if not isinstance(last, dict):
-        raise PlanError(f"{shown(name)} has no iterations: 'iterations' must be a list of objects, got {quoted(iterations)}")
-    return last.get("costs")

@@ -39,12 +39,13 @@ from megatron.zerobubble.plan.registry import (
     parse_max_pending_backward,
     schedule_spec,
 )
-from megatron.zerobubble.plan.render.chrome_trace import render_chrome_trace
+from megatron.zerobubble.plan.render.chrome_trace import render_trace
 from megatron.zerobubble.plan.render.plan_summary import headline, lengths, measures, slot_notes, slots, summary
 from megatron.zerobubble.plan.render.svg import Panel, render_svg
 from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from megatron.zerobubble.plan.search.search_progress import Progress
 from megatron.zerobubble.plan.simulate import Simulation, simulate
+from megatron.zerobubble.plan.timeline import Timeline
 from megatron.zerobubble.plan.torch_csv import from_torch_csv, to_torch_csv
 from megatron.zerobubble.plan.validate import validate
 
@@ -343,7 +344,7 @@ def _write_pictures(args: argparse.Namespace, simulation: Simulation) -> None:
         panel = Panel.of_ops(simulation.rows, notes=slot_notes(simulation))
         write_whole(args.svg, render_svg([panel], title=headline(simulation.plan), subtitle=subtitle))
     if args.trace is not None:
-        write_whole(args.trace, render_chrome_trace(simulation.rows, slots(simulation)))
+        write_whole(args.trace, render_trace([Timeline.planned(simulation)], slots(simulation)))
 
 
 COMMANDS = {

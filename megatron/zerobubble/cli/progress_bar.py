@@ -8,58 +8,19 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 from megatron.zerobubble.plan.search.search_progress import Progress
 
-__all__ = ["PATIENCE_S", "stoppable", "track", "working"]
+__all__ = ["PATIENCE_S", "stoppable", "track", "waited"]
 
 Item = TypeVar("Item")
 
 PATIENCE_S = 2.0
 """Seconds before anything is shown."""
 _REFRESH_S = 1.0
-
-
-@contextlib.contextmanager
-def working(what: str) -> Iterator[Callable[[str], None]]:
-    """Show `what` and the time that the body of the `with` statement has taken, once a second.
-
-    Args:
-        what: what is being done, and how long it takes if that is known.
-
-    Yields:
-        A function that changes the text.
-    """
-    shown = [what]
-
-    def change(text: str) -> None:
-        shown[0] = text
-
-    tqdm = _tqdm()
-    if tqdm is None:
-        yield change
-        return
-    done = threading.Event()
-
-    def show() -> None:
-        if done.wait(PATIENCE_S):
-            return
-        with tqdm(desc=shown[0], bar_format="{desc}: {elapsed}", leave=False, initial=0) as bar:
-            bar.start_t -= PATIENCE_S
-            while not done.wait(_REFRESH_S):
-                bar.set_description_str(shown[0])
-
-    thread = threading.Thread(target=show, name="progress", daemon=True)
-    thread.start()
-    try:
-        yield change
-    finally:
-        done.set()
-        thread.join()
 
 
 def stoppable(what: str, work: Callable[[Progress], Item], *, least: str = "the best possible") -> Item:
@@ -70,20 +31,35 @@ def stoppable(what: str, work: Callable[[Progress], Item], *, least: str = "the 
         work: does it, in a thread of its own; it gets the progress that its searches need.
         least: what the lower bound of a search is the bound of.
     """
-    with working(what) as show, ThreadPoolExecutor(1, thread_name_prefix="search") as pool:
+    shown = [what]
 
-        def report(schedule: str, best_ms: float, bound_ms: float) -> None:
-            gap = f", at most {100 * (best_ms / bound_ms - 1):.2f} % above {least}" if bound_ms > 0 else ""
-            show(f"{what} ({schedule}: {best_ms:.2f} ms{gap}; Ctrl-C takes it)")
+    def report(schedule: str, best_ms: float, bound_ms: float) -> None:
+        gap = f", at most {100 * (best_ms / bound_ms - 1):.2f} % above {least}" if bound_ms > 0 else ""
+        shown[0] = f"{what} ({schedule}: {best_ms:.2f} ms{gap}; Ctrl-C takes it)"
 
-        progress = Progress(report)
+    progress = Progress(report)
+    with ThreadPoolExecutor(1, thread_name_prefix="search") as pool:
         future = pool.submit(work, progress)
         try:
-            return future.result()
+            return waited(future, lambda: shown[0])
         except KeyboardInterrupt:
             progress.stop()
             print(f"{what}: stopped, with the best found so far", file=sys.stderr)
             return future.result()
+
+
+def waited(future: Future[Item], what: Callable[[], str]) -> Item:
+    """The result of a future; until it is there, a text and the time that it has taken are shown once a second."""
+    tqdm = _tqdm()
+    if tqdm is None:
+        return future.result()
+    if not wait([future], PATIENCE_S).not_done:
+        return future.result()
+    with tqdm(desc=what(), bar_format="{desc}: {elapsed}", leave=False, initial=0) as bar:
+        bar.start_t -= PATIENCE_S
+        while wait([future], _REFRESH_S).not_done:
+            bar.set_description_str(what())
+    return future.result()
 
 
 def track(items: Sequence[Item], what: str) -> Iterable[Item]:

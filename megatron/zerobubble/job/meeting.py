@@ -149,10 +149,10 @@ class _Leader:
             if len(words) == self._launch.world_size:
                 if words != proposed:
                     proposed, name = words, self._propose(words, reason="")
-                if self._store.add(_came(name), 0) == self._launch.world_size - 1:
+                if self._store.check([_came(name, rank) for rank in self._ranks[1:]]):
                     return self._agree(name)
             if time.monotonic() > until:
-                self._end(self._missing())
+                self._end(self._missing(name))
             time.sleep(_PAUSE_S)
 
     def _look(self) -> None:
@@ -193,12 +193,12 @@ class _Leader:
             time.sleep(_PAUSE_S)
         raise ConfigError(reason)
 
-    def _missing(self) -> str:
-        if self._own.reason:
-            return _refusal(0, self._own)
-        missing = [rank for rank in self._ranks if rank not in self._words]
+    def _missing(self, name: str) -> str:
+        """Ranks that have written nothing, or not answered to the proposal because their process is gone."""
+        missing = [rank for rank in self._ranks[1:] if rank not in self._words]
+        missing = missing or [rank for rank in self._ranks[1:] if not self._store.check([_came(name, rank)])]
         named = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-        hosts = ", ".join(sorted({each.host for each in self._words.values()})[:8])
+        hosts = ", ".join(sorted({each.host for rank, each in self._words.items() if rank not in missing})[:8])
         return f"of {self._launch.world_size} ranks these have not come: {named}; the others are on {hosts}"
 
 
@@ -215,7 +215,7 @@ def _follow(store: Any, launch: Launch, own: _Word, until: float) -> Attempt | N
                     raise ConfigError(one_line(proposal.reason))
                 if proposal.name != agreed_to:
                     agreed_to = proposal.name
-                    store.add(_came(agreed_to), 1)
+                    store.set(_came(agreed_to, launch.rank), "")
                 if store.check([_agreed(agreed_to)]):
                     return _read(store.get(_agreed(agreed_to)), "the attempt", Attempt)
         looks += 1
@@ -250,8 +250,8 @@ def _knows(own: _Word) -> str:
     return f"knows/{own.word}"
 
 
-def _came(name: str) -> str:
-    return f"came/{name}"
+def _came(name: str, rank: int) -> str:
+    return f"came/{name}/{rank}"
 
 
 def _agreed(name: str) -> str:

@@ -192,6 +192,8 @@ class Watchdog:
         """Log who holds up the job and what this rank is doing, and end the process."""
         try:
             verdict = self._agree()
+            if self._store.add(f"{_STUCK}/told on {this_process().host}", 1) == 1:
+                _log.error("stuck: %s (--zero-bubble-watchdog-seconds %g)", verdict.reason, self._limit_s)
             what = "is outside of the passes" if doing is None else doing.text
             _log.error("stuck: rank %d %s, for %.1f s%s", self._rank, what, still_s, self._pulse.place)
             self._end(verdict)
@@ -203,8 +205,6 @@ class Watchdog:
         """The rank that holds up the job, the same on all ranks: named by the first one that raises the alarm."""
         if self._store.compare_set(_STUCK, "", str(self._rank)) == str(self._rank).encode():
             verdict = self._decide()
-            _log.error("stuck: %s (--zero-bubble-watchdog-seconds %g)", verdict.reason, self._limit_s)
-            sys.stdout.flush()
             beat = published(self._store, [verdict.rank]).get(verdict.rank)
             process = this_process() if beat is None else beat.process
             first_to_fail(self._store, RankFailure(verdict.rank, verdict.reason, process.host))

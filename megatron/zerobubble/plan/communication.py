@@ -84,8 +84,6 @@ class Program:
 
     plan: Plan
     steps: tuple[tuple[Step, ...], ...]
-    max_receive_buffers: tuple[int, ...]
-    """Per rank the largest number of receives posted and not yet taken, the taking op's own included."""
     fence: tuple[int, ...]
     """Per rank the number of steps before its fence; 0 without a fence."""
 
@@ -136,7 +134,7 @@ def place_communication(
     else:
         queues = links.queues.values()
         wanted = {message: links.taken_at[message] - lookahead for queue in queues for message in queue}
-    posts, buffers = _place_posts(plan, links, takes, wanted, fences)
+    posts = _place_posts(plan, links, wanted, fences)
     retires = _place_retires(plan, links)
     steps = []
     for rank, row in enumerate(plan.ops):
@@ -147,7 +145,7 @@ def place_communication(
                 for i, op in enumerate(row)
             )
         )
-    return Program(plan, tuple(steps), buffers, fences)
+    return Program(plan, tuple(steps), fences)
 
 
 def links_of(placement: Placement) -> tuple[tuple[int, int], ...]:
@@ -238,9 +236,7 @@ def _on_timeline(plan: Plan, sends: list[list[Message | None]], costs: CostModel
     return sent
 
 
-def _place_posts(
-    plan: Plan, links: _Links, takes: list[list[Message | None]], wanted: Mapping[Message, int], fence: Sequence[int]
-) -> tuple[list[list[list[Message]]], tuple[int, ...]]:
+def _place_posts(plan: Plan, links: _Links, wanted: Mapping[Message, int], fence: Sequence[int]) -> list[list[list[Message]]]:
     """The receives to post at each step: as late as `wanted`, but not behind a later one of their link, nor before their fence.
 
     Receives of several links at one step are posted in the order of `wanted`.
@@ -254,15 +250,7 @@ def _place_posts(
     posts: list[list[list[Message]]] = [[[] for _ in row] for row in plan.ops]
     for message in wanted:
         posts[message.target][due[message]].append(message)
-    buffers = []
-    for rank, row in enumerate(posts):
-        live = peak = 0
-        for step, posted in enumerate(row):
-            live += len(posted)
-            peak = max(peak, live)
-            live -= takes[rank][step] is not None
-        buffers.append(peak)
-    return posts, tuple(buffers)
+    return posts
 
 
 def _place_retires(plan: Plan, links: _Links) -> list[list[list[Message]]]:

@@ -39,69 +39,46 @@ class Stuck(NamedTuple):
 
 
 def stuck_ranks(program: Program) -> tuple[Stuck, ...]:
-    """The ranks that wait for ever if each does one thing at a time; empty if the program ends. Linear in the number of ops."""
-    return _Sequential(program).run()
-
-
-class _Sequential:
-    """A program whose ranks do one thing at a time: post a receive, pass the fence, run an op, send.
+    """The ranks that wait for ever if each does one thing at a time; empty if the program ends. Linear in the number of ops.
 
     A receive is over when its rank's peer sends, and a send when it is received. What an op takes has been received before it on
     its own rank, so that ops themselves never wait. A rank passes its fence when the next rank has: the outcome of the last
     optimizer step comes from there.
     """
-
-    def __init__(self, program: Program) -> None:
-        self._program = program
-        self._actions = [self._actions_of(rank) for rank in range(program.plan.num_ranks)]
-        self._at = [0] * program.plan.num_ranks
-        self._passed: set[int] = set()
-        self._arrived: dict[Hashable, int] = {}
-        """What ranks wait at -> the rank that waits there."""
-
-    def run(self) -> tuple[Stuck, ...]:
-        ready = list(range(len(self._at)))
-        while ready:
-            ready += self._advance(ready.pop())
-        stuck = [rank for rank, at in enumerate(self._at) if at < len(self._actions[rank])]
-        return tuple(Stuck(rank, *self._actions[rank][self._at[rank]]) for rank in stuck)
-
-    def _actions_of(self, rank: int) -> list[tuple[int, Message | None]]:
-        """Per thing that the rank may wait at: the step, and the transfer, or None for the fence."""
-        actions: list[tuple[int, Message | None]] = []
-        fence = self._program.fence[rank]
-        for index, step in enumerate(self._program.steps[rank]):
-            if index == fence and any(self._program.fence):
-                actions.append((index, None))
-            actions += [(index, message) for message in step.post]
-            if step.send is not None:
-                actions.append((index, step.send))
-        return actions
-
-    def _advance(self, rank: int) -> list[int]:
-        """Run one rank until it waits; returns the ranks that can go on because of it."""
-        released: list[int] = []
-        while self._at[rank] < len(self._actions[rank]):
-            _, message = self._actions[rank][self._at[rank]]
+    num_ranks = program.plan.num_ranks
+    actions = [_actions(program, rank) for rank in range(num_ranks)]
+    at, passed = [0] * num_ranks, set[int]()
+    waiting: dict[Hashable, int] = {}  # what ranks wait at, a transfer or the fence of a rank -> the rank that waits there
+    ready = list(range(num_ranks))
+    while ready:
+        rank = ready.pop()
+        while at[rank] < len(actions[rank]):
+            _, message = actions[rank][at[rank]]
             if message is None:
-                if rank + 1 < len(self._at) and rank + 1 not in self._passed:
-                    self._arrived[rank] = rank
-                    return released
-                self._passed.add(rank)
-                released += self._leave(rank - 1)
-            elif message in self._arrived:
-                released += self._leave(message)
+                if rank + 1 < num_ranks and rank + 1 not in passed:
+                    waiting[rank] = rank
+                    break
+                passed.add(rank)
+                if rank - 1 in waiting:
+                    ready.append(waiting.pop(rank - 1))  # it looks again, and passes
+            elif message in waiting:
+                peer = waiting.pop(message)
+                at[peer] += 1
+                ready.append(peer)
             else:
-                self._arrived[message] = rank
-                return released
-            self._at[rank] += 1
-        return released
+                waiting[message] = rank
+                break
+            at[rank] += 1
+    return tuple(Stuck(rank, *row[step]) for rank, (row, step) in enumerate(zip(actions, at, strict=True)) if step < len(row))
 
-    def _leave(self, where: Hashable) -> list[int]:
-        """The rank that waits there goes on."""
-        if where not in self._arrived:
-            return []
-        rank = self._arrived.pop(where)
-        if where != rank:  # at the fence it looks again, and passes
-            self._at[rank] += 1
-        return [rank]
+
+def _actions(program: Program, rank: int) -> list[tuple[int, Message | None]]:
+    """Per thing that the rank may wait at: the step, and the transfer, or None for the fence."""
+    actions: list[tuple[int, Message | None]] = []
+    for index, step in enumerate(program.steps[rank]):
+        if index == program.fence[rank] and any(program.fence):
+            actions.append((index, None))
+        actions += [(index, message) for message in step.post]
+        if step.send is not None:
+            actions.append((index, step.send))
+    return actions

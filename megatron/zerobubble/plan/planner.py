@@ -20,7 +20,7 @@ from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.objective import Objective
-from megatron.zerobubble.plan.registry import check_at_least_one, check_size, plan_of, schedule_info, schedule_spec
+from megatron.zerobubble.plan.registry import check_at_least_one, check_size, plan_of, schedule_spec
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.plan.search.assign import ITERATION_BUDGET
 from megatron.zerobubble.plan.search.search_options import SearchOptions, check_memory_limit, largest_microbatch, smallest_memory
@@ -49,9 +49,9 @@ _FIRST_SHARE = 0.1
 _CLOSE = 0.02
 """A runner-up that is slower by less than this share after the first round may still win."""
 _ENOUGH_FOR_V = 1.5
-"""Memory limit for searches on the V placement, as a multiple of 1F1B's peak, if a larger one does not lower the bound: under a
-looser limit the search wanders among orders that only use more memory. In rows 13 and 14 of docs/benchmarks/planner.md the V
-found with 1.5 is better than anything found with 2.0."""
+"""Memory limit for searches on the V and W placements, as a multiple of p microbatches on the fullest rank, if a
+larger one does not lower the bound: under a looser limit the search wanders among orders that only use more memory. In rows 13
+and 14 of the published times (docs/benchmarks/planner.md) the V found with 1.5 is better than anything found with 2.0."""
 
 
 @dataclass(frozen=True)
@@ -269,17 +269,16 @@ def _feasible(
             check_memory_limit(placement, num_microbatches, costs, limit)
         except (PlanError, ConfigError):
             continue  # costs for another placement, or not enough memory for any order on this one
-        family = _Family(spec, limit, lower_bound(placement, num_microbatches, costs, limit))
-        enough = _enough(family, placement, num_microbatches, costs)
-        if enough < limit:
-            tighter = family._replace(limit=enough, bound=lower_bound(placement, num_microbatches, costs, enough))
-            family = tighter if not family.may_beat(options.objective.of(tighter.bound), options.objective) else family
-        families.append(family)
+        enough = enough_memory(placement, num_microbatches, costs, limit, options.objective) if name in _SEARCHED else limit
+        families.append(_Family(spec, enough, lower_bound(placement, num_microbatches, costs, enough)))
     return sorted(families, key=lambda family: options.objective.of(family.bound)), least
 
 
-def _enough(family: _Family, placement: Placement, num_microbatches: int, costs: CostModel) -> float:
-    """The memory that most likely suffices for a search, scaled to the rank with the most activation memory per microbatch."""
-    if family.spec.name not in _SEARCHED or schedule_info(family.spec.name).placement != "V":
-        return math.inf
-    return _ENOUGH_FOR_V * smallest_memory(placement, num_microbatches, costs) * min(placement.num_ranks, num_microbatches)
+def enough_memory(placement: Placement, num_microbatches: int, costs: CostModel, limit: float, objective: Objective) -> float:
+    """The memory limit to search under: on V and W the memory that most likely suffices, if the bound stays the same with it."""
+    smallest = smallest_memory(placement, num_microbatches, costs) * min(placement.num_ranks, num_microbatches)
+    enough = min(limit, _ENOUGH_FOR_V * smallest)
+    if placement.name not in ("V", "W") or enough == limit:
+        return limit
+    bounds = [objective.of(lower_bound(placement, num_microbatches, costs, each)) for each in (enough, limit)]
+    return enough if bounds[0] <= bounds[1] * (1 + 1e-9) else limit

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from megatron.zerobubble.plan.communication import Message
 from megatron.zerobubble.plan.costs.cost_model import Activations
 from megatron.zerobubble.plan.ir import Plan
-from megatron.zerobubble.plan.simulate import TimedOp
+from megatron.zerobubble.plan.simulate import Simulation, TimedOp
 
 
 class Activity(enum.Enum):
@@ -96,6 +96,11 @@ class Timeline:
     ranks: tuple[RankTimeline, ...]
     activations: Activations | None = None
     """Activation memory per stage as measured in the run; None: not measured."""
+
+    @staticmethod
+    def planned(simulation: Simulation) -> Timeline:
+        """A simulated plan as a first iteration, in which nothing but its ops is seen."""
+        return Timeline(iteration=1, plan=simulation.plan, ranks=tuple(RankTimeline(ops=row) for row in simulation.rows))
 
     @property
     def rows(self) -> Sequence[Sequence[TimedOp]]:

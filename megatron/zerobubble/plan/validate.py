@@ -72,14 +72,8 @@ def _check_rows(plan: Plan) -> dict[Op, int]:
     for rank, row in enumerate(plan.ops):
         for step, op in enumerate(row):
             if op.stage >= len(stage_to_rank):
-                _fail(
-                    plan,
-                    rank,
-                    step,
-                    op,
-                    f"{op} has a stage that does not exist",
-                    f"stages are 0..{plan.num_stages - 1}",
-                )
+                remedy = f"stages are 0..{plan.num_stages - 1}"
+                _fail(plan, rank, step, op, f"{op} has a stage that does not exist", remedy)
             if stage_to_rank[op.stage] != rank:
                 owner = stage_to_rank[op.stage]
                 _fail(plan, rank, step, op, f"{op} belongs to a stage of rank {owner}", f"move it to rank {owner}")
@@ -125,28 +119,17 @@ def _problem_of(
         extra = next((kind for kind in (OpKind.B, OpKind.W) if kind in found), None)
         if extra is not None:
             op = Op(stage, extra, microbatch)
-            return (
-                found[extra],
-                op,
-                f"{op} repeats a part of {fused}",
-                f"use either {fused} or both {backward} and {wgrad}",
-            )
+            return found[extra], op, f"{op} repeats a part of {fused}", f"use either {fused} or both {backward} and {wgrad}"
     elif OpKind.B not in found:
         remedy = f"add {backward} and {wgrad}, or {fused}; a plan for evaluation is validated with forward_only"
         return None, backward, f"{backward} is missing", remedy
     elif OpKind.W not in found:
         return None, wgrad, f"{wgrad} is missing", f"add {wgrad} after {backward}"
-    first_backward = next(kind for kind in (OpKind.BW, OpKind.B) if kind in found)
-    chain = [OpKind.F, first_backward, *([OpKind.W] if OpKind.W in found else [])]
-    for before, after in itertools.pairwise(chain):
+    for before, after in itertools.pairwise(kind for kind in (OpKind.F, OpKind.BW, OpKind.B, OpKind.W) if kind in found):
         if found[after] < found[before]:
             early, late = Op(stage, after, microbatch), Op(stage, before, microbatch)
-            return (
-                found[after],
-                early,
-                f"{early} comes before {late}",
-                f"move it after {late}, which is at step {found[before]}",
-            )
+            remedy = f"move it after {late}, which is at step {found[before]}"
+            return found[after], early, f"{early} comes before {late}", remedy
     return None
 
 

@@ -51,7 +51,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"zerobubble playground: error: --search-seconds is {args.search_seconds}; give a number above 0", file=sys.stderr)
         return 2
     try:
-        listener = _listen(args.host, args.port)
+        # It listens before the address is printed: an early request waits a moment instead of being refused.
+        family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+        listener = socket.create_server((args.host, args.port), family=family)
     except (OSError, OverflowError, UnicodeError) as error:  # UnicodeError: not a host name
         where = f"{shown(args.host)} port {args.port}"
         print(f"zerobubble playground: error: cannot listen on {where}: {one_line(str(error))}; try --port 0", file=sys.stderr)
@@ -68,19 +70,6 @@ def main(argv: list[str] | None = None) -> int:
     with contextlib.suppress(KeyboardInterrupt), server:  # the normal way to end the server
         server.serve_forever()
     return 0
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen()  # before the address is printed: an early request waits a moment instead of being refused
-    except BaseException:
-        listener.close()
-        raise
-    return listener
 
 
 def _is_loopback(host: str) -> bool:

@@ -109,7 +109,7 @@ def _draw(plan: Plan, rows: Sequence[Sequence[TimedOp]], costs: CostModel) -> Dr
                 "live": live,
                 "pending": pending,
                 "busy_ms": time.busy_ms,
-                "idle_ms": time.phases.idle_ms,
+                "idle_ms": time.idle_ms,
                 "starts_after_ms": time.starts_after_ms,
                 "ends_before_ms": time.ends_before_ms,
             }

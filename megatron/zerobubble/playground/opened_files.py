@@ -21,6 +21,7 @@ from megatron.zerobubble.playground.limits import MAX_MICROBATCHES, MAX_OPS, MAX
 from megatron.zerobubble.playground.problem import check_size, read_stages
 from megatron.zerobubble.playground.recorded import read_trace
 from megatron.zerobubble.profiling.report import FORMAT as REPORT_FORMAT
+from megatron.zerobubble.profiling.report import last_iteration
 
 _TAKEN = (
     f"give a plan ({' or '.join(PLAN_FORMATS)}), a report.json ({REPORT_FORMAT}), a trace.json, links with latency_ms, or "
@@ -88,10 +89,7 @@ def plan_result(text: str | bytes, body: Mapping[str, Any]) -> Result:
 
 
 def _open_report(given: Mapping[str, Any]) -> Opened:
-    iterations = given.get("iterations")
-    last = iterations[-1] if isinstance(iterations, list) and iterations else None
-    if not isinstance(last, dict):
-        raise PlanError("the report has no iterations: 'iterations' must be a list of objects")
+    last = last_iteration(given, "the report")
     costs = read_stages(last.get("costs", {}))
     most = {"num_ranks": MAX_RANKS, "num_microbatches": MAX_MICROBATCHES, "iteration": 2**40}
     sizes = {name: whole(f"the report's {name}", last.get(name), 1, largest) for name, largest in most.items()}

@@ -43,18 +43,15 @@ def read_trace(body: Mapping[str, Any]) -> list[Timeline]:
         raise PlanError(
             "the trace has no passes: give the trace.json of a run with --zero-bubble-trace, or one that the planner has exported"
         )
-    # An exported plan is one process with one thread per rank, and has no iterations.
-    is_plan = all(_args(event).get("iteration") is None for event in ops)
-    rank_key = "tid" if is_plan else "pid"
-    spans = [] if is_plan else [event for event in complete if _category(event) in _ACTIVITIES]
+    spans = [event for event in complete if _category(event) in _ACTIVITIES]
     by_iteration: dict[int, tuple[list[Any], list[Any]]] = defaultdict(lambda: ([], []))
     for which, chosen in enumerate((ops, spans)):
         for event in chosen:
-            iteration = 1 if is_plan else whole("the trace's iteration", _args(event).get("iteration"), 0, 2**40)
+            iteration = whole("the trace's iteration", _args(event).get("iteration"), 0, 2**40)
             by_iteration[iteration][which].append(event)
     about = _iterations(complete)
     return [
-        _timeline(iteration, about.get(iteration, {}), *by_iteration[iteration], rank_key=rank_key)
+        _timeline(iteration, about.get(iteration, {}), *by_iteration[iteration])
         for iteration in sorted(by_iteration)
         if by_iteration[iteration][0]
     ]
@@ -92,7 +89,7 @@ def _activations(about: Mapping[str, Any], plan: Plan) -> Activations | None:
                 f"the trace's {name!r} must be a list with one number per stage, {plan.num_stages}, got {quoted(values)}"
             )
         lists[name] = tuple(number(f"{name} of stage {stage}", value, MAX_TIME_MS) for stage, value in enumerate(values))
-    return Activations(**lists)
+    return lists
 
 
 def _timeline(
@@ -100,20 +97,18 @@ def _timeline(
     about: Mapping[str, Any],
     ops: Sequence[Mapping[str, Any]],
     spans: Sequence[Mapping[str, Any]],
-    *,
-    rank_key: str,
 ) -> Timeline:
     rows: dict[int, list[TimedOp]] = defaultdict(list)
     for event in ops:
         op = Op.parse(str(event.get("name"))[:40])
-        rows[_rank(event, rank_key)].append(TimedOp(op, *_times(event)))
+        rows[_rank(event)].append(TimedOp(op, *_times(event)))
     for row in rows.values():
         row.sort(key=lambda timed: (timed.start_ms, timed.end_ms))
     schedule = about.get("schedule")
     plan = _plan(iteration, schedule[:40] if isinstance(schedule, str) else "recorded", rows)
     around: dict[int, list[Span]] = defaultdict(list)
     for event in spans:
-        around[_rank(event, rank_key)].append(_span(event))
+        around[_rank(event)].append(_span(event))
     return Timeline(
         iteration=iteration,
         plan=plan,
@@ -159,8 +154,8 @@ def _span(event: Mapping[str, Any]) -> Span:
     return Span(activity=Activity(event["cat"]), start_ms=start, end_ms=end, message=message)
 
 
-def _rank(event: Mapping[str, Any], key: str) -> int:
-    return whole(f"the trace's {key} of a pass, its rank,", event.get(key), 0, MAX_RANKS - 1)
+def _rank(event: Mapping[str, Any]) -> int:
+    return whole("the trace's pid of a pass, its rank,", event.get("pid"), 0, MAX_RANKS - 1)
 
 
 def _times(event: Mapping[str, Any]) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.messages import one_line
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.objective import Objective
-from megatron.zerobubble.plan.planner import AUTO, Result
+from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.render.plan_summary import title
 from megatron.zerobubble.plan.simulate import Simulation
 from megatron.zerobubble.playground.deviations import compare
@@ -48,17 +48,20 @@ def _search(body: bytes) -> Iterator[Event]:
     problem = read_problem(body)
     yield {"event": "started", "seconds": seconds_by_effort(problem)}
     shown, share = None, share_of_climb(problem)
-    own = _OwnOrders(problem.max_pending_backward)
+    own: dict[tuple[str, Placement], Simulation | None] = {}  # the plans of a schedule differ in order and assignment only
     for rung in climb(problem):
         event: Event = {"event": "best", "spent": share * rung.spent, "verdict": ""}
         if problem.schedule == AUTO and rung.spent == 1.0:
             event["verdict"] = rung.result.verdict(problem.objective)
         if rung.result is not shown:
             plan = rung.result.simulation.plan
-            drawing = draw_plan(rung.result, own.of(rung.result))
+            key, costs = (plan.schedule, plan.placement), rung.result.simulation.costs
+            if key not in own:
+                own[key] = as_it_came(plan, costs, problem.max_pending_backward)
+            drawing = draw_plan(rung.result, own[key])
             derived = problem.derived_from(plan.placement)
             event["drawing"] = drawing | {"derived_from": derived, "memory_limit": problem.memory_limit}
-            event["flags"] = flags(plan, problem.objective, rung.result.simulation.costs)
+            event["flags"] = flags(plan, problem.objective, costs)
         shown = rung.result
         yield event
     assert shown is not None
@@ -67,21 +70,6 @@ def _search(body: bytes) -> Iterator[Event]:
         objective.value: objective.of(shown.simulation if objective is problem.objective else other) for objective in Objective
     }
     yield {"event": "times", "spent": 1.0, "times_ms": times}
-
-
-class _OwnOrders:
-    """What the plans of a search are compared with, simulated once per schedule: they differ in order and assignment only."""
-
-    def __init__(self, max_pending_backward: int | None) -> None:
-        self._pending = max_pending_backward
-        self._found: dict[tuple[str, Placement], Simulation | None] = {}
-
-    def of(self, result: Result) -> Simulation | None:
-        plan, costs = result.simulation.plan, result.simulation.costs
-        key = (plan.schedule, plan.placement)
-        if key not in self._found:
-            self._found[key] = as_it_came(plan, costs, self._pending)
-        return self._found[key]
 
 
 def _pareto(body: bytes) -> Iterator[Event]:

@@ -32,30 +32,6 @@ Row = Sequence[TimedOp]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phases:
-    """Idle time of one rank by phase, in milliseconds."""
-
-    warmup_ms: float = 0.0
-    steady_ms: float = 0.0
-    cooldown_ms: float = 0.0
-
-    @property
-    def idle_ms(self) -> float:
-        """The sum over all phases: the rank's bubble."""
-        return self.warmup_ms + self.steady_ms + self.cooldown_ms
-
-
-@dataclass(frozen=True, kw_only=True)
-class Causes:
-    """Idle time of one rank by cause, in milliseconds. Adds up to `Phases.idle_ms`."""
-
-    peer_ms: float
-    link_ms: float
-    validate_ms: float
-    other_ms: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class RankTime:
     """Time of one rank in one iteration, in milliseconds."""
 
@@ -67,7 +43,14 @@ class RankTime:
     backward_ms: float
     """B, or the fused BW."""
     wgrad_ms: float
-    phases: Phases
+    idle_warmup_ms: float
+    idle_steady_ms: float
+    idle_cooldown_ms: float
+
+    @property
+    def idle_ms(self) -> float:
+        """The sum over all phases: the rank's bubble."""
+        return self.idle_warmup_ms + self.idle_steady_ms + self.idle_cooldown_ms
 
     @property
     def busy_ms(self) -> float:
@@ -77,20 +60,27 @@ class RankTime:
     @property
     def span_ms(self) -> float:
         """From the rank's first op to its last."""
-        return self.busy_ms + self.phases.idle_ms
+        return self.busy_ms + self.idle_ms
 
     @property
     def wgrad_share(self) -> float:
         """W's part of the time in ops; 0 where B and W are fused."""
         return self.wgrad_ms / self.busy_ms if self.busy_ms else 0.0
 
+    def to_json(self) -> dict[str, float]:
+        """All of its times by name, for `report.json`."""
+        return {**vars(self), "idle_ms": self.idle_ms, "wgrad_share": self.wgrad_share}
+
 
 @dataclass(frozen=True, kw_only=True)
-class RankRecord:
+class RankRecord(RankTime):
     """Recorded time of one rank in one iteration, with what a simulation does not have, in milliseconds."""
 
-    time: RankTime
-    causes: Causes
+    idle_for_peer_ms: float
+    idle_for_link_ms: float
+    idle_for_validation_ms: float
+    idle_other_ms: float
+    """The four causes of idle time add up to `idle_ms`."""
     gradients_ms: float
     """Finalizing gradients after the last op."""
     optimizer_ms: float
@@ -113,7 +103,7 @@ def rank_times(rows: Sequence[Row]) -> tuple[RankTime, ...]:
             forward_ms=_time_in(row, OpKind.F),
             backward_ms=_time_in(row, OpKind.B, OpKind.BW),
             wgrad_ms=_time_in(row, OpKind.W),
-            phases=_phases(row),
+            **_phases(row),
         )
         for row in rows
     )
@@ -126,8 +116,8 @@ def rank_records(timeline: Timeline) -> tuple[RankRecord, ...]:
     latest = max((max(starts) for starts in entered if starts), default=0.0)
     return tuple(
         RankRecord(
-            time=time,
-            causes=_causes(rank.ops, rank.spans, sent),
+            **vars(time),
+            **_causes(time, rank.ops, rank.spans, sent),
             gradients_ms=_total(rank.spans, Activity.GRADIENTS),
             optimizer_ms=_total(rank.spans, Activity.OPTIMIZER),
             optimizer_ahead_ms=latest - max(starts) if starts else 0.0,
@@ -157,7 +147,7 @@ def _time_in(row: Row, *kinds: OpKind) -> float:
     return sum(timed.end_ms - timed.start_ms for timed in row if timed.op.kind in kinds)
 
 
-def _phases(row: Row) -> Phases:
+def _phases(row: Row) -> dict[str, float]:
     first_backward = next((timed.start_ms for timed in row if timed.op.kind in (OpKind.B, OpKind.BW)), row[-1].end_ms)
     last_forward = max((timed.end_ms for timed in row if timed.op.kind is OpKind.F), default=row[-1].end_ms)
     warmup = steady = cooldown = 0.0
@@ -169,10 +159,10 @@ def _phases(row: Row) -> Phases:
             cooldown += gap
         else:
             steady += gap
-    return Phases(warmup_ms=warmup, steady_ms=steady, cooldown_ms=cooldown)
+    return {"idle_warmup_ms": warmup, "idle_steady_ms": steady, "idle_cooldown_ms": cooldown}
 
 
-def _causes(row: Row, spans: Sequence[Span], sent: Mapping[Message, float]) -> Causes:
+def _causes(time: RankTime, row: Row, spans: Sequence[Span], sent: Mapping[Message, float]) -> dict[str, float]:
     """Only what lies between the rank's first op and its last counts, so that the causes add up to the phases."""
     first, last = row[0].start_ms, row[-1].end_ms
     peer = link = validate = 0.0
@@ -185,8 +175,13 @@ def _causes(row: Row, spans: Sequence[Span], sent: Mapping[Message, float]) -> C
         elif span.activity is Activity.WAIT and span.message is not None:
             left = min(max(sent.get(span.message, end), start), end)
             peer, link = peer + left - start, link + end - left
-    other = _phases(row).idle_ms - peer - link - validate
-    return Causes(peer_ms=peer, link_ms=link, validate_ms=validate, other_ms=other)
+    other = time.idle_ms - peer - link - validate
+    return {
+        "idle_for_peer_ms": peer,
+        "idle_for_link_ms": link,
+        "idle_for_validation_ms": validate,
+        "idle_other_ms": other,
+    }
 
 
 def _sent_at(timeline: Timeline) -> dict[Message, float]:

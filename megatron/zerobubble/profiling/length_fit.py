@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.plan.costs.length_model import LengthModel, Terms
 from megatron.zerobubble.plan.ir import OpKind, Placement
-from megatron.zerobubble.profiling.profile import RankProfile, StageMemory
+from megatron.zerobubble.profiling.profile import ByLength, RankProfile, StageMemory
 
 __all__ = ["fit_lengths"]
 
@@ -33,19 +34,18 @@ def fit_lengths(ranks: Sequence[RankProfile], placement: Placement, *, usual_tok
     """
     stages = range(placement.num_stages)
 
+    def fitted(found: Sequence[ByLength[Any]], part: Callable[[Any], float]) -> Terms:
+        return Terms.fit([(each.tokens, each.squares) for each in found], [part(each.value) for each in found])
+
     def time_terms(stage: int, *kinds: OpKind, optional: bool = False) -> Terms:
         passes = [each for rank in ranks for kind in kinds for each in rank.timed.get((stage, kind), ())]
-        if not passes:
-            if optional:
-                return Terms()
+        if not passes and not optional:
             raise ExecutionError(f"no {kinds[0].value} of stage {stage} was timed by length")
-        return Terms.fit([(each.tokens, each.squares) for each in passes], [each.elapsed_ms for each in passes])
+        return fitted(passes, float) if passes else Terms()
 
     def memory_terms(stage: int, part: Callable[[StageMemory], float]) -> Terms:
         held = [each for rank in ranks for each in rank.measured.get(stage, ())]
-        if not held:
-            return Terms()
-        return Terms.fit([(each.tokens, each.squares) for each in held], [part(each.memory) for each in held])
+        return fitted(held, part) if held else Terms()
 
     activation = [memory_terms(stage, lambda memory: memory.activation) for stage in stages]
     after_backward = [memory_terms(stage, lambda memory: memory.after_backward) for stage in stages]

@@ -11,12 +11,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.links import unequal_links
 from megatron.zerobubble.plan.ir import OpKind, Placement
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,26 +31,14 @@ class StageMemory:
     """After B, until W."""
 
 
-class TimedPass(NamedTuple):
-    """One pass of a microbatch whose length is known."""
+class ByLength(NamedTuple, Generic[Value]):
+    """What was measured of one microbatch whose length is known."""
 
     tokens: int
     """Tokens of the microbatch."""
     squares: float
     """Sum of the squared lengths of its sequences."""
-    elapsed_ms: float
-    """How long the pass took."""
-
-
-class MeasuredMicrobatch(NamedTuple):
-    """Activation memory of one microbatch whose length is known."""
-
-    tokens: int
-    """Tokens of the microbatch."""
-    squares: float
-    """Sum of the squared lengths of its sequences."""
-    memory: StageMemory
-    """What it holds."""
+    value: Value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +56,9 @@ class RankProfile:
     peak after an op plus this, provided that no more is in flight."""
     most_bytes: int = 0
     """Peak of the memory in use at any moment of the order that ran: at most the sum of the other two."""
-    timed: Mapping[tuple[int, OpKind], tuple[TimedPass, ...]] = field(default_factory=dict)
-    """(stage, kind) -> its passes by length, where microbatches have lengths of their own."""
-    measured: Mapping[int, tuple[MeasuredMicrobatch, ...]] = field(default_factory=dict)
+    timed: Mapping[tuple[int, OpKind], tuple[ByLength[float], ...]] = field(default_factory=dict)
+    """(stage, kind) -> milliseconds of its passes by length, where microbatches have lengths of their own."""
+    measured: Mapping[int, tuple[ByLength[StageMemory], ...]] = field(default_factory=dict)
     """Stage -> its microbatches' memory by length, likewise."""
 
 

@@ -17,7 +17,7 @@ import torch
 from megatron.zerobubble.plan.ir import Op, OpKind
 from megatron.zerobubble.profiling.activation_memory import MemoryMeter
 from megatron.zerobubble.profiling.marks import Marks
-from megatron.zerobubble.profiling.profile import MeasuredMicrobatch, RankProfile, TimedPass
+from megatron.zerobubble.profiling.profile import ByLength, RankProfile, StageMemory
 from megatron.zerobubble.runtime.recording import Recorder
 
 
@@ -75,12 +75,12 @@ class Profiler(Recorder):
         """The median time of each stage's ops by kind, and its activation memory. Synchronizes a CUDA device."""
         self._marks.synchronize()
         times: dict[tuple[int, OpKind], list[float]] = {}
-        timed: dict[tuple[int, OpKind], list[TimedPass]] = {}
+        timed: dict[tuple[int, OpKind], list[ByLength[float]]] = {}
         for op, start, end, lengths in self._passes:
             elapsed, key = self._marks.elapsed_ms(start, end), (op.stage, op.kind)
             times.setdefault(key, []).append(elapsed)
             if lengths:
-                timed.setdefault(key, []).append(TimedPass(*lengths[op.microbatch], elapsed))
+                timed.setdefault(key, []).append(ByLength(*lengths[op.microbatch], elapsed))
         return RankProfile(
             times_ms={key: median(values) for key, values in times.items()},
             memory=self._meter.typical(),
@@ -91,14 +91,12 @@ class Profiler(Recorder):
             measured=self._by_length(),
         )
 
-    def _by_length(self) -> dict[int, tuple[MeasuredMicrobatch, ...]]:
+    def _by_length(self) -> dict[int, tuple[ByLength[StageMemory], ...]]:
         """The memory of the first iteration's microbatches but the first one, which allocates more, if there are others."""
         if not self._measured:
             return {}
         first = 1 if len(self._measured) > 1 else 0
         return {
-            stage: tuple(MeasuredMicrobatch(*lengths, memory) for lengths, memory in zip(self._measured, held, strict=True))[
-                first:
-            ]
+            stage: tuple(ByLength(*lengths, memory) for lengths, memory in zip(self._measured, held, strict=True))[first:]
             for stage, held in self._meter.of_microbatches().items()
         }

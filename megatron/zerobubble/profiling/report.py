@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+from megatron.zerobubble.errors import PlanError
+from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.links import links_text
@@ -58,16 +60,6 @@ def memory_line(ranks: Sequence[RankMemory]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryReport:
-    """Peak memory per rank, predicted and measured. The two are in different units: compare the ratios between ranks."""
-
-    predicted: tuple[float, ...]
-    """Peak activation memory; 1.0 is that of 1F1B on rank 0 (see `plan.simulate`)."""
-    measured_bytes: tuple[int, ...] | None = None
-    """Peak of everything on the device, as counted by the CUDA allocator; None on the CPU."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class PipelineReport:
     """One recorded iteration compared with its plan. Times in milliseconds."""
 
@@ -76,27 +68,28 @@ class PipelineReport:
     """The plan, simulated with the measured costs."""
     ranks: tuple[RankRecord, ...]
     predicted_ranks: tuple[RankTime, ...]
-    memory: MemoryReport
     links: Mapping[tuple[int, int], float]
     """P2P latency of each link, by (sender, receiver)."""
     hosts: tuple[str, ...]
     """Name of each rank's host; empty where it is not known."""
+    measured_bytes: list[int] | None = None
+    """Per rank the peak of everything on the device, as counted by the CUDA allocator; None on the CPU."""
 
     @property
     def span_ms(self) -> float:
         """The longest time of any rank from its first op to its last."""
-        return max(rank.time.span_ms for rank in self.ranks)
+        return max(rank.span_ms for rank in self.ranks)
 
     @property
     def makespan_ms(self) -> float:
         """From the first op of all to the last."""
-        time = self.ranks[0].time
+        time = self.ranks[0]
         return time.starts_after_ms + time.span_ms + time.ends_before_ms
 
     @property
     def work_ms(self) -> float:
         """The bottleneck rank's time in ops."""
-        return max(rank.time.busy_ms for rank in self.ranks)
+        return max(rank.busy_ms for rank in self.ranks)
 
     @property
     def bubble_rate(self) -> float:
@@ -106,22 +99,22 @@ class PipelineReport:
     @property
     def wgrad_share(self) -> float:
         """W's part of the time in ops of all ranks."""
-        busy = sum(rank.time.busy_ms for rank in self.ranks)
-        return sum(rank.time.wgrad_ms for rank in self.ranks) / busy if busy else 0.0
+        busy = sum(rank.busy_ms for rank in self.ranks)
+        return sum(rank.wgrad_ms for rank in self.ranks) / busy if busy else 0.0
 
     def lines(self) -> list[str]:
         """Lines for the log at the end of a run."""
-        worst = max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].time.phases.idle_ms)
+        worst = max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].idle_ms)
         record = self.ranks[worst]
-        phases, causes = record.time.phases, record.causes
         costs = self.simulation.costs
         return [
             f"bubble: {self.bubble_rate:.1%} of iteration {self.iteration} ({self.work_ms:.0f} of {self.span_ms:.0f} ms were "
             f"passes on the bottleneck rank); the plan predicts {self.simulation.bubble_rate:.1%} for these pass times",
             f"  span {self.span_ms:.1f} ms, predicted {self.simulation.span_ms:.1f}; makespan (first to last pass of all ranks) "
             f"{self.makespan_ms:.1f} ms, predicted {self.simulation.makespan_ms:.1f}",
-            f"  most idle is rank {worst}: warmup {phases.warmup_ms:.1f} + steady {phases.steady_ms:.1f} + cooldown "
-            f"{phases.cooldown_ms:.1f} ms, of which waiting for a peer {causes.peer_ms:.1f}, for a link {causes.link_ms:.1f}",
+            f"  most idle is rank {worst}: warmup {record.idle_warmup_ms:.1f} + steady {record.idle_steady_ms:.1f} + cooldown "
+            f"{record.idle_cooldown_ms:.1f} ms, of which waiting for a peer {record.idle_for_peer_ms:.1f}, for a link "
+            f"{record.idle_for_link_ms:.1f}",
             f"  W is {self.wgrad_share:.0%} of all passes; the slowest stage takes F {max(costs.forward_ms):.1f}, "
             f"B {max(costs.backward_ms):.1f}, W {max(costs.wgrad_ms):.1f} ms",
             f"  {links_text(self.links, self.hosts)}",
@@ -134,7 +127,6 @@ class PipelineReport:
         plan, planned = self.simulation.plan, self.simulation
         measured = {"span_ms": self.span_ms, "makespan_ms": self.makespan_ms, "bubble_rate": self.bubble_rate}
         predicted = {"span_ms": planned.span_ms, "makespan_ms": planned.makespan_ms, "bubble_rate": planned.bubble_rate}
-        bytes_ = self.memory.measured_bytes
         return {
             "iteration": self.iteration,
             "schedule": plan.schedule,
@@ -146,17 +138,14 @@ class PipelineReport:
             "hosts": list(self.hosts),
             "links": [{"sender": a, "receiver": b, "ms": elapsed} for (a, b), elapsed in self.links.items()],
             "ranks": [
-                {"rank": rank, "measured": _record_json(record), "predicted": _time_json(time)}
+                {"rank": rank, "measured": record.to_json(), "predicted": time.to_json()}
                 for rank, (record, time) in enumerate(zip(self.ranks, self.predicted_ranks, strict=True))
             ],
-            "memory": {
-                "predicted": list(self.memory.predicted),
-                "measured_bytes": None if bytes_ is None else list(bytes_),
-            },
+            "memory": {"predicted": list(planned.peak_memory), "measured_bytes": self.measured_bytes},
         }
 
 
-def report(timeline: Timeline, *, costs: CostModel | None = None, measured_bytes: Sequence[int] | None = None) -> PipelineReport:
+def report(timeline: Timeline, *, costs: CostModel | None = None) -> PipelineReport:
     """Compare a recorded iteration with its plan.
 
     Args:
@@ -164,28 +153,24 @@ def report(timeline: Timeline, *, costs: CostModel | None = None, measured_bytes
         costs: the costs to predict with; by default the medians of this iteration's passes, of each link, and the measured
             activation memory of the timeline. Without that, stages are taken to be alike and to hold everything until W. Of a
             plan that assigns unequal microbatches, the passes of each one; their memory is still taken to be equal.
-        measured_bytes: peak memory per rank; by default that of the recording, which the CPU does not have.
     """
     links = link_times(timeline)
     if costs is None:
         costs = measured_costs(timeline.plan, timeline.rows, links)
         if timeline.activations is not None:
-            costs = replace(costs, **vars(timeline.activations))
+            costs = replace(costs, **timeline.activations)  # type: ignore[arg-type]
         if timeline.plan.assignment:
             costs = _of_each_microbatch(timeline, costs)
     simulation = simulate(timeline.plan, costs)
-    if measured_bytes is None:
-        counted = [rank.peak_bytes for rank in timeline.ranks if rank.peak_bytes is not None]
-        measured_bytes = counted if len(counted) == len(timeline.ranks) else None
-    measured = None if measured_bytes is None else tuple(measured_bytes)
+    counted = [rank.peak_bytes for rank in timeline.ranks if rank.peak_bytes is not None]
     return PipelineReport(
         iteration=timeline.iteration,
         simulation=simulation,
         ranks=rank_records(timeline),
         predicted_ranks=rank_times(simulation.rows),
-        memory=MemoryReport(predicted=simulation.peak_memory, measured_bytes=measured),
         links=links,
         hosts=tuple(rank.host for rank in timeline.ranks),
+        measured_bytes=counted if len(counted) == len(timeline.ranks) else None,
     )
 
 
@@ -201,6 +186,15 @@ def reports_to_json(
     if by_length is not None:
         body[COSTS_BY_LENGTH] = by_length.to_json()
     return json.dumps(body, indent=1) + "\n"
+
+
+def last_iteration(body: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """The last entry of a `report.json`. Raises PlanError with the name of its source if there is none."""
+    iterations = body.get("iterations")
+    last = iterations[-1] if isinstance(iterations, list) and iterations else None
+    if not isinstance(last, dict):
+        raise PlanError(f"{source} has no iterations: 'iterations' must be a list of objects, got {quoted(iterations)}")
+    return last
 
 
 def measured_costs(plan: Plan, rows: Rows, links: Mapping[tuple[int, int], float] | None = None) -> CostModel:
@@ -224,31 +218,3 @@ def _of_each_microbatch(timeline: Timeline, costs: CostModel) -> CostModel:
             lists[name][stage][plan.batch_index(microbatch)] = end - start
     every = MicrobatchCosts(**{name: tuple(map(tuple, rows)) for name, rows in lists.items()}, tokens=())
     return replace(costs, per_microbatch=every)
-
-
-def _time_json(time: RankTime) -> dict[str, float]:
-    return {
-        "starts_after_ms": time.starts_after_ms,
-        "forward_ms": time.forward_ms,
-        "backward_ms": time.backward_ms,
-        "wgrad_ms": time.wgrad_ms,
-        "wgrad_share": time.wgrad_share,
-        "idle_ms": time.phases.idle_ms,
-        "idle_warmup_ms": time.phases.warmup_ms,
-        "idle_steady_ms": time.phases.steady_ms,
-        "idle_cooldown_ms": time.phases.cooldown_ms,
-        "ends_before_ms": time.ends_before_ms,
-    }
-
-
-def _record_json(record: RankRecord) -> dict[str, float]:
-    return _time_json(record.time) | {
-        "idle_for_peer_ms": record.causes.peer_ms,
-        "idle_for_link_ms": record.causes.link_ms,
-        "idle_for_validation_ms": record.causes.validate_ms,
-        "idle_other_ms": record.causes.other_ms,
-        "gradients_ms": record.gradients_ms,
-        "optimizer_ms": record.optimizer_ms,
-        "optimizer_ahead_ms": record.optimizer_ahead_ms,
-        "rewind_ms": record.rewind_ms,
-    }

@@ -29,7 +29,7 @@ from torch import Tensor
 from megatron.zerobubble.errors import TransferError
 from megatron.zerobubble.plan.communication import Message, color_links, links_of
 from megatron.zerobubble.plan.ir import Placement
-from megatron.zerobubble.runtime.issuer import Issuer
+from megatron.zerobubble.runtime.issuer import Issued, Issuer
 from megatron.zerobubble.runtime.link_groups import link_group
 
 
@@ -53,7 +53,7 @@ class P2PLinks(Protocol):
 class _Transfer:
     __slots__ = ("message", "tensor", "verb", "work")
 
-    def __init__(self, verb: str, message: Message, tensor: Tensor, work: Handle) -> None:
+    def __init__(self, verb: str, message: Message, tensor: Tensor, work: dist.Work | Issued | _Staged) -> None:
         self.verb, self.message, self.tensor, self.work = verb, message, tensor, work
 
     def wait(self) -> None:

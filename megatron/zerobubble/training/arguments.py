@@ -22,7 +22,7 @@ from megatron.zerobubble.training.config.settings import Settings
 
 __all__ = ["build_parser", "parse_arguments", "settings_from_argv"]
 
-_GROUPS = {name: kind for name, kind in typing.get_type_hints(Settings).items() if dataclasses.is_dataclass(kind)}
+_GROUPS: dict[str, Any] = {name: kind for name, kind in typing.get_type_hints(Settings).items() if dataclasses.is_dataclass(kind)}
 """Field of `Settings` -> dataclass with its flags, in the order of --help."""
 
 _PROG = "pretrain_gpt.py"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -16,6 +17,7 @@ import xxhash
 
 from megatron.zerobubble.cli.main import main
 from megatron.zerobubble.errors import CheckpointError
+from megatron.zerobubble.training.checkpoint.directory import TRACKER
 from megatron.zerobubble.training.checkpoint.load import load_checkpoint
 from megatron.zerobubble.training.checkpoint.manifest import (
     MANIFEST,
@@ -253,14 +255,44 @@ def test_any_flipped_bit_is_found(name: str, checkpoint: Path) -> None:
             assert damage_of(checkpoint) == {name: "is damaged or of another run: its content is not what was saved"}
 
 
-def test_files_that_do_not_belong_together_are_named(checkpoint: Path) -> None:
-    with (checkpoint / "common.pt").open("ab") as stream:
-        stream.write(b"x")
-    assert first_damage(damage_of(checkpoint)) == "common.pt has 71 bytes instead of 70"
-    (checkpoint / "common.pt").write_bytes((checkpoint / "common.pt").read_bytes()[:70])
-    (checkpoint / "__1_0.distcp").unlink()
-    (checkpoint / "__1_0.distcp").mkdir()
-    assert first_damage(damage_of(checkpoint)) == "__1_0.distcp is missing"
+def longer(file: Path) -> None:
+    file.write_bytes(file.read_bytes() + b"x")
+
+
+def folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def fifo(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def circle(file: Path) -> None:
+    file.unlink()
+    file.symlink_to(file.name)
+
+
+def link(file: Path) -> None:
+    elsewhere = file.parents[1] / f"{file.parent.name} elsewhere"
+    file.rename(elsewhere)
+    file.symlink_to(elsewhere)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (longer, "__1_0.distcp has 2,001 bytes instead of 2,000"),
+        (folder, "__1_0.distcp is not a regular file"),
+        (fifo, "__1_0.distcp is not a regular file"),
+        (circle, "__1_0.distcp is missing"),
+        (link, "__1_0.distcp is a link out of the checkpoint"),
+    ],
+)
+def test_files_that_do_not_belong_together_are_named(change: Callable[[Path], None], expected: str, checkpoint: Path) -> None:
+    change(checkpoint / "__1_0.distcp")
+    assert first_damage(damage_of(checkpoint)) == expected
 
 
 def test_a_file_that_cannot_be_read_is_named(checkpoint: Path) -> None:
@@ -327,3 +359,35 @@ def test_a_manifest_that_contradicts_itself_is_one_line(change: dict[str, object
     path.write_text(json.dumps(named | {"xxh3_128": own}))
     with pytest.raises(CheckpointError, match=expected):
         Manifest.read(checkpoint)
+
+
+@pytest.mark.parametrize("name", [TRACKER, MANIFEST])
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        (None, "cannot be read: it is not a regular file"),
+        ("/dev/zero", "cannot be read: it is not a regular file"),
+        ("itself", f"cannot be read: {os.strerror(errno.ELOOP)}"),
+        ("sparse", "cannot be read: it has more than "),
+    ],
+)
+def test_fifos_and_links_are_one_line(
+    target: str | None, expected: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the files that are read before anything is compared; none hangs, or fills the memory."""
+    directory = tmp_path / "iter_0000002"
+    directory.mkdir()
+    (tmp_path / TRACKER).write_text("2")
+    file = tmp_path / name if name == TRACKER else directory / name
+    file.unlink(missing_ok=True)
+    if target is None:
+        os.mkfifo(file)
+    else:
+        file.symlink_to(name if target == "itself" else target if target.startswith("/") else tmp_path / target)
+    with (tmp_path / "sparse").open("wb") as stream:
+        stream.truncate(2**40)
+    assert main(["checkpoint", "verify", str(tmp_path)]) == 1
+    out, err = capsys.readouterr()
+    assert not out
+    assert f"{file} {expected}" in err
+    assert err.count("\n") == 1

@@ -28,7 +28,6 @@ from typing import Any
 import torch
 
 from megatron.zerobubble.cli.parser import Parser
-from megatron.zerobubble.cli.progress_bar import working
 from megatron.zerobubble.cli.published import read_configs
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.plan.ir import Placement
@@ -175,8 +174,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(words)
     try:
         check(args)
-        with working(f"{args.rounds} rounds of all contenders"):
-            body = run_emulated(args) if args.emulate else run_real(args)
+        print(f"{args.rounds} rounds of all contenders", file=sys.stderr)
+        body = run_emulated(args) if args.emulate else run_real(args)
     except UserError as error:
         parser.error(str(error))
     report: Row = {

@@ -47,7 +47,6 @@ def certificate(simulation: Simulation, objective: Objective, memory_limit: floa
     bound = lower_bound(plan.placement, plan.num_microbatches, costs, limit)
     found = bound.derivation if objective is Objective.SPAN else bound.makespan_derivation
     assert found is not None, "lower_bound derives its bounds"
-    body = found.to_json()
     rank = found.ranks[-1] if found.ranks else 0
     unit = min(plan.num_ranks, plan.num_microbatches)
     return {
@@ -59,8 +58,8 @@ def certificate(simulation: Simulation, objective: Objective, memory_limit: floa
         "bound": {
             "name": found.name,
             "rank": rank,
-            "bound_ms": body["bound_ms"],
-            "terms_ms": body["terms_ms"],
+            "bound_ms": found.value_ms,
+            "terms_ms": dict(found.terms),
             "prices": _prices(costs, plan.placement.rank_to_stages[rank], plan.num_microbatches, limit * unit),
         },
     }

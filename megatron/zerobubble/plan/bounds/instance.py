@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, MicrobatchCosts
+from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS
 from megatron.zerobubble.plan.ir import Placement
 
 
@@ -32,15 +32,6 @@ class Derivation:
     def nothing() -> Derivation:
         """The bound 0."""
         return Derivation("nothing", (), ())
-
-    def to_json(self) -> dict[str, Any]:
-        """The derivation as a JSON object."""
-        return {
-            "name": self.name,
-            "ranks": list(self.ranks),
-            "bound_ms": self.value_ms,
-            "terms_ms": dict(self.terms),
-        }
 
 
 class Instance:
@@ -145,8 +136,10 @@ class Paths:
         last = placement.num_stages - 1
         self.down_ms = [_link(costs, ranks[s], ranks[s + 1], microbatch) for s in range(last)]
         self.back_ms = [_link(costs, ranks[s + 1], ranks[s], microbatch) for s in range(last)]
-        lists: CostModel | MicrobatchCosts = costs if costs.per_microbatch is None else costs.per_microbatch
-        times = ([_time(value, microbatch) for value in getattr(lists, name)] for name in COST_LISTS[:3])
+        width = 1 if microbatch is None else costs.num_microbatches or 1
+        times = [
+            [min(row) if microbatch is None else row[microbatch] for row in costs.rows(name, width)] for name in COST_LISTS[:3]
+        ]
         forward, self.backward_ms, wgrad = times
         self.forward_ms, self.wgrad_ms = forward, wgrad
         self._down = [0.0]
@@ -171,12 +164,6 @@ class Paths:
     def back_from(self, stage: int) -> float:
         """From the end of B of `stage` to the end of W of stage 0."""
         return self._back[stage]
-
-
-def _time(values: float | tuple[float, ...], microbatch: int | None) -> float:
-    if not isinstance(values, tuple):
-        return values
-    return min(values) if microbatch is None else values[microbatch]
 
 
 def _link(costs: CostModel, source: int, target: int, microbatch: int | None) -> float:

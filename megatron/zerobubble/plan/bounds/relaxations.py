@@ -42,11 +42,11 @@ _Terms = tuple[tuple[str, float], ...]
 def derivations(instance: Instance) -> Iterator[Derivation]:
     """Every bound that applies, for every rank."""
     for rank, stages in enumerate(instance.placement.rank_to_stages):
-        yield from _Rank(instance, rank, stages).derivations()
+        yield from _Arguments(instance, rank, stages).derivations()
 
 
-class _Rank:
-    """What one rank has to do."""
+class _Arguments:
+    """The arguments about one rank."""
 
     def __init__(self, instance: Instance, rank: int, stages: Sequence[int]) -> None:
         self._instance, self._rank, self._stages = instance, rank, stages

@@ -27,18 +27,8 @@ _SMALLEST = 1e-9
 """Least of the largest time (ms), and of the largest activation memory. Below it quotients are no longer finite."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Activations:
-    """Activation memory of one microbatch per stage, in the unit of `CostModel`."""
-
-    activation: tuple[float, ...]
-    """From the start of a stage's F to the end of its B (M_B)."""
-    activation_after_backward: tuple[float, ...]
-    """From the end of a stage's B to the end of its W (M_W)."""
-
-    def to_json(self) -> dict[str, list[float]]:
-        """Both lists by their names in the `costs` object of a plan."""
-        return {name: list(getattr(self, name)) for name in COST_LISTS[3:]}
+Activations = Mapping[str, tuple[float, ...]]
+"""Activation memory of one microbatch per stage: the last two lists of a `CostModel`, by the names of its fields."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +184,7 @@ class CostModel:
     @property
     def activations(self) -> Activations:
         """The activation memory of the stages alone."""
-        return Activations(activation=self.activation, activation_after_backward=self.activation_after_backward)
+        return {name: getattr(self, name) for name in COST_LISTS[3:]}
 
     @property
     def times_text(self) -> str:

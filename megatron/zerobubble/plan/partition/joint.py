@@ -23,12 +23,12 @@ from megatron.zerobubble.plan.partition.layer_costs import Model
 from megatron.zerobubble.plan.partition.layout import Layout, StageCosts
 from megatron.zerobubble.plan.partition.layout_bound import bound_over_layouts
 from megatron.zerobubble.plan.partition.partitions import partitions
-from megatron.zerobubble.plan.planner import AUTO, Result, make_plan
+from megatron.zerobubble.plan.planner import AUTO, Result, enough_memory, make_plan
 from megatron.zerobubble.plan.registry import check_at_least_one, check_size, placement_of, schedule_info, schedule_spec
 from megatron.zerobubble.plan.search.interface import Problem
 from megatron.zerobubble.plan.search.orders import order_of
 from megatron.zerobubble.plan.search.search import best_core, search
-from megatron.zerobubble.plan.search.search_options import SearchOptions, check_memory_limit, smallest_memory
+from megatron.zerobubble.plan.search.search_options import SearchOptions, check_memory_limit
 
 __all__ = ["LayoutResult", "plan_layout", "plan_of_layout"]
 
@@ -43,9 +43,6 @@ _FIRST_SHARE, _SECOND_SHARE = 0.04, 0.25
 _SECOND, _THIRD = 6, 2
 """Layouts that are planned with the second share of the budget, and with all of it."""
 _MOST_MOVES, _MOST_NEIGHBORS, _ROUNDS, _MOST_PLACEMENTS = 120, 12, 3, 2
-_ENOUGH_FOR_V = 1.5
-"""Memory limit on V and W where more does not lower the bound, as a multiple of p microbatches on the fullest rank: see
-`plan.planner`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,18 +158,10 @@ def _objective_ms(plan: Plan, costs: CostModel, limit: float | None, objective: 
 
 
 def _enough(placement: Placement, num_microbatches: int, stages: StageCosts, objective: Objective) -> float | None:
-    """The memory limit to search under: on V and W a tighter one if the bound stays the same."""
-    limit = stages.memory_limit
-    if placement.name not in ("V", "W"):
-        return limit
-    tighter = _ENOUGH_FOR_V * smallest_memory(placement, num_microbatches, stages.costs) * placement.num_ranks
-    if limit is not None and limit <= tighter:
-        return limit
-
-    def of(memory_limit: float | None) -> float:
-        return objective.of(lower_bound(placement, num_microbatches, stages.costs, memory_limit))
-
-    return tighter if of(tighter) <= of(limit) * (1 + 1e-9) else limit
+    """The memory limit to search under; None: any."""
+    limit = math.inf if stages.memory_limit is None else stages.memory_limit
+    enough = enough_memory(placement, num_microbatches, stages.costs, limit, objective)
+    return None if enough == math.inf else enough
 
 
 def _families(schedule: str, num_ranks: int, num_chunks: int | None) -> list[tuple[str, Placement]]:

@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.zerobubble.plan.communication import Message
-from megatron.zerobubble.plan.ir import Op
-from megatron.zerobubble.plan.render.text import Rows, extent
 from megatron.zerobubble.plan.timeline import Activity, RankTimeline, Span, Timeline
 
 Event = dict[str, Any]
@@ -23,33 +21,13 @@ _LANES = {Activity.SEND: 100, Activity.RECEIVE: 200, Activity.REDUCE: 300, Activ
 """The first thread id of each overlapping activity."""
 
 
-def render_chrome_trace(rows: Rows, slots: Sequence[Mapping[str, int]] = ()) -> str:
-    """JSON trace of ops alone: one thread per rank, in one process.
+def render_trace(timelines: Sequence[Timeline], slots: Sequence[Mapping[str, int]] = ()) -> str:
+    """JSON trace of iterations, recorded or simulated; time begins with the first event.
 
     Args:
-        rows: the timed ops, per rank.
-        slots: per microbatch what the arguments of its ops have besides (`summary.slots`); empty: nothing.
+        timelines: the iterations.
+        slots: per microbatch what the arguments of its ops have besides (`plan_summary.slots`); empty: nothing.
     """
-    begin, _ = extent(rows)
-    events: list[Event] = []
-    for rank, row in enumerate(rows):
-        name = {"name": f"rank {rank}", "sort_index": rank}
-        events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": name})
-        events += [
-            _complete(
-                str(op), op.kind.value, 0, rank, start - begin, end - start, **_of(op), **(slots[op.microbatch] if slots else {})
-            )
-            for op, start, end in row
-        ]
-    return _document(events)
-
-
-def _of(op: Op) -> dict[str, int]:
-    return {"stage": op.stage, "microbatch": op.microbatch}
-
-
-def render_trace(timelines: Sequence[Timeline]) -> str:
-    """JSON trace of recorded iterations at their recorded times; time begins with the first event."""
     if not timelines:
         return _document([])
     num_ranks = timelines[0].plan.num_ranks
@@ -63,7 +41,7 @@ def render_trace(timelines: Sequence[Timeline]) -> str:
         until = end
         events.append(_iteration(timeline, num_ranks, thread, begin))
         for rank, own in enumerate(timeline.ranks):
-            events += _passes(timeline.iteration, rank, own, begin)
+            events += _passes(timeline.iteration, rank, own, begin, slots)
             for activity in _LANES:
                 transfers, used = _transfers(timeline.iteration, rank, own, activity, begin)
                 lanes[rank][activity] = max(lanes[rank][activity], used)
@@ -80,15 +58,15 @@ def render_trace(timelines: Sequence[Timeline]) -> str:
 def _iteration(timeline: Timeline, pid: int, thread: int, begin: float) -> Event:
     start, end = timeline.extent_ms
     text = f"iteration {timeline.iteration}"
-    measured = {} if timeline.activations is None else timeline.activations.to_json()
+    measured = timeline.activations or {}
     return _complete(text, "iteration", pid, thread, start - begin, end - start, schedule=timeline.plan.schedule, **measured)
 
 
-def _passes(iteration: int, rank: int, own: RankTimeline, begin: float) -> list[Event]:
+def _passes(iteration: int, rank: int, own: RankTimeline, begin: float, slots: Sequence[Mapping[str, int]]) -> list[Event]:
     """Events of the two threads without overlap: the passes, and the optimizer with post-validation."""
     events = []
     for op, start, end in own.ops:
-        args = _of(op) | {"iteration": iteration}
+        args = {"stage": op.stage, "microbatch": op.microbatch, "iteration": iteration, **(slots[op.microbatch] if slots else {})}
         events.append(_complete(str(op), op.kind.value, rank, _PASSES, start - begin, end - start, **args))
     for span in own.spans:
         if span.activity not in _LANES:

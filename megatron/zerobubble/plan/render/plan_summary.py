@@ -41,7 +41,7 @@ def lengths(simulation: Simulation, came: Simulation | None = None) -> list[str]
         lines.append(
             f"microbatches of {min(tokens)} to {max(tokens)} tokens{mean}" if tokens else "microbatches of unequal costs"
         )
-        lines[-1] += f", idle share {100 * simulation.idle_share:.2f} % of the makespan"
+        lines[-1] += "" if came is not None else f", idle share {100 * simulation.idle_share:.2f} % of the makespan"
         if plan.assignment:
             lines.append(f"in the order of the data: {_joined(plan.assignment)}")
         if tokens:

@@ -21,7 +21,7 @@ import shutil
 from pathlib import Path
 
 from megatron.zerobubble.errors import CheckpointError
-from megatron.zerobubble.files import replace_text, sync
+from megatron.zerobubble.files import read_regular, replace_text, sync
 
 __all__ = [
     "TRACKER",
@@ -37,7 +37,7 @@ __all__ = [
 TRACKER = "latest_checkpointed_iteration.txt"
 """Name of the file that holds the iteration of the latest checkpoint."""
 
-_MAX_DIGITS = 18
+_MAX_DIGITS, _MAX_BYTES = 18, 2**20
 _WRITING, _REPLACED = ".writing", ".replaced"
 _COMPLETE = re.compile(rf"iter_(\d{{7,{_MAX_DIGITS}}})(?:{re.escape(_REPLACED)})?")
 _LEFT_BEHIND = re.compile(rf"iter_\d{{7,}}{re.escape(_WRITING)}")
@@ -68,7 +68,7 @@ def tracked_iteration(folder: str | Path) -> int | None:
     """
     tracker = Path(folder) / TRACKER
     try:
-        text = tracker.read_text(encoding="ascii", errors="replace").strip()
+        text = read_regular(tracker, most=_MAX_BYTES).decode("ascii", errors="replace").strip()
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -79,7 +79,7 @@ def _check_backend(path: Path) -> None:
     try:
         named = json.loads(path.read_bytes())
         found = {key: named[key] for key in _BACKEND}
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__} {error}") from error
     if found != _BACKEND:
         raise CheckpointError(f"{path} names a foreign format, {found}; only {_BACKEND} is read")

@@ -19,7 +19,7 @@ from typing import Any
 import xxhash
 
 from megatron.zerobubble.errors import CheckpointError
-from megatron.zerobubble.files import replace_text
+from megatron.zerobubble.files import read_regular, replace_text
 
 __all__ = [
     "MANIFEST",
@@ -39,6 +39,8 @@ _FORMAT = "megatron-zerobubble-manifest/2"
 _CHECKSUM = "xxh3_128"
 """Key of checksums in the file."""
 _READ_BYTES = 1024 * 1024
+_MAX_BYTES = 2**26
+"""Of a manifest: that of a file takes about 120."""
 _NUM_NAMED = 3
 _OTHER_DATA = frozenset({"common.pt", ".metadata", "metadata.json"})
 """Files beside `*.distcp` that are read when a checkpoint is loaded."""
@@ -74,7 +76,7 @@ class Manifest:
         """
         path = directory / MANIFEST
         try:
-            named = json.loads(path.read_bytes())
+            named = json.loads(read_regular(path, most=_MAX_BYTES))
             own = named.pop(_CHECKSUM)
             if own != _digest_of(named):
                 raise CheckpointError(f"{path} is damaged: its checksum is not that of its content")
@@ -152,7 +154,9 @@ def damaged_names(directory: Path, manifest: Manifest) -> dict[str, str]:
     for name, record in manifest.files.items():
         path = directory / name
         if not path.is_file():
-            damage[name] = "is missing"
+            damage[name] = "is not a regular file" if path.exists() else "is missing"
+        elif not path.resolve().is_relative_to(directory.resolve()):
+            damage[name] = "is a link out of the checkpoint"
         elif (found := path.stat().st_size) != record.num_bytes:
             damage[name] = f"has {found:,} bytes instead of {record.num_bytes:,}"
     for path in sorted(directory.iterdir()):
