@@ -181,7 +181,7 @@ def serve(args: argparse.Namespace) -> None:
 
 def _plans(args: argparse.Namespace, measured: dict[tuple[int, int], float]) -> list[Emulation]:
     """The contenders. Their costs have the measured links, also where the plan was made without."""
-    times = Times(**dict.fromkeys(("forward_ms", "backward_ms", "wgrad_ms"), args.pass_ms))
+    times = Times(**{name: args.pass_ms for name in ("forward_ms", "backward_ms", "wgrad_ms")})
     typical = statistics.median(measured.values())
 
     def blind(placement: Placement) -> CostModel:
