@@ -57,11 +57,3 @@ def test_families(name: str) -> None:
 
 def test_no_name_hides_a_built_in() -> None:
     assert not set(classes()) & set(dir(builtins))
-
-
-def test_the_parser_reads_depth() -> None:
-    tree = drawn_tree()
-    assert tree["DeadlockError"] == ("PlanError",)
-    assert tree["TransferError"] == ("ExecutionError",)
-    assert tree["UserError"] == ("ZeroBubbleError", "ValueError")
-    assert tree["ZeroBubbleError"] == ("Exception",)

@@ -1,6 +1,6 @@
 """The sdist and the wheel: what they contain, the planner without its compiled core, and a whole life of the installed package.
 
-The last one is slow. It installs the wheel beside the newest megatron-core in an environment of its own, plans, trains from a
+The last one is slow. It installs the wheel beside megatron-core in an environment of its own, plans, trains from a
 folder outside the checkout, and uninstalls. Torch and its dependencies are linked from the environment of the tests.
 """
 
@@ -21,7 +21,6 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
-from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
 import megatron.zerobubble
 from tests.support.stock import EXAMPLE
@@ -44,8 +43,6 @@ with quiet_third_parties(), HostDevice() as host, host.on_host():
     runpy.run_path(sys.argv[0], run_name="__main__")
 """
 """Runs the script that follows, with an `install` of its own, without a GPU."""
-NEWEST_PYTHON = "3.12"
-"""Newer releases of megatron-core are for this Python or later."""
 TIMEOUT_S = 240
 
 
@@ -209,60 +206,11 @@ def compiled_wheel(checkout: Path) -> Path:
     return wheel
 
 
-@pytest.fixture(scope="module")
-def megatron_core_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The newest megatron-core."""
-    folder = tmp_path_factory.mktemp("megatron-core")
-    version = max(NEWEST_PYTHON, f"{sys.version_info.major}.{sys.version_info.minor}", key=lambda text: int(text.split(".")[1]))
-    command = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:"]
-    done = subprocess.run(
-        [*command, "--python-version", version, "--dest", str(folder), "megatron-core"],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    if done.returncode:
-        pytest.skip(f"pip cannot download megatron-core: {done.stderr.strip().splitlines()[-1]}")
-    (wheel,) = folder.iterdir()
-    return wheel
-
-
-def _runs_here(wheel: Path) -> bool:
-    from packaging.tags import sys_tags
-
-    try:
-        return not parse_wheel_filename(wheel.name)[3].isdisjoint(sys_tags())
-    except InvalidWheelFilename:
-        return False
-
-
-def _compile_helpers(datasets: Path) -> None:
-    """Compile megatron-core's sample index for this Python."""
-    from pybind11 import get_include
-
-    target = datasets / f"helpers_cpp{EXTENSION_SUFFIXES[0]}"
-    includes = [f"-I{get_include()}", f"-I{sysconfig.get_paths()['include']}"]
-    command = ["c++", "-O1", "-shared", "-fPIC", "-std=c++17", *includes, str(datasets / "helpers.cpp"), "-o", str(target)]
-    subprocess.run(command, check=True, timeout=TIMEOUT_S)
-
-
-@pytest.fixture(params=["for-this-python", "newest"])
-def installed(
-    request: pytest.FixtureRequest, compiled_wheel: Path, megatron_core_wheel: Path, tmp_path: Path
-) -> Iterator[Installed]:
-    """The wheel beside megatron-core: the newest that pip installs on this Python, and the newest of all."""
+@pytest.fixture
+def installed(compiled_wheel: Path, tmp_path: Path) -> Iterator[Installed]:
+    """The wheel beside the newest megatron-core that pip installs on this Python."""
     environment = Installed(tmp_path / "environment")
-    is_newest = request.param == "newest"
-    if is_newest and _runs_here(megatron_core_wheel):
-        pytest.skip("pip installs the newest megatron-core on this Python: see the other case")
-    if is_newest:  # pip would refuse this Python; its sources run there
-        with zipfile.ZipFile(megatron_core_wheel) as archive:
-            archive.extractall(environment.site)
-        _compile_helpers(environment.site / "megatron" / "core" / "datasets")
-        environment.pip("install", "--no-deps", compiled_wheel)
-    else:
-        environment.pip("install", "megatron-core", compiled_wheel)
+    environment.pip("install", "megatron-core", compiled_wheel)
     yield environment
     shutil.rmtree(tmp_path, ignore_errors=True)
 

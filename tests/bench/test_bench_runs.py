@@ -138,6 +138,7 @@ def on_script(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
     "the calls of the schedule, losses from its results, memory, bubbles measured and predicted",
     "works; **not run on a GPU**",
 )
+@pytest.mark.sampled(0.25, group="whole jobs")
 def test_a_script_runs_unedited_under_every_contender(tmp_path: Path) -> None:
     names = ["stock-1f1b", "zb-h1", "zbv+pv", "auto"]
     options = ["--contenders", ",".join(names), "--rounds", "2", "--timed-iters", "2", "--zero-bubble-planning-seconds", "0.1"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from typing import Any
 
 import pytest
@@ -102,54 +103,42 @@ def test_the_verdict_knows_when_interleaving_would_do_as_well() -> None:
     assert "interleaved" not in table(base, fast, interleaved={2: 1700.0}).verdict()
 
 
+def failed(name: str) -> Outcome:
+    return Outcome(name=name, failure="y")
+
+
+BASE = outcome("stock-1f1b", *QUIET, predicted_bubble=0.03)
+SAME = outcome("zbv", 1.99, 2.0, 2.01)
+NO_GAIN = "^No contender is measurably faster than stock-1f1b.*"
+NO_BASELINE = [failed("stock-1f1b"), outcome("zbv", 1.0), outcome("zb-h1", 1.0)]
+
+
 @pytest.mark.parametrize(
-    ("more", "why"),
+    ("outcomes", "more", "verdict"),
     [
-        ({"pipeline_size": 1}, "with one pipeline rank there is no bubble to fill"),
-        ({"num_cores": 1}, "2 ranks share one CPU core, so a waiting rank lends its core to another"),
-        ({}, "only 3.0% of its passes are bubble"),
+        ([BASE, SAME], {"pipeline_size": 1}, f"{NO_GAIN}with one pipeline rank there is no bubble to fill"),
+        ([BASE, SAME], {"num_cores": 1}, f"{NO_GAIN}2 ranks share one CPU core, so a waiting rank lends its core to another"),
+        ([BASE, SAME], {}, f"{NO_GAIN}only 3.0% of its passes are bubble"),
+        (
+            [outcome("stock-1f1b", 2.0, 2.2), outcome("zbv", 1.7, 2.0)],
+            {},
+            "^zbv was 1.14 times as fast as stock-1f1b, but the interval contains 1: more --rounds make it narrower.$",
+        ),
+        ([outcome("stock-1f1b", 2.0), outcome("zbv", 1.0)], {}, "no evidence yet"),
+        ([outcome("stock-1f1b", 1.0, 2.0), outcome("zbv", 1.5, 1.5)], {}, "which was not quiet.$"),
+        ([failed("stock-1f1b"), failed("zbv")], {}, "^No contender ran.$"),
+        ([outcome("stock-1f1b", 1.0), failed("zbv")], {}, "^Only stock-1f1b ran; there is nothing to compare.$"),
+        (NO_BASELINE, {}, "^The baseline stock-1f1b did not run; there are no speed-ups.$"),
     ],
 )
-def test_no_gain_has_a_reason(more: dict[str, Any], why: str) -> None:
-    base = outcome("stock-1f1b", *QUIET, predicted_bubble=0.03)
-    same = outcome("zbv", 1.99, 2.0, 2.01)
-    verdict = table(base, same, **more).verdict()
-    assert verdict.startswith("No contender is measurably faster than stock-1f1b")
-    assert why in verdict
-
-
-def test_a_wide_interval_asks_for_more_rounds() -> None:
-    found = table(outcome("stock-1f1b", 2.0, 2.2), outcome("zbv", 1.7, 2.0))
-    assert (
-        found.verdict()
-        == "zbv was 1.14 times as fast as stock-1f1b, but the interval contains 1: more --rounds make it narrower."
-    )
-
-
-def test_one_round_is_no_evidence() -> None:
-    assert "no evidence yet" in table(outcome("stock-1f1b", 2.0), outcome("zbv", 1.0)).verdict()
+def test_a_verdict_without_a_winner_says_why(outcomes: list[Outcome], more: dict[str, Any], verdict: str) -> None:
+    assert re.search(verdict, table(*outcomes, **more).verdict())
 
 
 def test_a_machine_that_is_not_quiet_is_named() -> None:
     found = table(outcome("stock-1f1b", 1.0, 2.0), outcome("zbv", 1.5, 1.5))
     assert "stock-1f1b took 2.0 times as long in one round as in another" in found.noise()
-    assert found.verdict().endswith("which was not quiet.")
     assert table(outcome("stock-1f1b", *QUIET)).noise() == ""
-
-
-@pytest.mark.parametrize(
-    ("outcomes", "verdict"),
-    [
-        ([Outcome(name="stock-1f1b", failure="x"), Outcome(name="zbv", failure="y")], "No contender ran."),
-        ([outcome("stock-1f1b", 1.0), Outcome(name="zbv", failure="y")], "Only stock-1f1b ran; there is nothing to compare."),
-        (
-            [Outcome(name="stock-1f1b", failure="x"), outcome("zbv", 1.0), outcome("zb-h1", 1.0)],
-            "The baseline stock-1f1b did not run; there are no speed-ups.",
-        ),
-    ],
-)
-def test_failures_leave_a_verdict(outcomes: list[Outcome], verdict: str) -> None:
-    assert table(*outcomes).verdict() == verdict
 
 
 def test_losses_are_compared_after_the_same_iterations() -> None:

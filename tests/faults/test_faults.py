@@ -15,7 +15,7 @@ import pytest
 
 from megatron.zerobubble.cli import checkpoint
 from tests.faults import lab
-from tests.training.launch import launch
+from tests.training.launch import launch_warm
 
 NUM = int(os.environ.get("ZB_TEST_FAULTS_NUM", "30"))
 NUM_FLIPS = 60
@@ -51,7 +51,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoints of a job without a fault."""
     folder = tmp_path_factory.mktemp("saved")
     num_ranks, flags = lab.LAYOUTS["zb-h1-p2"]
-    done = launch(lab.flags_of(folder, flags, num_ranks), num_ranks=num_ranks, script=lab.JOB)
+    done = launch_warm(lab.flags_of(folder, flags, num_ranks), num_ranks=num_ranks, script=lab.JOB)
     assert done.returncode == 0, done.stderr
     return folder / "saved"
 
@@ -69,6 +69,7 @@ def test_a_damaged_file_is_named(number: int, saved: Path, tmp_path: Path, capsy
     assert said.count("\n") == 1
 
 
+@pytest.mark.sampled(0.25, group="whole jobs")
 def test_a_damaged_checkpoint_is_not_loaded(saved: Path, tmp_path: Path) -> None:
     """Every rank would read it; the line that names the file is the last one."""
     folder = tmp_path / "job"
@@ -76,7 +77,7 @@ def test_a_damaged_checkpoint_is_not_loaded(saved: Path, tmp_path: Path) -> None
     [newest] = (folder / "saved").glob("iter_*6")
     file, how = lab.damaged(newest, random.Random(os.environ["ZB_TEST_SEED"]))
     num_ranks, flags = lab.LAYOUTS["zb-h1-p2"]
-    done = launch([*lab.flags_of(folder, flags, num_ranks), "--train-iters", "8"], num_ranks=num_ranks, script=lab.JOB)
+    done = launch_warm([*lab.flags_of(folder, flags, num_ranks), "--train-iters", "8"], num_ranks=num_ranks, script=lab.JOB)
     assert done.returncode != 0, how
     assert file.name in done.stderr, how
     assert done.stderr.startswith("error: "), done.stderr

@@ -22,7 +22,7 @@ from megatron.zerobubble.job.failure import JobGuard, RankFailure, first_to_fail
 from megatron.zerobubble.job.heartbeats import Process, publish, this_process
 from megatron.zerobubble.runtime.watch import Doing
 from tests.job.test_verdict import WAITS, beat
-from tests.training.launch import TINY_BATCH, TINY_MODEL, launch
+from tests.training.launch import TINY_BATCH, TINY_MODEL, launch_warm
 
 FAILING_SCRIPT = """
 import pretrain_gpt
@@ -257,7 +257,7 @@ def test_a_rank_that_raises_ends_the_job(schedule: str, tmp_path: Path) -> None:
     script = tmp_path / "failing.py"
     script.write_text(FAILING_SCRIPT)
     flags = f"--pipeline-model-parallel-size 2 --mock-data --eval-iters 0 --train-iters 1000 {schedule}"
-    done = launch([*TINY_MODEL, *TINY_BATCH, *flags.split()], num_ranks=2, script=script)
+    done = launch_warm([*TINY_MODEL, *TINY_BATCH, *flags.split()], num_ranks=2, script=script)
     ended = time.time()
     assert done.returncode != 0
     assert "iteration        1/    1000" in done.stdout, "it failed in the middle"

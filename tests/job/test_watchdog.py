@@ -20,7 +20,7 @@ from megatron.zerobubble.job.watchdog import Watchdog
 from megatron.zerobubble.plan.communication import Message, Payload
 from megatron.zerobubble.plan.ir import Op
 from megatron.zerobubble.runtime.watch import Watch
-from tests.training.launch import TINY_BATCH, TINY_MODEL, launch
+from tests.training.launch import TINY_BATCH, TINY_MODEL, launch, launch_warm
 
 CPU = torch.device("cpu")
 GRADIENT = Message(Payload.GRADIENT, 0, 2, 1, 0)
@@ -284,7 +284,7 @@ STUCK += ["--zero-bubble-watchdog-seconds", "3"]
 def test_a_job_in_which_a_rank_sleeps_ends_with_the_reason(tmp_path: Path) -> None:
     script = tmp_path / "stuck.py"
     script.write_text(STUCK_SCRIPT.replace("{STOP}", "time.sleep(10_000)"))
-    done = launch([*STUCK, "--save", str(tmp_path / "saved")], num_ranks=2, script=script)
+    done = launch_warm([*STUCK, "--save", str(tmp_path / "saved")], num_ranks=2, script=script)
     took_s = time.time() - float(script.with_suffix(".when").read_text().split()[0])
     assert done.returncode != 0
     assert "saved " in done.stdout

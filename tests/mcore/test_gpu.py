@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.support.gpt import Case, Difference, compare
-from tests.support.memory_ledger import table, train_watched
+from tests.support.memory_ledger import train_watched
 from tests.support.ranks import RankPool
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -83,8 +83,8 @@ def test_memory_over_200_iterations(four_ranks_on_gpus: RankPool, base: Case) ->
     iterations is enough for all later ones), and the plan predicts the peak to 5 %."""
     case = replace(base, num_ranks=4, num_microbatches=8, dtype=torch.bfloat16)
     ledgers = four_ranks_on_gpus.run(train_watched, case, 200, 20)
-    sys.stdout.write(f"{case}\n\n{table(ledgers)}\n")
     for rank, ledger in enumerate(ledgers):
+        sys.stdout.write(f"{case}, rank {rank}: {ledger}\n")
         assert ledger.complaints() == [], (rank, ledger.predicted, ledger.held[20:])
         assert ledger.fragmentation is not None
         assert all(each.inactive_split is not None for each in ledger.held)

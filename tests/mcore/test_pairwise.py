@@ -1,14 +1,15 @@
 """Features together: in these cases each pair of values that is allowed occurs at least once.
 
 To add a feature, add its values to `FEATURES` under the name of a field of `Case` (or a name that `case_of` translates), what it
-excludes to `CONSTRAINTS`, and what it does to the order of sums to `PairCase.tolerance`.
+excludes to `is_allowed`, and what it does to the order of sums to `PairCase.tolerance`.
 
-Half of them run every time, another half each time (`tests/conftest.py` explains how to repeat it), and the others with `-m
-slow`.
+A tenth of them runs each time, drawn at random (`tests/conftest.py` explains how to repeat it), and the others with `-m slow`.
 """
 
 from __future__ import annotations
 
+import itertools
+import random
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,13 +17,12 @@ import pytest
 import torch
 
 from megatron.zerobubble.mcore.post_validation.optimizer import post_validation
-from tests.support.covering import Constraint, Row, covering_array
-from tests.support.gpt import Case, Difference, Outcome, Tensors, Trainer, difference, unpipelined
+from tests.support.gpt import Case, Difference, Outcome, Tensors, Trainer, assert_near, difference, unpipelined
 from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.claims(
     "Precision and the optimizer",
-    "features in pairs: 40 cases; a random half per run, its seed printed, all with `make test-slow`",
+    "features in pairs: 44 cases; a random tenth per run, its seed printed, all with `make test-slow`",
     "works",
 )
 
@@ -50,13 +50,37 @@ FEATURES: dict[str, list[Any]] = {
 
 WORLD = 4
 
-CONSTRAINTS = [
-    Constraint(("num_ranks", "tensor_parallel"), lambda p, t: p * t <= WORLD),
-    Constraint(("num_ranks", "tensor_parallel", "different_data"), lambda p, t, differs: not differs or p * t < WORLD),
-    Constraint(("tensor_parallel", "sequence_parallel"), lambda t, splits: not splits or t > 1),
-    Constraint(("dtype", "reduce_in_fp32"), lambda dtype, fp32: fp32 or dtype is not torch.float32),
-    Constraint(("distributed_optimizer", "optimizer"), lambda shards, optimizer: not shards or optimizer == "adam"),
-]
+Row = dict[str, Any]
+
+
+def is_allowed(row: Row) -> bool:
+    """Whether the values of a row can be combined."""
+    used = row["num_ranks"] * row["tensor_parallel"]
+    return (
+        used <= WORLD
+        and (not row["different_data"] or used < WORLD)
+        and (not row["sequence_parallel"] or row["tensor_parallel"] > 1)
+        and (row["reduce_in_fp32"] or row["dtype"] is not torch.float32)
+        and (not row["distributed_optimizer"] or row["optimizer"] == "adam")
+    )
+
+
+def covering_rows() -> list[Row]:
+    """Random rows, each the best of some, until many draws in a row have no pair of values that has not occurred."""
+    drawn, rows, seen, fruitless = random.Random(0), list[Row](), set[Any](), 0
+    while fruitless < 100:
+        draws = ({name: drawn.choice(values) for name, values in FEATURES.items()} for _ in range(60))
+        new, _, best = max((len(pairs_of(row) - seen), index, row) for index, row in enumerate(draws) if is_allowed(row))
+        fruitless = 0 if new else fruitless + 1
+        rows += [best] if new else []
+        seen |= pairs_of(best)
+    return rows
+
+
+def pairs_of(row: Row) -> set[Any]:
+    """The pairs that occur in a row."""
+    return set(itertools.combinations(row.items(), 2))
+
 
 _FUSED = {1: "1f1b", 2: "interleaved-1f1b"}
 """The schedule with the full backward, by chunks per rank; under V it is 1f1b-v."""
@@ -114,22 +138,13 @@ def case_of(row: Row) -> PairCase:
     )
 
 
-ALL = [case_of(row) for row in covering_array(FEATURES, CONSTRAINTS, seed=0)]
+ALL = [case_of(row) for row in covering_rows()]
 
 
-@pytest.mark.sampled(0.2)
+@pytest.mark.sampled(0.1)
 @pytest.mark.parametrize("case", ALL, ids=[f"{index:02}-{case}" for index, case in enumerate(ALL)])
 def test_every_pair_of_features(four_ranks: RankPool, case: PairCase) -> None:
-    _check(four_ranks.run(compare_pair, case), case)
-
-
-def _check(differences: list[Difference], case: PairCase) -> None:
-    tolerance = case.tolerance()
-    for rank, found in enumerate(differences):
-        assert found.losses <= 10 * tolerance, (rank, found, case)
-        assert found.weights <= tolerance, (rank, found, case)
-        # With the distributed optimizer a rank's gradients are its own shard's; optimistic steps zero them before the comparison.
-        assert found.gradients <= tolerance or case.distributed_optimizer, (rank, found, case)
+    assert_near(four_ranks.run(compare_pair, case), case, case.tolerance())
 
 
 # -- on the ranks -----------------------------------------------------------------------------------------------------------

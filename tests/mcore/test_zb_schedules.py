@@ -1,26 +1,23 @@
-"""What a schedule does on real ranks beyond its result: which GEMMs run where, what stays in memory, evaluation, dropout."""
+"""What a schedule does on real ranks beyond its result: which GEMMs run where, what stays in memory, evaluation."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.zb_schedules import program_of
 from megatron.zerobubble.plan.communication import Message
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.validate import live_timeline
-from tests.support.gpt import Case, Tensors, Trainer, unpipelined
+from tests.support.gpt import Case, Trainer, unpipelined
 from tests.support.plans import receive_buffers
 from tests.support.ranks import RankPool
+from tests.wgrad.test_linear import GemmCount
 
 ALL = [
     ("1f1b", 1),
@@ -34,22 +31,10 @@ ALL = [
 ]
 
 
-class _CountGemms(TorchDispatchMode):
-    """Counts the GEMMs of linears (attention's batched ones are not linears)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
-        return func(*args, **(kwargs or {}))
-
-
 def _gemms_per_op(rank: int, case: Case) -> dict[str, int]:
     trainer = Trainer(case)
     counts: dict[str, int] = {}
-    mode = _CountGemms()
+    mode = GemmCount({"mm", "addmm", "addmm_"})  # of linears: those of attention are batched
 
     def observe(_: Any, op: Any) -> None:
         counts[str(op)] = mode.count
@@ -73,12 +58,6 @@ def test_b_computes_no_weight_gradient_and_w_computes_all(four_ranks: RankPool, 
             stage = int(text.rstrip("0123456789").rstrip("FBW"))
             linears = 4 * case.num_layers // stages + (stage == stages - 1)  # qkv, projection, two of the MLP; the head
             assert count == linears, f"{text} ran {count} GEMMs, its stage has {linears} linears"
-
-
-@pytest.mark.parametrize("case", [Case("1f1b", 2, 2)], ids=str)
-def test_a_full_backward_computes_dgrad_and_wgrad(four_ranks: RankPool, case: Case) -> None:
-    for counts in four_ranks.run(_gemms_per_op, case):
-        assert all(counts[text] == 2 * counts[text.replace("BW", "F")] for text in counts if "BW" in text)
 
 
 class _CountedLinks:
@@ -161,6 +140,12 @@ def _evaluate(rank: int, case: Case) -> tuple[list[float], list[float]]:
     return actual, expected
 
 
+@pytest.mark.claims(
+    "Layers",
+    "dropout (attention's, too), evaluation, frozen layers",
+    "works",
+    also=("mcore/test_pairwise.py", "mcore/ddp/test_frozen_weights.py"),
+)
 @pytest.mark.parametrize(("schedule", "num_chunks"), ALL)
 @pytest.mark.sampled(0.25)
 def test_evaluation_under_every_placement(four_ranks: RankPool, schedule: str, num_chunks: int) -> None:
@@ -168,82 +153,6 @@ def test_evaluation_under_every_placement(four_ranks: RankPool, schedule: str, n
     results = four_ranks.run(_evaluate, case)
     reported = [actual for actual, _ in results if actual]
     assert reported == [results[0][1]], "one rank reports, and the losses are those of the unpipelined model"
-
-
-RngState = tuple[torch.Tensor, dict[str, torch.Tensor]]
-
-
-def _rng_state() -> RngState:
-    return torch.get_rng_state(), {name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()}
-
-
-def _set_rng_state(state: RngState) -> None:
-    torch.set_rng_state(state[0])
-    get_cuda_rng_tracker().set_states(dict(state[1]))
-
-
-def _dropout(rank: int, case: Case) -> dict[str, Any]:
-    """Train pipelined with dropout and note the generators at every F; then give the unpipelined model the same ones."""
-    initial, _ = unpipelined(replace(case.unpipelined, num_steps=1))
-    trainer = Trainer(case, initial, seed=1234 + 100 * rank)
-    states: dict[tuple[int, int], RngState] = {}
-    step = trainer.forward_step
-    placement = case.spec.placement
-
-    def noting(iterator: Any, model: Any) -> Any:
-        chunk = trainer.built.chunks.index(model)
-        stage = placement.rank_to_stages[parallel_state.get_pipeline_model_parallel_rank()][chunk]
-        microbatch = sum(1 for known in states if known[0] == stage)
-        states[stage, microbatch] = _rng_state()
-        return step(iterator, model)
-
-    trainer.forward_step = noting  # type: ignore[method-assign]
-    trainer.forward_backward(0)
-    gradients: Tensors = {name: parameter.main_grad.clone() for name, parameter in trainer.parameters()}
-    trainer.close()
-    gathered: list[dict[tuple[int, int], RngState]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(gathered, states)
-    everywhere = {key: state for part in gathered for key, state in part.items()}
-    reference = Trainer(case.unpipelined, initial)
-    _replay(reference, everywhere, placement.num_stages)
-    reference.forward_backward(0)
-    expected = {name: parameter.main_grad.clone() for name, parameter in reference.parameters()}
-    reference.close()
-    fingerprints = {state[0].numpy().tobytes() for state in everywhere.values()}
-    return {
-        "different": [name for name, gradient in gradients.items() if not torch.equal(gradient, expected[name])],
-        "states": (len(fingerprints), len(everywhere)),
-    }
-
-
-def _replay(reference: Trainer, states: dict[tuple[int, int], RngState], num_stages: int) -> None:
-    (chunk,) = reference.built.chunks
-    layers_per_stage = reference.case.num_layers // num_stages
-    microbatch = -1
-
-    def begin(*_: Any) -> None:
-        nonlocal microbatch
-        microbatch += 1
-        _set_rng_state(states[0, microbatch])
-
-    chunk.module.register_forward_pre_hook(begin)
-    for stage in range(1, num_stages):
-        layer = chunk.module.decoder.layers[stage * layers_per_stage]
-        layer.register_forward_pre_hook(lambda *_, stage=stage: _set_rng_state(states[stage, microbatch]))
-
-
-@pytest.mark.claims(
-    "Layers", "dropout (attention's, too), evaluation, frozen layers", "works", also=("mcore/model/test_wgrad_split.py",)
-)
-@pytest.mark.parametrize("case", [Case("zbv", 4, 4, num_chunks=2, dropout=0.2), Case("zb-h1", 4, 4, dropout=0.2)], ids=str)
-@pytest.mark.sampled(0.5)
-def test_dropout(four_ranks: RankPool, case: Case) -> None:
-    """With the randomness each F really drew, the unpipelined model has the same gradients bit for bit: B uses its own F's masks.
-    And no two forward passes drew the same: ZBV's second chunk does not reuse the first one's."""
-    for result in four_ranks.run(_dropout, case):
-        assert result["different"] == []
-        distinct, total = result["states"]
-        assert distinct == total == case.num_ranks * case.num_chunks * case.num_microbatches
 
 
 def _misuse(rank: int) -> list[str]:

@@ -1,7 +1,7 @@
 """`place_communication`, against an independent checker (`program_checker`) and a model of links without any buffer (`hazards`).
 
 Deliberate violations of each rule are caught by one of the two. That sends must not block their rank (rule 3) is in
-`tests/runtime/test_ordering.py` and `tests/runtime/test_rules_on_fake_nccl.py`.
+`tests/runtime/test_executor.py` and `tests/runtime/test_on_fake_nccl.py`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.claims(
     "transfers: order, buffers, no deadlock, random delays on both ends, every schedule; each of three rules broken on "
     "purpose is noticed",
     "works, gloo and a model without buffers; not tried on NCCL",
-    also=("runtime/test_ordering.py",),
+    also=("runtime/test_executor.py",),
 )
 
 
@@ -136,44 +136,6 @@ def test_last_of_kind_marks_the_last_op_of_each_kind_and_stage() -> None:
             marked = [step.op for step in row if step.last_of_kind]
             assert {(op.stage, op.kind) for op in marked} == {(step.op.stage, step.op.kind) for step in row}
             assert all(op.microbatch == plan.num_microbatches - 1 for op in marked)
-
-
-def test_a_small_program_that_a_person_can_read() -> None:
-    plan = build_plan("zb-h1", num_ranks=2, num_microbatches=2)
-    assert plan.to_text() == "0F0 0F1 0B0 0W0 0B1 0W1\n1F0 1B0 1F1 1B1 1W0 1W1"
-    assert [describe(row) for row in place_communication(plan).steps] == [
-        [
-            "0F0 send a1.0",
-            "0F1 send a1.1",
-            "post g0.0; take g0.0; retire a1.0; 0B0",
-            "post g0.1; 0W0",
-            "take g0.1; retire a1.1; 0B1",
-            "0W1",
-        ],
-        [
-            "post a1.0; post a1.1; take a1.0; 1F0",
-            "1B0 send g0.0",
-            "take a1.1; 1F1",
-            "1B1 send g0.1",
-            "1W0",
-            "1W1",
-        ],
-    ]
-
-
-def describe(row: tuple[Step, ...]) -> list[str]:
-    """One line per step."""
-
-    def short(message: Message) -> str:
-        return f"{message.payload.value[0]}{message.stage}.{message.microbatch}"
-
-    lines = []
-    for step in row:
-        before = [f"post {short(message)}; " for message in step.post]
-        before += [f"take {short(step.take)}; "] if step.take else []
-        before += [f"retire {short(message)}; " for message in step.retire]
-        lines.append("".join(before) + str(step.op) + (f" send {short(step.send)}" if step.send else ""))
-    return lines
 
 
 # -- random plans -------------------------------------------------------------------------------------------------------
@@ -278,29 +240,7 @@ def test_rule_4_a_send_retired_one_take_earlier_is_still_under_way() -> None:
         check_retires(rewrite(zbv(3, 6), retire_early))
 
 
-def test_the_checker_sees_a_lost_and_a_doubled_post() -> None:
-    good = zbv(2, 3)
-
-    def lose(rank: int, row: list[Step]) -> list[Step]:
-        return [replace(step, post=step.post[1:]) if rank == 1 and index == 0 else step for index, step in enumerate(row)]
-
-    def double(rank: int, row: list[Step]) -> list[Step]:
-        return [replace(step, post=step.post * 2) if rank == 1 and index == 0 else step for index, step in enumerate(row)]
-
-    with pytest.raises(AssertionError, match="not posted yet"):
-        check_posts(rewrite(good, lose))
-    with pytest.raises(AssertionError, match="posted twice"):
-        check_posts(rewrite(good, double))
-
-
 # -- links and colors --------------------------------------------------------------------------------------------------
-
-
-def test_links_of() -> None:
-    assert links_of(Placement.linear(3)) == ((0, 1), (1, 0), (1, 2), (2, 1))
-    assert links_of(Placement.v(3)) == links_of(Placement.linear(3))
-    assert links_of(Placement.loop(3, 2)) == ((0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1))
-    assert links_of(Placement.linear(1)) == links_of(Placement.v(1)) == ()
 
 
 def test_the_longest_message_of_a_link_goes_either_way() -> None:

@@ -7,14 +7,27 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan import planner
+from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
 from megatron.zerobubble.plan.planner import AUTO, CostsOf, Result, make_plan
-from megatron.zerobubble.plan.registry import plan_of
+from megatron.zerobubble.plan.registry import (
+    build_plan,
+    known_schedules,
+    parse_max_pending_backward,
+    placement_of,
+    plan_of,
+    schedule_info,
+)
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.plan.search.search_options import SearchOptions
+from megatron.zerobubble.plan.simulate import simulate
+from megatron.zerobubble.plan.validate import validate
 
 BUDGET = 20_000.0
 Searched = list[tuple[str, float, float]]
@@ -118,3 +131,108 @@ def test_with_given_chunks_no_other_schedule_is_faster(searched: str, fused: str
         return make_plan(name, num_ranks=4, num_microbatches=8, costs_of=costs_of, options=options).simulation.makespan_ms
 
     assert makespan(searched) <= makespan(fused)
+
+
+NAMES = [info.name for info in known_schedules()]
+times = st.floats(0.1, 10.0)
+
+
+@st.composite
+def requests(draw: st.DrawFn, most_ranks: int = 16) -> tuple[str, int, int, Placement, CostModel]:
+    """A family, p, m up to 3p, and uneven costs."""
+    name = draw(st.sampled_from(NAMES))
+    p = draw(st.integers(1, most_ranks))
+    m = draw(st.integers(1, 3 * p))
+    placement = placement_of(name, num_ranks=p)
+    lists = [draw(st.lists(times, min_size=placement.num_stages, max_size=placement.num_stages)) for _ in range(4)]
+    share = draw(st.floats(0.0, 1.0))
+    costs = CostModel(
+        forward_ms=tuple(lists[0]),
+        backward_ms=tuple(lists[1]),
+        wgrad_ms=tuple(lists[2]),
+        comm_ms=draw(st.floats(0.0, 3.0)),
+        activation=tuple(lists[3]),
+        activation_after_backward=tuple(share * whole for whole in lists[3]),
+    )
+    return name, p, m, placement, costs
+
+
+@settings(max_examples=60)
+@given(requests())
+def test_an_order_without_a_search(request: tuple[str, int, int, Placement, CostModel]) -> None:
+    """It is complete and valid, not below the lower bound, and unchanged by JSON and text round trips."""
+    name, p, m, placement, costs = request
+    plan = build_plan(name, num_ranks=p, num_microbatches=m, costs=costs)
+    validate(plan)
+    assert plan.placement == placement
+    assert {op for row in plan.ops for op in row if op.kind is OpKind.F} == {
+        Op(stage, OpKind.F, k) for stage in range(placement.num_stages) for k in range(m)
+    }
+    simulation = simulate(plan, costs)
+    bound = lower_bound(placement, m, costs, max(simulation.peak_memory))
+    assert simulation.span_ms >= bound.span_ms * (1 - 1e-9)
+    assert simulation.makespan_ms >= bound.makespan_ms * (1 - 1e-9)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert Plan.from_text(plan.to_text(), placement=placement, schedule=name, num_microbatches=m) == plan
+
+
+def test_the_schedules_we_know() -> None:
+    hand_written = ["1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb", "zbv"]
+    searched = ["v-half", "v-min", "1f1b-v", "zb-interleaved", "zb-w"]
+    assert [info.name for info in known_schedules()] == hand_written + searched
+    for info in known_schedules():
+        assert info.description
+        assert info.reference.startswith("arXiv ")
+        plan = build_plan(info.name, num_ranks=3, num_microbatches=4)
+        assert plan.schedule == info.name
+        assert plan.placement.name == info.placement
+        assert plan.placement.num_chunks == info.default_num_chunks
+
+
+@pytest.mark.parametrize(
+    ("given", "closest"), [("zb-v", "zbv"), ("ZBH1", "zb-h1"), ("1F1B", "1f1b"), ("interleaved-1f", "interleaved-1f1b")]
+)
+def test_an_unknown_name_gets_the_closest(given: str, closest: str) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean '{closest}'") as caught:
+        schedule_info(given)
+    for info in known_schedules():
+        assert info.name in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_ranks": 0}, "num_ranks is 0"),
+        ({"num_ranks": True}, "num_ranks is True"),
+        ({"num_microbatches": -1}, "num_microbatches is -1"),
+        ({"num_microbatches": 2.5}, "num_microbatches is 2.5"),
+        ({"num_chunks": 0}, "num_chunks is 0"),
+        ({"num_chunks": 2}, "'zb' has 1 stage"),
+        ({"max_pending_backward": 0}, "max_pending_backward is 0"),
+        ({"name": "zb-h1", "max_pending_backward": 4}, "'zb-h1' has a fixed number of pending"),
+        ({"name": "zbv", "num_chunks": 1}, "'zbv' has 2 stage"),
+    ],
+)
+def test_bad_options_are_refused_in_one_line(options: dict[str, Any], message: str) -> None:
+    name = options.pop("name", "zb")
+    arguments = {"num_ranks": 2, "num_microbatches": 4} | options
+    with pytest.raises(ConfigError, match=message) as caught:
+        build_plan(name, **arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_num_chunks() -> None:
+    assert build_plan("zbv", num_ranks=2, num_microbatches=4, num_chunks=2).placement.num_chunks == 2
+    assert build_plan("interleaved-1f1b", num_ranks=2, num_microbatches=4, num_chunks=4).placement.num_chunks == 4
+
+
+@pytest.mark.parametrize(("text", "value"), [("1p", 8), ("2p", 16), ("2P", 16), (" 5 ", 5), ("1", 1)])
+def test_max_pending_backward(text: str, value: int) -> None:
+    assert parse_max_pending_backward(text, 8) == value
+
+
+@pytest.mark.parametrize("text", ["", "p", "0", "0p", "-1", "1.5p", "auto", "2pp"])
+def test_max_pending_backward_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="1p or 2p"):
+        parse_max_pending_backward(text, 8)

@@ -1,4 +1,4 @@
-"""The simulator against published figures and closed forms. Its rules, with random times: `test_replay`."""
+"""The simulator against published figures and closed forms. Its rules, with random times: `costs/test_unequal_costs`."""
 
 import math
 
@@ -40,25 +40,6 @@ def test_published_bubble_rates(row: tuple[float, ...], name: str, column: int) 
     assert round(simulation.bubble_rate, 4) == row[column]
     p = plan.num_ranks
     assert max(simulation.peak_memory) == pytest.approx(1 + (p - 1) / (2 * p) if name.startswith("inter") else 1.0)
-
-
-def test_two_ranks_by_hand() -> None:
-    """F=2, B=3, W=4, link 0.5: 0F0 0..2, 1F0 2.5..4.5, 1B0 4.5..7.5, 1W0 7.5..11.5, 0B0 8..11, 0W0 11..15."""
-    plan = build_plan("zb-h1", num_ranks=2, num_microbatches=1)
-    costs = CostModel.uniform(plan.placement, forward_ms=2, backward_ms=3, wgrad_ms=4, comm_ms=0.5)
-    simulation = simulate(plan, costs)
-    times = {str(op): (start, end) for row in simulation.rows for op, start, end in row}
-    assert times == {
-        "0F0": (0, 2),
-        "1F0": (2.5, 4.5),
-        "1B0": (4.5, 7.5),
-        "1W0": (7.5, 11.5),
-        "0B0": (8, 11),
-        "0W0": (11, 15),
-    }
-    assert (simulation.span_ms, simulation.makespan_ms) == (15, 15)
-    assert simulation.bubble_rate == pytest.approx((15 - 9) / 15)
-    assert simulation.peak_memory == (1.0, 1.0)
 
 
 def test_a_fused_backward_is_sent_when_the_whole_has_ended() -> None:

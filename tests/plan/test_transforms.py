@@ -1,11 +1,20 @@
-"""Plan -> Plan."""
+"""Passes over plans, groups of W, and the memory of a plan with and without recomputation."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
 
 import pytest
 
-from megatron.zerobubble.errors import PlanError
-from megatron.zerobubble.plan.ir import OpKind
-from megatron.zerobubble.plan.registry import build_plan, known_schedules
-from megatron.zerobubble.plan.transforms import first_microbatches, forward_only, split_fused
+from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
+from megatron.zerobubble.plan.registry import build_plan, known_schedules, schedule_info
+from megatron.zerobubble.plan.search.search_options import SearchOptions, smallest_memory
+from megatron.zerobubble.plan.simulate import memory_over_time, peak_memory, simulate
+from megatron.zerobubble.plan.transforms import first_microbatches, forward_only, group_weight_gradients, split_fused, wgrad_group
 from megatron.zerobubble.plan.validate import live_microbatches, validate
 
 NAMES = [info.name for info in known_schedules()]
@@ -38,3 +47,97 @@ def test_split_fused_leaves_no_bw(name: str) -> None:
     validate(plan)
     assert not any(op.kind is OpKind.BW for row in plan.ops for op in row)
     assert split_fused(plan) == plan
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 9])
+@pytest.mark.parametrize("name", NAMES)
+def test_groups_are_adjacent_and_nothing_else_moves(name: str, size: int) -> None:
+    plan = split_fused(build_plan(name, num_ranks=3, num_microbatches=7))
+    grouped = group_weight_gradients(plan, size)
+    validate(grouped)
+    assert group_weight_gradients(grouped, size) == grouped
+    for before, after in zip(plan.ops, grouped.ops, strict=True):
+        assert [op for op in after if op.kind is not OpKind.W] == [op for op in before if op.kind is not OpKind.W]
+        for op in after:
+            group = wgrad_group(op.microbatch, size, plan.num_microbatches)
+            if op.kind is OpKind.W and op.microbatch == group[0]:
+                begin = after.index(op)
+                assert after[begin : begin + len(group)] == tuple(Op(op.stage, OpKind.W, each) for each in group)
+    if size == 1:
+        assert grouped == plan
+
+
+def test_by_hand() -> None:
+    text = "0F0 0BW0 0F1 0B1 0W1 0F2 0B2 0W2"
+    plan = Plan.from_text(text, schedule="zb", placement=Placement.linear(1), num_microbatches=3)
+    assert group_weight_gradients(plan, 2).to_text().strip() == "0F0 0B0 0F1 0B1 0W0 0W1 0F2 0B2 0W2"
+
+
+def test_the_simulator_counts_the_memory_of_a_group() -> None:
+    """The last rank of ZB-H1 runs F B W per microbatch; with groups, each microbatch's memory after B stays until its group."""
+    plan = build_plan("zb-h1", num_ranks=4, num_microbatches=12)
+    costs = CostModel.uniform(plan.placement, activation_after_backward=0.5)
+    peaks = [peak_memory(group_weight_gradients(plan, size), costs)[-1] * 4 for size in (1, 2, 3, 6)]
+    assert [later - earlier for earlier, later in itertools.pairwise(peaks)] == pytest.approx([0.5, 0.5, 1.5])
+
+
+def test_no_group_of_none() -> None:
+    with pytest.raises(PlanError, match="groups of 0; give 1 or more"):
+        group_weight_gradients(build_plan("zb-h1", num_ranks=2, num_microbatches=2), 0)
+
+
+WITH_RECOMPUTATION = ["zb", "zbv", "v-half", "v-min", "zb-interleaved"]
+
+
+def _costs(name: str) -> CostModel:
+    """Four ranks; B includes the recomputed F, and activation memory after B is three times that after F."""
+    kind, chunks = schedule_info(name).placement, schedule_info(name).default_num_chunks
+    placement = Placement.v(4) if kind == "V" else Placement.loop(4, chunks)
+    return CostModel.uniform(placement, backward_ms=2.0, wgrad_ms=0.75, comm_ms=0.1, activation_after_backward=3.0)
+
+
+@pytest.mark.parametrize("name", WITH_RECOMPUTATION)
+@pytest.mark.parametrize("times", [1.0, 1.5, 4.0])
+def test_the_limit_holds_after_every_b(name: str, times: float) -> None:
+    costs = _costs(name)
+    plan = build_plan(name, num_ranks=4, num_microbatches=8, costs=costs)
+    limit = times * smallest_memory(plan.placement, 8, costs)
+    plan = build_plan(name, num_ranks=4, num_microbatches=8, costs=costs, options=SearchOptions(memory_limit=limit, budget=2e4))
+    validate(plan, memory_limit=limit, costs=costs)
+    assert max(peak_memory(plan, costs)) <= limit + 1e-9
+    options = SearchOptions(memory_limit=0.99 * smallest_memory(plan.placement, 8, costs))
+    with pytest.raises(ConfigError, match="smallest"):
+        build_plan(name, num_ranks=4, num_microbatches=8, costs=costs, options=options)
+
+
+@pytest.mark.parametrize("name", WITH_RECOMPUTATION)
+def test_the_default_limit_of_a_schedule_leaves_headroom_for_pending_w(name: str) -> None:
+    """Without a limit a family keeps its number of microbatches, each counted at its maximum, so that it is not slower."""
+    costs = _costs(name)
+    light = replace(costs, activation_after_backward=costs.activation)
+    plans = [
+        build_plan(name, num_ranks=4, num_microbatches=8, costs=each, options=SearchOptions(budget=2e4))
+        for each in (costs, light)
+    ]
+    heavy_ms, light_ms = (simulate(plan, costs).span_ms for plan in plans)
+    assert heavy_ms <= 1.05 * light_ms, "a search of few steps"
+    assert all(map(math.isfinite, peak_memory(plans[0], costs)))
+
+
+def test_one_rank_by_hand() -> None:
+    plan = build_plan("zb-h1", num_ranks=1, num_microbatches=2)
+    costs = CostModel.uniform(plan.placement, activation_after_backward=0.25)
+    simulation = simulate(plan, costs)
+    assert plan.to_text() == "0F0 0B0 0W0 0F1 0B1 0W1"
+    assert memory_over_time(simulation.rows, 2, costs) == (((0, 1), (2, 0.25), (3, 0), (3, 1), (5, 0.25), (6, 0)),)
+
+
+@pytest.mark.parametrize("name", [info.name for info in known_schedules()])
+def test_the_highest_step_is_the_peak_and_nothing_is_left(name: str) -> None:
+    plan = build_plan(name, num_ranks=4, num_microbatches=7)
+    costs = CostModel.uniform(plan.placement, backward_ms=1.3, wgrad_ms=0.6, comm_ms=0.1, activation_after_backward=0.4)
+    simulation = simulate(plan, costs)
+    stairs = memory_over_time(simulation.rows, 7, costs)
+    assert tuple(max(memory for _, memory in stair) for stair in stairs) == simulation.peak_memory
+    assert all(stair[-1][1] == 0 for stair in stairs)
+    assert all(list(stair) == sorted(stair, key=lambda step: step[0]) for stair in stairs)

@@ -82,12 +82,6 @@ def test_broken_plans_are_refused_with_the_marked_grid(kind: str) -> None:
         assert word in text
 
 
-def test_w_before_its_own_b_is_named() -> None:
-    plan = Plan.from_text("0F0 0W0 0B0", schedule="x", placement=Placement.linear(1), num_microbatches=1)
-    with pytest.raises(PlanError, match=r"rank 0, step 1: 0W0 comes before 0B0 .* move it after 0B0, which is at step 2"):
-        validate(plan)
-
-
 def test_the_whole_message_of_a_small_plan() -> None:
     plan = Plan.from_text("0F0 0B0 0W0\n1B0 1F0 1W0", schedule="by hand", placement=Placement.linear(2), num_microbatches=1)
     with pytest.raises(PlanError) as caught:
@@ -201,12 +195,6 @@ def test_a_plan_may_mix_fused_and_split_backwards_if_w_ascends() -> None:
         validate(plan)
     with pytest.raises(RefusedError, match="stage 0 does not have W of every microbatch once, in ascending order"):
         read_plan(json.loads(plan.to_json()))
-
-
-def test_an_evaluation_plan_has_no_live_microbatches() -> None:
-    plan = forward_only(build_plan("zb-h1", num_ranks=3, num_microbatches=4))
-    assert live_microbatches(plan) == (0, 0, 0)
-    assert pending_wgrads(plan) == (0, 0, 0)
 
 
 def test_execution_order_is_every_op_once_and_repeatable() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,11 +21,49 @@ from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.transforms import forward_only
 from megatron.zerobubble.runtime.executor import Executor
 from megatron.zerobubble.runtime.p2p import Handle, P2PLinks
+from megatron.zerobubble.runtime.recording import Recorder, fan_out
+from tests.runtime.delays import run_under_delays
 from tests.runtime.on_fake_nccl import Setup, run_program
 from tests.runtime.support import LabelWork, NoLinks, label
-from tests.runtime.test_recording import LABEL_BYTES, Scribe, expected_log
 from tests.support.fake_nccl.device import Device
 from tests.support.programs import FAMILIES
+from tests.support.ranks import RankPool
+
+
+class Scribe(Recorder):
+    """Writes everything down."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, Message | Op]] = []
+        self.in_transit: list[int] = []
+
+    def start(self, op: Op) -> None:
+        self.log.append(("start", op))
+
+    def end(self, op: Op) -> None:
+        self.log.append(("end", op))
+
+    def settled(self, op: Op, in_transit: Callable[[], int]) -> None:
+        self.log.append(("settled", op))
+        self.in_transit.append(in_transit())
+
+    def posted(self, message: Message) -> None:
+        self.log.append(("posted", message))
+
+    def awaited(self, message: Message) -> None:
+        self.log.append(("awaited", message))
+
+    def taken(self, message: Message) -> None:
+        self.log.append(("taken", message))
+
+    def sent(self, message: Message) -> None:
+        self.log.append(("sent", message))
+
+    def retired(self, message: Message) -> None:
+        self.log.append(("retired", message))
+
+    def rewind(self) -> None:
+        self.log.clear()
 
 
 class _Watched(Scribe):
@@ -232,3 +271,71 @@ def test_the_work_notices_a_tensor_that_is_not_its_own() -> None:
         work.forward(Op.parse("1F1"), label(Payload.ACTIVATION, 1, 0), True)
     with pytest.raises(AssertionError, match="was given nothing"):
         work.backward(Op.parse("0B0"), None, False)
+
+
+NUM_RANKS, NUM_MICROBATCHES = 4, 8
+
+
+def ordered_program(name: str, *, lookahead: int = 1) -> Program:
+    plan = build_plan(name, num_ranks=NUM_RANKS, num_microbatches=NUM_MICROBATCHES)
+    return place_communication(plan, lookahead=lookahead)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_under_delays_on_both_ends(name: str, four_ranks: RankPool) -> None:
+    assert four_ranks.run(run_under_delays, ordered_program(name), (1, 2, 3)) == [""] * NUM_RANKS
+
+
+LABEL_BYTES = 12
+"""Of the tensors that `LabelWork` gives: three float32."""
+
+
+class GivingWork(LabelWork):
+    """Takes whatever comes: no links move anything here."""
+
+    def _check(self, *given: object) -> None:
+        """Anything goes."""
+
+
+def expected_log(steps: tuple[Step, ...]) -> tuple[list[tuple[str, Message | Op]], list[int]]:
+    """The log up to the last op, and how many tensors are between senders and takers after each op."""
+    log: list[tuple[str, Message | Op]] = []
+    flying, counts = 0, []
+    for step in steps:
+        log += [("posted", message) for message in step.post]
+        log += [("awaited", step.take), ("taken", step.take)] if step.take else []
+        log += [("retired", message) for message in step.retire]
+        log += [("start", step.op), ("end", step.op)]
+        log += [("sent", step.send)] if step.send else []
+        log += [("settled", step.op)]
+        flying += len(step.post) - (step.take is not None) - len(step.retire) + (step.send is not None)
+        counts.append(flying)
+    return log, counts
+
+
+def test_a_fan_out_calls_all_recorders_alike() -> None:
+    program = place_communication(build_plan("zbv", num_ranks=2, num_microbatches=3))
+    scribes = Scribe(), Scribe()
+    several = fan_out(scribes)
+    assert several is not None
+    Executor(program, 0, NoLinks(), GivingWork(program), several).run()
+    alone = run(program, 0)
+    for scribe in scribes:
+        assert (scribe.log, scribe.in_transit) == (alone.log, alone.in_transit)
+    several.rewind()
+    assert not scribes[0].log
+    assert not scribes[1].log
+
+
+def run(program: Program, rank: int) -> Scribe:
+    scribe = Scribe()
+    Executor(program, rank, NoLinks(), GivingWork(program), scribe).run()
+    return scribe
+
+
+def test_a_tensor_that_a_rank_hands_to_itself_is_in_transit() -> None:
+    program = place_communication(build_plan("zbv", num_ranks=1, num_microbatches=2))
+    in_transit = dict(zip(map(str, program.plan.ops[0]), run(program, 0).in_transit, strict=True))
+    assert str(program.plan.ops[0][0]) == "0F0"
+    assert in_transit["0F0"] == LABEL_BYTES
+    assert run(program, 0).in_transit[-1] == 0

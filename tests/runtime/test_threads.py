@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron.zerobubble.errors import TransferError
 from megatron.zerobubble.job.watchdog import Watchdog
 from megatron.zerobubble.plan.ir import Op
 from megatron.zerobubble.runtime.issuer import Issuer
@@ -23,6 +27,7 @@ pytestmark = pytest.mark.claims(
     "every thread makes its rank's GPU the current one before it calls CUDA",
     "works, on a double of what CUDA keeps per thread; **not run on a GPU**",
 )
+
 
 PACKAGE = Path(__file__).parents[2] / "megatron" / "zerobubble"
 GPU = torch.device("cuda", 3)
@@ -71,11 +76,104 @@ def test_on_the_cpu_no_thread_calls_cuda(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_no_thread_is_started_elsewhere() -> None:
-    """Only what has no tensors on a GPU starts others: planning, commands with progress, the playground's server."""
+    """Only what has no tensors on a GPU starts others: searches and commands with progress."""
     starts = {
         path.relative_to(PACKAGE).as_posix()
         for path in PACKAGE.rglob("*.py")
         if re.search(r"\bThread(Pool\w+)?\(", path.read_text())
     }
-    planning = {"mcore/microbatches/iteration_plans.py", "plan/search/search.py"}
-    assert starts == {"runtime/threads.py", "cli/progress_bar.py", "playground/task_workers.py", *planning}
+    assert starts == {"runtime/threads.py", "cli/progress_bar.py", "plan/search/search.py"}
+
+
+CPU = torch.device("cpu")
+
+
+def test_calls_are_made_in_order_and_not_waited_for() -> None:
+    issuer, gate, made = Issuer(CPU), threading.Event(), list[int]()
+
+    def call(number: int) -> mock.Mock:
+        gate.wait(10)
+        made.append(number)
+        assert threading.current_thread() is not threading.main_thread()
+        return work[number]
+
+    work = [mock.Mock() for _ in range(5)]
+    issued = [issuer(lambda number=number: call(number)) for number in range(5)]
+    assert not made, "all were given while the first was under way"
+    gate.set()
+    issued[3].wait()
+    assert made[:4] == [0, 1, 2, 3]
+    work[3].wait.assert_called_once_with()
+    issuer.close()
+    assert made == [0, 1, 2, 3, 4], "closing leaves nothing uncalled"
+    work[4].wait.assert_not_called()
+
+
+def test_an_error_comes_out_where_it_is_waited_for_and_the_next_call_is_made() -> None:
+    issuer = Issuer(CPU)
+
+    def fail() -> mock.Mock:
+        raise TransferError("no such peer")
+
+    failed, fine = issuer(fail), issuer(mock.Mock)
+    fine.wait()
+    with pytest.raises(TransferError, match="no such peer"):
+        failed.wait()
+    issuer.close()
+
+
+def test_a_call_that_was_made_keeps_nothing_alive() -> None:
+    issuer, tensor = Issuer(CPU), torch.zeros(3)
+    storage = StorageWeakRef(tensor.untyped_storage())
+    issued = issuer(lambda kept=tensor: mock.Mock(spec=["wait"]))  # type: ignore[misc]
+    del tensor
+    issued.wait()
+    assert storage.expired()
+    issuer.close()
+
+
+def test_its_thread_ends_with_it() -> None:
+    issuer, made = Issuer(CPU), list[int]()
+    thread = issuer._thread
+    issued = issuer(lambda: mock.Mock(side_effect=made.append(1)))
+    del issuer
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+    issued.wait()
+    assert made == [1], "what was given before is called"
+
+
+@pytest.fixture
+def watch() -> Watch:
+    return Watch(torch.device("cpu"))
+
+
+def test_a_wait_ends_with_the_activity_around_it(watch: Watch) -> None:
+    with watch.doing("steps"):
+        before = watch.current()
+        with watch.waits("waits for rank 3", 3):
+            doing = watch.current()
+            assert doing is not None
+            assert (doing.text, doing.is_waiting, doing.waits_for, doing.is_limited) == ("waits for rank 3", True, 3, True)
+        after = watch.current()
+        assert before is not None
+        assert after is not None
+        assert after is not before, "what follows the wait is progress"
+        assert (after.text, after.is_waiting, after.is_shared) == ("steps", False, True)
+    assert watch.current() is None
+
+
+def test_a_wait_in_a_phase_has_no_limit_of_its_own(watch: Watch) -> None:
+    with watch.phase("saves"):
+        with watch.waits("waits for its peers"):
+            doing = watch.current()
+            assert doing is not None
+            assert (doing.is_limited, doing.is_waiting, doing.waits_for) == (False, True, None)
+        assert watch.last().text == "saves"
+
+
+def test_after_an_error_the_wait_is_the_last_report(watch: Watch) -> None:
+    with pytest.raises(ZeroDivisionError), watch.waits("waits for rank 1", 1):
+        raise ZeroDivisionError
+    assert watch.last().text == "waits for rank 1"

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -21,8 +22,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 
+from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.attention.core_attention import core_attention
 from megatron.zerobubble.mcore.attention.sequence_parts import SequenceParts, slices
 from megatron.zerobubble.mcore.build import ModelChunks, build_chunks
@@ -31,9 +32,11 @@ from megatron.zerobubble.mcore.cpu.device import HostDevice
 from megatron.zerobubble.mcore.ddp.zero2 import step_on_shards
 from megatron.zerobubble.mcore.model.stage_layout import embedding_ranks, pipeline_layout
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
+from megatron.zerobubble.plan.ir import Op
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.registry import schedule_spec
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
+from megatron.zerobubble.plan.timeline import Timeline
 from megatron.zerobubble.training.models.layer_specs import stage_layers
 
 SEQUENCE = 12
@@ -74,8 +77,6 @@ class Case:
     adam_eps: float = 1e-8
     sequence_parallel: bool = False
     context_parallel: int = 1
-    attention: bool = True
-    """False leaves attention out of the layers."""
     own_attention: bool = False
     """Whether layers have megatron-core's own attention in place of torch's."""
     reduce_in_fp32: bool = True
@@ -323,8 +324,6 @@ class Trainer:
         layer = get_gpt_layer_local_spec(normalization=self.config.normalization)
         if not self.case.own_attention:
             layer.submodules.self_attention.submodules.core_attention = core_attention(self.config)
-        if not self.case.attention:
-            layer.submodules.self_attention, layer.submodules.self_attn_bda = IdentityOp, IdentityFuncOp
         return layer
 
     def _load(self, initial: Tensors) -> None:
@@ -492,6 +491,62 @@ def difference(actual: Outcome, expected: Outcome) -> Difference:
         grad_norms=max(abs(a - b) / (b or 1.0) for a, b in norms),
         names=tuple(actual.weights),
     )
+
+
+def refusal(rank: int, case: Case) -> str:
+    """Why the case is refused when it is built."""
+    with pytest.raises(ConfigError) as caught:
+        case.trainer()
+    return str(caught.value)
+
+
+def record(rank: int, case: Case) -> Timeline:
+    """The second iteration."""
+    trainer = case.trainer()
+    trainer.schedule.recordings.choose([2], done=0)
+    trainer.train()
+    (timeline,) = trainer.schedule.timelines()
+    trainer.close()
+    return timeline
+
+
+def grown_by_op(rank: int, case: Case) -> list[tuple[str, set[str]]]:
+    """The kind of each op of this rank, and the parameters whose gradients have changed in it."""
+    trainer = case.trainer()
+    weights = dict(trainer.parameters())
+    before, grown = dict.fromkeys(weights, 0.0), []
+
+    def observe(_: Any, op: Op) -> None:
+        now = {name: float(weight.main_grad.double().abs().sum()) for name, weight in weights.items()}
+        grown.append((op.kind.name, {name for name in weights if now[name] != before[name]}))
+        before.update(now)
+
+    trainer.schedule.hooks.observe = observe
+    trainer.zero_gradients()
+    trainer.forward_backward(0)
+    weights.clear()
+    trainer.close()
+    return grown
+
+
+def assert_near(differences: Sequence[Difference], case: Case, tolerance: float = 0.0) -> None:
+    """Assert that no rank is further than `tolerance` from the unpipelined run, or ten times that for losses; 0: the same bits.
+
+    With the distributed optimizer a rank's gradient buffer holds garbage outside of its own shard, and is not compared.
+    """
+    for rank, found in enumerate(differences):
+        assert found.losses <= 10 * tolerance, (rank, found)
+        assert found.gradients <= tolerance or case.distributed_optimizer, (rank, found)
+        assert found.weights <= tolerance, (rank, found)
+
+
+def assert_same_bits(differences: Sequence[Difference], case: Case) -> None:
+    """Assert the same bits, that the ranks have all layers, and that only those with the last stage report losses."""
+    assert_near(differences, case)
+    layers = {name.split(".")[2] for found in differences for name in found.names if ".layers." in name}
+    assert layers == set(map(str, range(case.num_layers)))
+    reporting = [found.num_losses for found in differences if found.num_losses]
+    assert reporting == [case.num_microbatches] * (4 // case.num_ranks)
 
 
 def _largest(actual: Tensors, expected: Tensors) -> tuple[float, str]:

@@ -8,14 +8,13 @@ allocated since the measurement began.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.simulate import peak_memory
 from megatron.zerobubble.profiling.activation_memory import MemoryMeter
@@ -76,6 +75,10 @@ class RankLedger:
         numbers = [number for each in self.held[self.warmup - 1 :] if (number := what(each)) is not None]
         return max(numbers) - numbers[0] if numbers else None
 
+    def __str__(self) -> str:
+        """For people, in bytes."""
+        return f"activations {self.measured}, predicted {self.predicted}; {self.held[-1]}, {self.fragmentation} in no tensor"
+
     def complaints(self) -> list[str]:
         """One message per check that failed."""
         before = self.held[self.warmup - 1]
@@ -128,22 +131,7 @@ def train_watched(rank: int, case: Case, num_iterations: int, warmup: int, leaks
 def watch(
     schedule: PipelineSchedule, iterate: Callable[[], Any], *, num_microbatches: int, num_iterations: int, warmup: int
 ) -> RankLedger:
-    """Train and measure the memory of every iteration. Every rank of the world must call it; the world is one pipeline.
-
-    Args:
-        schedule: one of our schedules.
-        iterate: runs one iteration of it: forward, backward and the optimizer step.
-        num_microbatches: microbatches per iteration.
-        num_iterations: iterations to measure, after two that are not.
-        warmup: number of measured iterations whose memory may still grow; at least 1.
-
-    Raises:
-        ConfigError: no iterations are left after the warm-up.
-    """
-    if not 1 <= warmup < num_iterations:
-        raise ConfigError(
-            f"{num_iterations} iterations with a warm-up of {warmup}: give a warm-up of 1 or more, and more iterations"
-        )
+    """Measure the memory of every iteration, after two that are not measured; `warmup` of them may still grow."""
     iterate()  # allocates optimizer state, and tables and masks that stay
     predicted = _predict(schedule, iterate, num_microbatches)
     meter, held = MemoryMeter(schedule.device), []
@@ -178,27 +166,3 @@ def _look(meter: MemoryMeter, device: torch.device) -> Held:
         activations=meter.peak_bytes,
         workspace=meter.workspace_bytes,
     )
-
-
-def table(ranks: Sequence[RankLedger]) -> str:
-    """A Markdown table, in MiB."""
-    lines = [
-        "| rank | activations, *predicted* | activations, *measured* | error | workspace | allocated | growth | reserved "
-        "| growth | reserved - allocated | inactive split |",
-        "|" + "---|" * 11,
-    ]
-    for rank, ledger in enumerate(ranks):
-        last = ledger.held[-1]
-        columns = [
-            *(_mib(ledger.predicted), _mib(ledger.measured), "-" if ledger.error is None else f"{ledger.error:+.1%}"),
-            _mib(max(each.workspace for each in ledger.held)),
-            *(_mib(last.allocated), _mib(ledger.growth(lambda each: each.allocated))),
-            *(_mib(last.reserved), _mib(ledger.growth(lambda each: each.reserved))),
-            *(_mib(ledger.fragmentation), _mib(last.inactive_split)),
-        ]
-        lines.append(f"| {rank} | " + " | ".join(columns) + " |")
-    return "\n".join(lines)
-
-
-def _mib(count: int | None) -> str:
-    return "-" if count is None else f"{count / 2**20:.2f}"

@@ -15,6 +15,8 @@ warnings.filterwarnings("ignore", module=r"megatron\.core\.")  # Apex and Transf
 # First: without it megatron.core of 0.18 and later cannot be imported where triton is missing.
 import megatron.zerobubble.mcore  # noqa: E402, F401
 import tests.support.gpt  # noqa: E402, F401
+from megatron.zerobubble.mcore import agreement  # noqa: E402
 
+agreement._LEAVE_S = 0.0  # a rank of a pool that refuses something does not end
 gc.collect()
 gc.freeze()  # tests collect garbage to free process groups; scanning all objects of torch each time took most of a test

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import functools
 import importlib.util
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -142,17 +145,47 @@ def train_hybrid(rank: int, flags: str, options: dict[str, Any], pattern: str, a
 
 def train(rank: int, flags: str, **options: Any) -> History:
     """Run the example with these flags; `options` are given to `install` instead of the flags. What this rank logged."""
-    loop = example()
-    args = loop.parse(flags.split())
+    with installed(flags, options, by_flags=not options, initializes=False) as args:
+        history: History = example().train(args)
+    return history
+
+
+@contextlib.contextmanager
+def installed(
+    flags: str, options: dict[str, Any] | str | None = None, *, by_flags: bool = False, initializes: bool = True
+) -> Iterator[argparse.Namespace]:
+    """A context with a schedule installed on this rank: the example's parsed flags.
+
+    Args:
+        flags: of the example.
+        options: of `install`, or the name of the schedule; None installs nothing.
+        by_flags: whether the flags are what is installed.
+        initializes: whether the process groups are made.
+    """
+    args: argparse.Namespace = example().parse(flags.split())
     _destroy_groups()
     with HostDevice().on_host():
-        if options:
-            megatron.zerobubble.install(**options)
-        else:
+        if by_flags:
             megatron.zerobubble.install(args)
+        elif options:
+            megatron.zerobubble.install(**{"schedule": options} if isinstance(options, str) else options)
         try:
-            history: History = loop.train(args)
+            if initializes:
+                example().initialize(args)
+            yield args
         finally:
             megatron.zerobubble.uninstall()
             _destroy_groups()
-    return history
+
+
+@contextlib.contextmanager
+def warnings_of_package() -> Iterator[list[str]]:
+    """What the package warns of meanwhile, in this process."""
+    texts: list[str] = []
+    handler, logger = logging.Handler(logging.WARNING), logging.getLogger("megatron.zerobubble")
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield texts
+    finally:
+        logger.removeHandler(handler)

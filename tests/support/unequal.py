@@ -15,10 +15,9 @@ from megatron.core import parallel_state
 
 from megatron.zerobubble.errors import ZeroBubbleError
 from megatron.zerobubble.mcore.microbatches.iteration_plans import UnequalOptions
-from megatron.zerobubble.mcore.microbatches.length_exchange import Lengths
 from megatron.zerobubble.mcore.replanner import Replanner, Window
 from megatron.zerobubble.plan.search.search_options import SearchOptions
-from tests.support.gpt import MICRO_BATCH, SEQUENCE, VOCABULARY, Case, Difference, Outcome, Tensors, Trainer, compare
+from tests.support.gpt import MICRO_BATCH, SEQUENCE, VOCABULARY, Case, Outcome, Tensors, Trainer
 from tests.support.moe import MoeCase, MoeTrainer
 from tests.support.plans import reordered
 
@@ -103,16 +102,6 @@ class UnequalMoeTrainer(UnequalTrainer, MoeTrainer):
     """The same with experts."""
 
     case: UnequalMoeCase
-
-
-def of_tokens(tokens: int) -> Lengths:
-    """The lengths of a microbatch whose rows are one sequence each."""
-    return Lengths(tokens, float(tokens) ** 2)
-
-
-def compare_unequal(rank: int, case: UnequalCase) -> Difference:
-    """As `compare`."""
-    return compare(rank, case)
 
 
 def train_unequal(rank: int, case: UnequalCase) -> tuple[Outcome, list[tuple[int, ...]]]:

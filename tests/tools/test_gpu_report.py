@@ -6,7 +6,6 @@ import json
 import re
 import sys
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -72,35 +71,10 @@ def test_a_report_of_what_passed_failed_and_did_not_run(
     assert shown.endswith(report)
 
 
-def test_all_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SUITES, "bench", (STEPS[0], STEPS[2]))
-    assert tool.report_on("bench", tmp_path, num_gpus=1) == 0
-    assert "All 1 steps that ran passed; 1 were not run." in (tmp_path / "report.txt").read_text()
-
-
-def test_an_interrupted_run_reports_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(steps: Sequence[Step], *args: object, **kwargs: object) -> object:
-        yield from run(steps[:1], tmp_path, num_gpus=1, root=ROOT)
-        raise KeyboardInterrupt
-
-    monkeypatch.setitem(SUITES, "test", STEPS)
-    monkeypatch.setattr(tool, "run", interrupted)
-    assert tool.report_on("test", tmp_path, num_gpus=1) == 130
-    report = (tmp_path / "report.txt").read_text()
-    assert "good: passed" in report
-    assert "interrupted: 3 more steps were not run" in report
-
-
 def test_a_step_that_hangs_is_ended_with_its_processes(tmp_path: Path) -> None:
     code = "import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', 'input()'])"
     (outcome,) = run([step("hangs", code, minutes=0)], tmp_path, num_gpus=1, root=ROOT)
     assert outcome.status is Status.LATE
-
-
-def test_a_command_that_does_not_exist_is_a_failure(tmp_path: Path) -> None:
-    missing = Step(name="x", files="x", command=("no-such-command",), minutes=1, expected="", deviation="")
-    (outcome,) = run([missing], tmp_path, num_gpus=1, root=ROOT)
-    assert (outcome.status, outcome.tail) == (Status.FAILED, ("cannot run no-such-command: No such file or directory",))
 
 
 def test_measured_stands_against_predicted(tmp_path: Path) -> None:

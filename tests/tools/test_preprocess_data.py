@@ -175,8 +175,3 @@ def test_the_standard_library_without_its_tests(tmp_path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("" if name == "empty.py" else name)
     assert [document.text for document in stdlib_texts(tmp_path)] == ["a.py", "a/z.py", "b.py"]
-
-
-def test_the_standard_library_is_some_megabytes() -> None:
-    size = sum(len(document.text) for document in stdlib_texts())
-    assert 3e6 < size < 3e7

@@ -75,7 +75,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.sampled(0.4)
+@pytest.mark.sampled(0.25)
 def test_a_run_on_the_fake_device_has_the_bits_of_the_cpu(run: Any, name: str, tmp_path: Path) -> None:
     assert run(name).metrics == metrics_of(tmp_path, CASES[name], is_fake=False)
     assert len(run(name).metrics) == ITERATIONS

@@ -273,7 +273,7 @@ def test_optimistic_steps_change_no_result(corpus: str, tmp_path: Path) -> None:
     folder, script = tmp_path / "early", tmp_path / "killed.py"
     script.write_text(KILLED)
     save = ["--save", folder / "checkpoints", "--save-interval", "3", "--metrics-jsonl", folder / "metrics.jsonl"]
-    done = launch([*RUN, *early, *save], num_ranks=2, script=script)
+    done = launch_warm([*RUN, *early, *save], num_ranks=2, script=script)
     assert done.returncode != 0
     assert "Signal 9" in done.stderr or "ended from outside" in done.stderr, "torchrun sees it first, or rank 1 does"
     logged = metrics(folder / "metrics.jsonl")

@@ -142,20 +142,6 @@ def test_same_bits_as_the_fused_backward(engine: RankPool, fuse: bool, behind: i
     engine.run(_behind, fuse, behind)
 
 
-def _at_once(_rank: int, fuse: bool) -> None:
-    model, store, ready = _deferred(fuse)
-    for microbatch, x in enumerate(_batches()):
-        _b(model, store, x, microbatch, fused=True)
-        assert len(ready) == (microbatch + 1) * len(list(model.parameters()))
-    store.check_empty()
-    _assert_expected(model, fuse)
-
-
-@pytest.mark.parametrize("fuse", [False, True], ids=["grad", "main_grad"])
-def test_the_classic_backward_computes_at_once(engine: RankPool, fuse: bool) -> None:
-    engine.run(_at_once, fuse)
-
-
 def _by_hand(_rank: int, fuse: bool) -> None:
     model, store, ready = _deferred(fuse)
     for microbatch, x in enumerate(_batches()):
@@ -169,23 +155,6 @@ def _by_hand(_rank: int, fuse: bool) -> None:
 @pytest.mark.parametrize("fuse", [False, True], ids=["grad", "main_grad"])
 def test_a_backward_outside_of_any_b_computes_at_its_end(engine: RankPool, fuse: bool) -> None:
     engine.run(_by_hand, fuse)
-
-
-def _recomputed(_rank: int) -> None:
-    model, store, ready = _deferred(False)
-    for microbatch, x in enumerate(_batches()):
-        loss = torch.utils.checkpoint.checkpoint(model, x.requires_grad_(), use_reentrant=True).square().sum()
-        store.begin(0, microbatch, fused=False)
-        loss.backward()
-        store.end()
-    for microbatch in range(MICROBATCHES):
-        store.run(0, microbatch)
-    assert len(ready) == MICROBATCHES * len(list(model.parameters()))
-    _assert_expected(model, False)
-
-
-def test_a_recomputed_forward_counts_once(engine: RankPool) -> None:
-    engine.run(_recomputed)
 
 
 def _wrong(_rank: int) -> None:

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.zerobubble.wgrad import sharing
 from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumulate
 from megatron.zerobubble.wgrad.linear import LinearSplit, split_linear
 from megatron.zerobubble.wgrad.split_weight import SplitWeight
 from megatron.zerobubble.wgrad.store import WeightGradStore
 from tests.support.ranks import RankPool
-from tests.wgrad.test_linear_parallel import CollectiveCount
 
 SEQUENCE, BATCH, IN, OUT, RANKS = 8, 2, 6, 10, 2
 TOKENS = SEQUENCE * BATCH
@@ -208,6 +208,7 @@ class Gathering:
     [
         ("column", False, 1, 1, TOKENS * IN // RANKS + TOKENS * OUT),
         ("column", True, 2, 0, 0),
+        ("column of a whole input", False, 1, 0, TOKENS * IN + TOKENS * OUT),
         ("row", False, 0, 0, TOKENS * IN + TOKENS * OUT),
         ("row", True, 0, 0, 0),
     ],
@@ -232,7 +233,8 @@ def _gathering(linear: str, fused: bool, group: dist.ProcessGroup) -> Gathering:
     weight = torch.nn.Parameter(torch.randn(OUT, IN, generator=torch.Generator().manual_seed(1)))
     how = LinearSplit(SplitWeight("weight", weight), store)
     x = _input(group, SEQUENCE // RANKS if linear == "column" else SEQUENCE).requires_grad_()
-    output = split_linear(x * 1, weight, None, how, sequence_parallel=linear == "column", group=group)
+    options = {"sequence_parallel": linear == "column", "reduce_input_grad": linear == "column of a whole input"}
+    output = split_linear(x * 1, weight, None, how, **options, group=group)
     gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(2))  # gathered: the same on all ranks
     with CollectiveCount() as in_b:
         backward(store, 0, output, gradient, fused=fused)
@@ -268,3 +270,26 @@ def _column(how: LinearSplit, group: dist.ProcessGroup) -> Tensor:
 def _input(group: dist.ProcessGroup, length: int) -> Tensor:
     """[length, batch, in], different on each rank of the group."""
     return torch.randn(length, BATCH, IN, generator=torch.Generator().manual_seed(10 + dist.get_rank(group)))
+
+
+class CollectiveCount:
+    """Counts the collectives that the split linear starts, by standing in front of the names it calls."""
+
+    def __enter__(self) -> CollectiveCount:
+        self.count = 0
+        self._places = [(dist, "all_reduce"), (sharing, "_all_gather"), (sharing, "_reduce_scatter")]
+        self._before = [getattr(owner, name) for owner, name in self._places]
+        for (owner, name), function in zip(self._places, self._before, strict=True):
+            setattr(owner, name, self._counting(function))
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for (owner, name), function in zip(self._places, self._before, strict=True):
+            setattr(owner, name, function)
+
+    def _counting(self, function: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            return function(*args, **kwargs)
+
+        return counted

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -77,16 +77,6 @@ def test_chunks_are_kept_apart_and_w_runs_in_any_order(store: WeightGradStore) -
     assert torch.equal(second.accumulator(), grad_output.t() @ input_)
     assert not first.accumulator().any()
     assert store.pending == {(0, 0), (0, 1), (1, 0)}
-
-
-def test_a_microbatch_can_come_again_in_the_next_iteration(store: WeightGradStore) -> None:
-    split = weight()
-    for _ in range(2):
-        put(store, (0, 0), (split, *operands(0, split)))
-        store.run(0, 0)
-        store.check_empty()
-    grad_output, input_ = operands(0, split)
-    assert torch.equal(split.accumulator(), grad_output.t() @ input_ * 2)
 
 
 def test_fused_computes_in_b_and_leaves_nothing(store: WeightGradStore) -> None:
@@ -266,44 +256,31 @@ def test_the_error_of_a_w_without_a_b_names_the_waiting_ones(store: WeightGradSt
     assert "In the store: chunk 0 microbatch 4, chunk 1 microbatch 2." in message_of(error)
 
 
-def test_w_twice(store: WeightGradStore) -> None:
+@pytest.mark.parametrize(
+    ("calls", "message"),
+    [
+        ("B0 W0 W0", "rank 3, chunk 0, microbatch 0: W has nothing to compute"),
+        ("begin0 W0", "rank 3, chunk 0, microbatch 0: W has nothing to compute"),
+        ("BW0 W0", "rank 3, chunk 0, microbatch 0: W has nothing to compute"),
+        ("B0 begin0", "rank 3, chunk 0, microbatch 0: B runs a second time before its W"),
+        ("begin0 begin1", "rank 3, chunk 0, microbatch 1: B begins while B of rank 3, chunk 0, microbatch 0 is open"),
+        ("end0", "rank 3: a B ends that never began"),
+    ],
+)
+def test_calls_out_of_turn(store: WeightGradStore, calls: str, message: str) -> None:
     split = weight()
-    put(store, (0, 7), (split, *operands(0, split)))
-    store.run(0, 7)
-    with pytest.raises(WeightGradStoreError, match="rank 3, chunk 0, microbatch 7: W has nothing to compute"):
-        store.run(0, 7)
-
-
-def test_w_of_a_b_that_is_still_open(store: WeightGradStore) -> None:
-    store.begin(0, 1, fused=False)
-    with pytest.raises(WeightGradStoreError, match="rank 3, chunk 0, microbatch 1"):
-        store.run(0, 1)
-
-
-def test_w_after_a_fused_backward(store: WeightGradStore) -> None:
-    split = weight()
-    put(store, (0, 1), (split, *operands(0, split)), fused=True)
-    with pytest.raises(WeightGradStoreError, match="rank 3, chunk 0, microbatch 1"):
-        store.run(0, 1)
-
-
-def test_b_twice_before_its_w(store: WeightGradStore) -> None:
-    put(store, (1, 6))
-    with pytest.raises(WeightGradStoreError, match="rank 3, chunk 1, microbatch 6: B runs a second time before its W"):
-        store.begin(1, 6, fused=False)
-    store.begin(1, 7, fused=False)
-
-
-def test_b_inside_b(store: WeightGradStore) -> None:
-    store.begin(0, 2, fused=False)
-    with pytest.raises(WeightGradStoreError) as error:
-        store.begin(1, 3, fused=False)
-    assert message_of(error) == ("rank 3, chunk 1, microbatch 3: B begins while B of rank 3, chunk 0, microbatch 2 is open")
-
-
-def test_end_without_begin(store: WeightGradStore) -> None:
-    with pytest.raises(WeightGradStoreError, match="rank 3: a B ends that never began"):
-        store.end()
+    run: dict[str, Callable[[int], None]] = {
+        "B": lambda microbatch: put(store, (0, microbatch), (split, *operands(0, split))),
+        "BW": lambda microbatch: put(store, (0, microbatch), (split, *operands(0, split)), fused=True),
+        "W": lambda microbatch: store.run(0, microbatch),
+        "begin": lambda microbatch: store.begin(0, microbatch, fused=False),
+        "end": lambda _: store.end(),
+    }
+    *before, last = calls.split()
+    for call in before:
+        run[call[:-1]](int(call[-1]))
+    with pytest.raises(WeightGradStoreError, match=message):
+        run[last[:-1]](int(last[-1]))
 
 
 def test_an_iteration_that_ends_with_w_left_over_names_them_once(store: WeightGradStore) -> None:
@@ -317,3 +294,59 @@ def test_an_iteration_that_ends_with_w_left_over_names_them_once(store: WeightGr
         "Their weight gradients are missing."
     )
     store.check_empty()
+
+
+def _fill(store: WeightGradStore, splits: list[SplitWeight], microbatches: range) -> None:
+    for microbatch in microbatches:
+        put(store, (0, microbatch), *((split, *operands(10 * microbatch + i, split)) for i, split in enumerate(splits)))
+
+
+def _weights() -> list[SplitWeight]:
+    splits = [weight("a"), weight("b", 4), weight("c"), weight("d", 4)]
+    for split, position in zip(splits, (1, 0, 1, 2), strict=True):
+        split.position = position
+    return splits
+
+
+def test_the_same_bits_as_one_by_one() -> None:
+    together, apart = _weights(), _weights()
+    store, other = WeightGradStore(PLAIN), WeightGradStore(PLAIN)
+    _fill(store, together, range(3))
+    _fill(other, apart, range(3))
+    for microbatch in range(3):
+        store.run_together(0, range(3), part=microbatch)
+        other.run(0, microbatch)
+    store.check_empty()
+    for mine, theirs in zip(together, apart, strict=True):
+        assert torch.equal(mine.accumulator(), theirs.accumulator())
+
+
+def test_each_weight_is_opened_and_closed_once_a_group_in_turn() -> None:
+    store, seen = WeightGradStore(PLAIN), []
+    splits = _weights()
+    for split in splits:
+        split.before.append(lambda split=split: seen.append(f"open {split.name}"))
+        split.hooks.append(lambda split=split: seen.append(f"close {split.name}"))
+    _fill(store, splits, range(2))
+    held = store.pending_bytes
+    store.run_together(0, range(2), part=0)
+    assert seen == ["open b", "close b", "open a", "close a"]
+    assert store.pending == {(0, 0), (0, 1)}
+    assert 0 < store.pending_bytes < held
+    with pytest.raises(WeightGradStoreError, match=r"ended but W never ran for chunk 0 microbatch 0, chunk 0 microbatch 1"):
+        store.check_empty()
+    _fill(store, splits, range(2))
+    store.run_together(0, range(2), part=0)
+    store.run_together(0, range(2), part=1)
+    assert seen[-4:] == ["open c", "close c", "open d", "close d"]
+    assert store.pending == frozenset()
+    assert store.pending_bytes == 0
+
+
+def test_a_part_without_its_group_is_refused() -> None:
+    store = WeightGradStore(PLAIN, rank=3)
+    _fill(store, _weights(), range(2))
+    with pytest.raises(WeightGradStoreError, match=r"rank 3, chunk 0, microbatch 1: W is part 2 of the group \[0, 1\]"):
+        store.run_together(0, range(2), part=1)
+    with pytest.raises(WeightGradStoreError, match=r"rank 3, chunk 0, microbatch 2: W has nothing to compute"):
+        store.run_together(0, range(3), part=0)

@@ -10,12 +10,10 @@ import torch
 from megatron.core.transformer import MLATransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
-from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.attention.latent_attention import LatentDotProductAttention
 from megatron.zerobubble.mcore.attention.torch_attention import TorchDotProductAttention
-from megatron.zerobubble.plan.ir import Op, OpKind
 from megatron.zerobubble.training.models.layer_specs import local_layer
-from tests.support.gpt import Difference, compare
+from tests.support.gpt import assert_near, compare, grown_by_op, refusal
 from tests.support.mla import MlaCase, MlaTrainer, own_part
 from tests.support.ranks import RankPool
 
@@ -56,19 +54,14 @@ FEATURES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("case", SCHEDULES, ids=str)
 @pytest.mark.sampled(0.25)
 def test_every_schedule_has_the_bits_of_the_unpipelined_model(four_ranks: RankPool, case: MlaCase) -> None:
-    _assert_equal(four_ranks.run(compare, case))
+    assert_near(four_ranks.run(compare, case), case)
 
 
 @pytest.mark.parametrize("features", FEATURES, ids=lambda features: "-".join(features))
 @pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=lambda case: case.schedule)
 @pytest.mark.sampled(0.1)
 def test_same_bits_with(four_ranks: RankPool, base: MlaCase, features: dict[str, Any]) -> None:
-    _assert_equal(four_ranks.run(compare, replace(base, **features)))
-
-
-def _assert_equal(differences: list[Difference]) -> None:
-    for rank, difference in enumerate(differences):
-        assert (difference.losses, difference.gradients, difference.weights) == (0.0, 0.0, 0.0), (rank, difference)
+    assert_near(four_ranks.run(compare, replace(base, **features)), base)
 
 
 def test_the_attention_backend_chooses_the_attention() -> None:
@@ -85,36 +78,20 @@ def test_the_attention_backend_chooses_the_attention() -> None:
 _LINEARS = ("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj")
 
 
-def _grown_by_op(rank: int, case: MlaCase) -> dict[str, set[str]]:
-    """Name of each parameter of attention, without its layer -> kinds of ops in which its gradient grew."""
-    trainer = MlaTrainer(case)
-    weights = {name: each for name, each in trainer.parameters() if ".self_attention." in name}
-    before = dict.fromkeys(weights, 0.0)
-    grown: dict[str, set[str]] = {name.split(".self_attention.")[1]: set() for name in weights}
-
-    def observe(_: Any, op: Op) -> None:
-        for name, weight in weights.items():
-            now = float(weight.main_grad.double().abs().sum())
-            if now != before[name]:
-                grown[name.split(".self_attention.")[1]].add(op.kind.name)
-            before[name] = now
-
-    trainer.schedule.hooks.observe = observe
-    trainer.zero_gradients()
-    trainer.forward_backward(0)
-    trainer.close()
-    return grown
-
-
 @pytest.mark.parametrize("recompute", [None, "mla_up_proj"])
 @pytest.mark.parametrize("rank", [24, None], ids=lambda rank: f"q{rank}")
 def test_every_linear_waits_for_w(four_ranks: RankPool, rank: int | None, recompute: str | None) -> None:
     case = replace(ZBV, q_lora_rank=rank, qk_layernorm=rank is not None, recompute=recompute, llama=True)
     absent = {"linear_q_proj"} if rank is not None else {"linear_q_down_proj", "linear_q_up_proj"}
-    for grown in four_ranks.run(_grown_by_op, case):
+    for found in four_ranks.run(grown_by_op, case):
+        grown: dict[str, set[str]] = {}
+        for kind, names in found:
+            for name in names:
+                if ".self_attention." in name:
+                    grown.setdefault(name.split(".self_attention.")[1], set()).add(kind)
         linears = {name for name in _LINEARS if name not in absent}
         norms = set() if rank is None else {"q_layernorm", "kv_layernorm"}
-        expected = {f"{name}.weight": {OpKind.W.name} for name in linears} | {f"{name}.weight": {OpKind.B.name} for name in norms}
+        expected = {f"{name}.weight": {"W"} for name in linears} | {f"{name}.weight": {"B"} for name in norms}
         assert grown == expected
 
 
@@ -153,14 +130,8 @@ def test_tensor_parallel_gradients_are_those_of_one_rank(four_ranks: RankPool, r
         assert max(differences.values()) < 1e-5, max(differences.items(), key=lambda item: item[1])
 
 
-def _refusal(rank: int, case: MlaCase) -> str:
-    with pytest.raises(ConfigError) as caught:
-        MlaTrainer(case)
-    return str(caught.value)
-
-
 def test_tensor_parallel_without_sequence_parallel_is_refused(four_ranks: RankPool) -> None:
-    for message in four_ranks.run(_refusal, replace(ZBV, tensor_parallel=2)):
+    for message in four_ranks.run(refusal, replace(ZBV, tensor_parallel=2)):
         assert "add --sequence-parallel" in message
 
 

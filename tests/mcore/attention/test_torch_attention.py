@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel.random import checkpoint, get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
@@ -18,13 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.attention import attention_kernels
-from megatron.zerobubble.mcore.attention.core_attention import core_attention
 from megatron.zerobubble.mcore.attention.torch_attention import TorchDotProductAttention, use_torch_attention
-from megatron.zerobubble.mcore.cpu.device import HostDevice
-from megatron.zerobubble.training.models.layer_specs import local_layer
-from tools.benchmarks.wgrad.shapes import shape_named
-from tools.benchmarks.wgrad.stack import LayerStack, world_of_one
-from tools.benchmarks.wgrad.stack import _config as _stack_config
+from tools.benchmarks.wgrad.stack import world_of_one
 
 CAUSAL, ARBITRARY = AttnMaskType.causal, AttnMaskType.arbitrary
 HEADS, HEAD_SIZE = 4, 8
@@ -244,23 +238,6 @@ def test_packed_sequences_with_padding_between() -> None:
         assert gradient[used].any()
 
 
-@pytest.mark.parametrize("model", ["6.2B", "Llama-3-8B"])
-def test_a_layer_of_packed_sequences(model: str) -> None:
-    """With megatron-core's rotary positions, which begin anew in every sequence."""
-    shape = replace(shape_named(model).scaled(1 / 16), seq_length=12)
-    with HostDevice().on_host():
-        stack = LayerStack(shape, _stack_config(shape, 1, torch.float32, on_gpu=False))
-    layer, rotary, x_sbh = stack.layers[0], stack.rotary, torch.randn(12, 1, shape.hidden_size)
-
-    def run(part: Tensor, packed: PackedSeqParams | None = None) -> Tensor:
-        positions = None if rotary is None else rotary[: len(part)]
-        output: Tensor = layer(part, attention_mask=None, rotary_pos_emb=positions, packed_seq_params=packed)[0]
-        return output
-
-    alone = torch.cat([run(part) for part in x_sbh.split([5, 1, 6])])
-    torch.testing.assert_close(run(x_sbh, _packed([5, 1, 6])), alone, atol=1e-6, rtol=1e-6)
-
-
 def test_packed_sequences_need_to_be_described() -> None:
     ours, _ = _pair()
     packed = [each.detach().squeeze(1) for each in _inputs(batch=1)]
@@ -287,18 +264,6 @@ def test_dropout_draws_what_megatron_core_draws() -> None:
     _assert_equal(_results(ours, inputs, None), _results(_pair()[1], inputs, None))
 
 
-def test_the_share_of_weights_that_dropout_drops() -> None:
-    module, length = TorchDotProductAttention(_config(), 1, CAUSAL, "self", attention_dropout=0.25), 64
-    query, key, _ = (each.detach() for each in _inputs(length=length, batch=4))
-    value = torch.eye(length).reshape(length, 1, 1, length).expand(length, 4, HEADS, length)
-    weights = module(query, key, value, None, AttnMaskType.no_mask).view(length, 4, HEADS, length)
-    kept = weights != 0
-    assert abs(float(kept.float().mean()) - 0.75) < 0.01
-    module.eval()
-    full = module(query, key, value, None, AttnMaskType.no_mask).view(length, 4, HEADS, length)
-    torch.testing.assert_close(weights[kept], full[kept] / 0.75, atol=1e-6, rtol=1e-5)
-
-
 def test_dropout_does_not_move_the_default_state() -> None:
     ours, _ = _pair(attention_dropout=0.4)
     before = torch.get_rng_state()
@@ -307,35 +272,6 @@ def test_dropout_does_not_move_the_default_state() -> None:
     ours.config.sequence_parallel = True  # the caller has entered the tracker's state
     ours(*_inputs(), None)
     assert not torch.equal(before, torch.get_rng_state())
-
-
-def test_recomputation_drops_the_same_weights() -> None:
-    ours, _ = _pair(attention_dropout=0.4)
-    tracker, inputs = get_cuda_rng_tracker(), _inputs()
-    state = tracker.get_states()
-    found = _results(ours, inputs, None)
-    tracker.set_states(dict(state))
-
-    def recomputed(*each: Tensor) -> Any:
-        return checkpoint(lambda query, key, value: ours(query, key, value, None), False, *each)
-
-    output = recomputed(*inputs)
-    gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(7))
-    output.backward(gradient)
-    again = [output.detach(), *(each.grad for each in inputs)]
-    assert all(torch.equal(each, other) for each, other in zip(found, again, strict=True))
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_the_same_state_gives_the_same_bits(dropout: float) -> None:
-    ours, _ = _pair(attention_dropout=dropout, num_query_groups=2)
-    tracker, inputs = get_cuda_rng_tracker(), _inputs(length=300, groups=2)
-    state = tracker.get_states()
-    runs = []
-    for _ in range(3):
-        tracker.set_states(dict(state))
-        runs.append(_results(ours, inputs, None))
-    assert all(torch.equal(each, other) for run in runs[1:] for each, other in zip(run, runs[0], strict=True))
 
 
 # -- memory -------------------------------------------------------------------------------------------------------------
@@ -483,19 +419,6 @@ def test_a_bias_or_a_float_mask_in_a_call_is_refused() -> None:
 
 
 # -- choosing it --------------------------------------------------------------------------------------------------------
-
-
-def test_which_module_a_spec_gets() -> None:
-    assert core_attention(_config()) is TorchDotProductAttention
-    assert core_attention(_config(attention_backend=AttnBackend.local)) is DotProductAttention
-
-
-@pytest.mark.parametrize("has_experts", [False, True])
-def test_the_local_layers_have_it(has_experts: bool) -> None:
-    experts: dict[str, Any] = {"num_moe_experts": 2, "add_bias_linear": False} if has_experts else {}
-    for backend, module in ((AttnBackend.auto, TorchDotProductAttention), (AttnBackend.local, DotProductAttention)):
-        layer = local_layer(_config(attention_backend=backend, **experts), has_experts=has_experts)
-        assert layer.submodules.self_attention.submodules.core_attention is module
 
 
 def test_the_modules_of_a_built_model_are_replaced() -> None:

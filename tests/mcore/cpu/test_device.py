@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
+import multiprocessing.spawn
+import os
+import subprocess
+import sys
 import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 from megatron.zerobubble.errors import CompatibilityError
-from megatron.zerobubble.mcore.cpu import device as host_module
 from megatron.zerobubble.mcore.cpu.device import HostDevice, quiet_third_parties
-
-pytestmark = pytest.mark.smoke
+from megatron.zerobubble.mcore.cpu.gathers import one_at_a_time
+from megatron.zerobubble.mcore.cpu.malloc import keep_freed_memory
+from megatron.zerobubble.mcore.cpu.scripts import without_gpus
+from tests.support.ranks import RankPool
 
 with quiet_third_parties():
-    from megatron.core import tensor_parallel
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import random as mcore_random
     from megatron.core.transformer import utils as transformer_utils
+
 
 REPLACED = [
     (torch.cuda, "current_device"),
@@ -35,6 +47,7 @@ REPLACED = [
 ]
 
 
+@pytest.mark.smoke
 def test_uninstall_restores_everything() -> None:
     before = [getattr(owner, name) for owner, name in REPLACED]
     with HostDevice():
@@ -44,6 +57,7 @@ def test_uninstall_restores_everything() -> None:
     assert [getattr(owner, name) for owner, name in REPLACED] == before
 
 
+@pytest.mark.smoke
 def test_install_is_idempotent_across_instances() -> None:
     before = torch.cuda.current_device
     first, second = HostDevice(), HostDevice()
@@ -59,6 +73,7 @@ def test_install_is_idempotent_across_instances() -> None:
     assert torch.cuda.current_device is before
 
 
+@pytest.mark.smoke
 def test_disabled_does_nothing() -> None:
     before = torch.cuda.current_device
     with HostDevice(enabled=False) as host:
@@ -66,6 +81,7 @@ def test_disabled_does_nothing() -> None:
         assert isinstance(host.on_host(), contextlib.nullcontext)
 
 
+@pytest.mark.smoke
 def test_a_missing_function_raises_before_anything_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.cuda.current_device
     monkeypatch.delattr(mcore_random, "_set_cuda_rng_state")
@@ -74,6 +90,7 @@ def test_a_missing_function_raises_before_anything_changes(monkeypatch: pytest.M
     assert torch.cuda.current_device is before
 
 
+@pytest.mark.smoke
 def test_cuda_functions_run_on_the_cpu() -> None:
     with HostDevice() as host:
         assert torch.cuda.current_device() == host.device == torch.device("cpu")
@@ -86,6 +103,7 @@ def test_cuda_functions_run_on_the_cpu() -> None:
         assert torch.empty(2, device=torch.cuda.current_device()).device.type == "cpu"
 
 
+@pytest.mark.smoke
 def test_megatron_cores_tracker_forks_the_cpu_generator(caplog: pytest.LogCaptureFixture) -> None:
     with HostDevice(), caplog.at_level(logging.WARNING):
         tracker = mcore_random.CudaRNGStatesTracker()
@@ -101,6 +119,7 @@ def test_megatron_cores_tracker_forks_the_cpu_generator(caplog: pytest.LogCaptur
     assert "CPU RNG state changed" not in caplog.text, "the tracker takes the two for different generators"
 
 
+@pytest.mark.smoke
 def test_the_mode_redirects_to_the_cpu() -> None:
     with HostDevice() as host:
         with host.on_host():
@@ -117,6 +136,7 @@ def test_the_mode_redirects_to_the_cpu() -> None:
         assert made.type() == "torch.FloatTensor", "outside of the mode nothing is different"
 
 
+@pytest.mark.smoke
 def test_the_replaced_torch_module_serves_the_passes() -> None:
     with HostDevice():
         assert schedules.torch.zeros([], dtype=torch.int, device="cuda").device.type == "cpu"
@@ -126,12 +146,7 @@ def test_the_replaced_torch_module_serves_the_passes() -> None:
         assert mask.tolist() == [[False, True, True], [False, False, True], [False, False, False]]
 
 
-def test_no_mode_is_active_outside_of_on_host() -> None:
-    """The passes run with torch's own dispatch: installing pushes no function mode."""
-    with HostDevice():
-        assert torch.overrides._get_current_function_mode_stack() == []
-
-
+@pytest.mark.smoke
 def test_quiet_third_parties_drops_only_what_it_names() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -142,7 +157,210 @@ def test_quiet_third_parties_drops_only_what_it_names() -> None:
     assert [str(warning.message) for warning in caught] == ["something else is wrong"]
 
 
-def test_the_patched_names_are_those_megatron_core_uses() -> None:
-    """If megatron-core stops calling one of these, the layer can shrink."""
-    assert tensor_parallel.random is mcore_random
-    assert {owner for owner, _ in REPLACED} <= {owner for owner, _, _ in host_module._replacements()}
+NUM_PAIRS = 600
+"""Without waiting, one of four ranks dies in about every third run."""
+
+
+class Group:
+    """Of ranks."""
+
+
+def buckets(group: Any) -> SimpleNamespace:
+    return SimpleNamespace(intra_distributed_optimizer_instance_group=group, param_gather_handle=None)
+
+
+def test_an_all_gather_waits_for_the_previous_one_of_its_group_only() -> None:
+    log: list[str] = []
+
+    def gather(buckets: Any, name: str, *, is_waited_for: bool = True) -> None:
+        log.append(f"start {name}")
+        buckets.param_gather_handle = mock.Mock(wait=lambda: log.append(f"wait {name}")) if is_waited_for else None
+
+    start = one_at_a_time(gather)
+    one, two, other = (buckets(group) for group in [Group()] * 2 + [Group()])
+    start(one, "one")
+    start(other, "other")
+    start(two, "two")
+    assert log == ["start one", "start other", "wait one", "start two"]
+    two.param_gather_handle = None  # as after its wait
+    gc.collect()
+    start(one, "again", is_waited_for=False)
+    start(two, "last")
+    assert log[4:] == ["start again", "start last"]
+
+
+def gather_in_pairs(rank: int) -> bool:
+    """Two buckets of one group, both in flight before the first is waited for."""
+
+    def gather(buckets: Any) -> None:
+        with _coalescing_manager(dist.group.WORLD, async_ops=True) as handle:
+            dist.all_gather_into_tensor(buckets.weights, buckets.shard, async_op=True)
+        buckets.param_gather_handle = handle
+
+    start = one_at_a_time(gather)
+    both = [buckets(dist.group.WORLD) for _ in range(2)]
+    for index, each in enumerate(both):
+        each.weights = torch.zeros(dist.get_world_size() * (100 + 1000 * index))
+        each.shard = each.weights.chunk(dist.get_world_size())[rank]
+    for number in range(NUM_PAIRS):
+        for each in both:
+            each.shard.fill_(number + rank)
+            start(each)
+        for each in both:
+            each.param_gather_handle.wait()
+            each.param_gather_handle = None
+    expected = NUM_PAIRS - 1 + torch.arange(dist.get_world_size())
+    return all((each.weights.view(dist.get_world_size(), -1) == expected[:, None]).all() for each in both)
+
+
+def test_hundreds_of_pairs_survive(four_ranks: RankPool) -> None:
+    assert four_ranks.run(gather_in_pairs) == [True] * 4
+
+
+COUNT_FAULTS = """
+import resource, sys, torch
+from megatron.zerobubble.mcore.cpu.malloc import keep_freed_memory
+
+def fresh_pages():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(5):
+        tensors = [torch.ones(2**20) for _ in range(10)]  # 4 MiB each
+        del tensors
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+if sys.argv[1] == "keep":
+    assert keep_freed_memory()
+fresh_pages()
+print(fresh_pages())
+"""
+MAPS_EACH = {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
+"""glibc's own threshold, which it would raise with use; what lies on top of its heap depends on what the process did before."""
+PAGES = 10 * 4 * 2**20 // 4096
+"""Of ten tensors."""
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="counts Linux's pages")
+def test_freed_tensors_are_not_mapped_anew() -> None:
+    def fresh_pages(how: str) -> int:
+        command = [sys.executable, "-c", COUNT_FAULTS, how]
+        done = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | MAPS_EACH)
+        return int(done.stdout)
+
+    assert fresh_pages("as it is") > PAGES, "else there is nothing to keep"
+    assert fresh_pages("keep") < PAGES // 100
+
+
+def test_other_systems_return_false(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert not keep_freed_memory()
+
+
+def _names() -> dict[str, Any]:
+    return {**vars(torch.cuda), **vars(multiprocessing.spawn), "init": torch.distributed.init_process_group}
+
+
+def test_a_script_finds_gpus_and_none_is_left() -> None:
+    before = _names()
+    with without_gpus(ranks_on_host=4):
+        assert torch.cuda.is_available()
+        assert torch.cuda.device_count() == 4
+        assert torch.cuda.get_device_properties(0).major == 8
+        assert torch.cuda.memory_stats()["reserved_bytes.all.current"] == torch.cuda.memory_allocated() == 0
+        with torch.cuda.stream(torch.cuda.Stream()):
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            torch.cuda.current_stream().wait_event(event)
+            assert event.query()
+    assert _names() == before
+
+
+def test_a_script_that_asks_for_nccl_gets_gloo() -> None:
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    with without_gpus():
+        torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    assert torch.distributed.get_backend() == "gloo"
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not hasattr(multiprocessing.spawn, "get_command_line"), reason="another multiprocessing")
+def test_a_spawned_child_imports_the_stand_in_for_triton_first() -> None:
+    with without_gpus():
+        command = multiprocessing.spawn.get_command_line(tracker_fd=1, pipe_handle=2)  # type: ignore[attr-defined]
+    program = command[command.index("-c") + 1]
+    assert program.startswith("import megatron.zerobubble.mcore; from multiprocessing.spawn import spawn_main")
+
+
+_ROOT = Path(__file__).parents[3]
+_PAGED_STASH = """
+import triton
+import triton.language as tl
+from megatron.core import fusion
+
+@triton.jit
+def copy_kernel(source, BLOCK: tl.constexpr, count: tl.int64):
+    pass
+"""
+_FUSION = """
+try:
+    import triton
+    HAVE_TRITON = True
+except ImportError:
+    HAVE_TRITON = False
+"""
+_USE = """
+import megatron.zerobubble.mcore
+from megatron.core.transformer.moe.paged_stash import copy_kernel
+from megatron.core.transformer.moe.ops.paged_stash import copy_kernel
+from megatron.core.fusion import HAVE_TRITON
+print(HAVE_TRITON)
+try:
+    import triton
+except ModuleNotFoundError as error:
+    print(error)
+try:
+    copy_kernel[(1,)](None, BLOCK=8, count=1)
+except ModuleNotFoundError as error:
+    print(error)
+"""
+
+
+@pytest.fixture
+def core(tmp_path: Path) -> Path:
+    """A `megatron.core` of the few modules in question, in a folder that comes first on the path."""
+    folder = tmp_path / "megatron" / "core"
+    (folder / "transformer" / "moe" / "ops").mkdir(parents=True)
+    for package in (folder, folder / "transformer", folder / "transformer" / "moe", folder / "transformer" / "moe" / "ops"):
+        (package / "__init__.py").write_text("")
+    (folder / "transformer" / "moe" / "paged_stash.py").write_text(_PAGED_STASH)
+    (folder / "transformer" / "moe" / "ops" / "paged_stash.py").write_text(_PAGED_STASH)
+    (folder / "fusion.py").write_text(_FUSION)
+    return tmp_path
+
+
+def _run(code: str, *folders: Path) -> list[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*folders, _ROOT]))}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_one_module_alone_sees_the_stand_in(core: Path) -> None:
+    if "None" not in _run("import importlib.util; print(importlib.util.find_spec('triton'))"):
+        pytest.skip("triton is installed here")
+    assert _run(_USE, core) == [
+        "False",
+        "No module named 'triton'",
+        "the kernel copy_kernel needs triton, which is not installed: pip install triton",
+    ]
+
+
+def test_an_installed_triton_is_used(core: Path) -> None:
+    (core / "triton").mkdir()
+    (core / "triton" / "__init__.py").write_text("def jit(function):\n    return 'compiled'\n")
+    (core / "triton" / "language.py").write_text("constexpr = int64 = int\n")
+    code = """
+import megatron.zerobubble.mcore
+from megatron.core.transformer.moe.paged_stash import copy_kernel
+print(copy_kernel)
+"""
+    assert _run(code, core) == ["compiled"]

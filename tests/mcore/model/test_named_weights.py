@@ -1,4 +1,6 @@
-"""Weights drawn by name are the same bits for every schedule, pipeline size, placement, TP and EP."""
+"""Which weights a stage begins with: drawn by name they are the same bits for every schedule, pipeline size, placement, TP and
+EP; layers of each rank under V, and the ranks of the embedding and the output layer.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,15 @@ from unittest import mock
 import pytest
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from torch import nn
 
+from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.model.named_weights import _draw, _sharded_tensors, draw_by_name, remember_init_methods
+from megatron.zerobubble.mcore.model.stage_layout import StageLayout, embedding_ranks
+from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from tests.support.gpt import Case, Trainer
 from tests.support.moe import MoeCase
 from tests.support.mtp import MtpCase
@@ -25,6 +33,7 @@ pytestmark = pytest.mark.claims(
     "works",
     also=("mcore/stock_loop/test_install.py",),
 )
+
 
 Piece = tuple[str, tuple[Any, ...], torch.Tensor]
 """Key in a checkpoint, indices and slices of the whole tensor there, values."""
@@ -185,3 +194,26 @@ def test_a_weight_without_a_name_is_reported(caplog: pytest.LogCaptureFixture) -
 
     draw_by_name([Nameless(4, nn.init.normal_)], seed=1)
     assert "weight: not in the model's checkpoints" in caplog.text
+
+
+def test_wrong_number_of_stages() -> None:
+    with pytest.raises(ConfigError, match=r"layout 'Et.t.tL' has 3 stages, the schedule 4"):
+        StageLayout(StageLayers(per_stage=(1, 1, 1)), Placement.v(2))
+
+
+@pytest.mark.parametrize(
+    ("placement", "word"), [(Placement.v(4), [10]), (Placement.linear(4), [10, 13]), (Placement.loop(4, 2), [10, 13])]
+)
+def test_embedding_ranks(placement: Placement, word: list[int]) -> None:
+    chosen = embedding_ranks(placement)
+    assert chosen["get_embedding_ranks"]([10, 11, 12, 13]) == word
+    assert chosen["get_position_embedding_ranks"]([10, 11, 12, 13]) == [10]
+
+
+@pytest.mark.parametrize("text", ["EtttL", "Et|(ttt|)*2ttL", "Ettt,(|tt)*3,|t*5L", "E(t*6|)*2t|*1ttL", "E|t|L"])
+def test_megatron_core_reads_the_same(text: str) -> None:
+    """What we read, and what we write for it, is what megatron-core reads."""
+    layers = StageLayers.parse(text)
+    for written in (text, layers.text):
+        stages = PipelineParallelLayerLayout.parse_str_to_list(written)
+        assert tuple(stage.count(LayerType.decoder) for stage in stages) == layers.per_stage

@@ -1,9 +1,10 @@
-"""What the B/W split installs, what it rejects, and that DDP's gradients stay exact."""
+"""What the B/W split installs and rejects, that DDP's gradients stay exact, and that a recomputed forward runs in B only."""
 
 from __future__ import annotations
 
 import functools
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +17,21 @@ from torch import nn
 from megatron.zerobubble.errors import ConfigError, SplitError
 from megatron.zerobubble.mcore import build
 from megatron.zerobubble.mcore.model.wgrad_split import remove_split, split_weight_gradients
+from megatron.zerobubble.plan.ir import Op, OpKind
 from megatron.zerobubble.plan.registry import schedule_spec
 from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumulate
 from megatron.zerobubble.wgrad.store import WeightGradStore
+from tests.mcore.test_zb_schedules import _gemms_per_op
 from tests.support.gpt import Case, Trainer
 from tests.support.ranks import RankPool
+
+pytestmark = pytest.mark.claims(
+    "Layers",
+    "recomputation, full (uniform, block) and selective (core_attn, mlp, moe, shared_experts): a layer runs again once, in B;"
+    " W multiplies what B recomputed",
+    "works, bit for bit",
+    also=("mcore/test_equivalence.py", "mcore/model/test_layers.py"),
+)
 
 
 class _OwnGradient(torch.autograd.Function):
@@ -201,37 +212,11 @@ def test_logits_come_in_the_dtype_that_the_output_layer_is_asked_for(four_ranks:
     assert four_ranks.run(_logits_in_fp32) == [None, None, None, (torch.float32, torch.bfloat16)]
 
 
-def _refused_config(rank: int, name: str, value: Any) -> str:
-    case = Case("zbv", 4, 2, num_chunks=2)
-    original = Trainer._config
-
-    @functools.wraps(original)
-    def changed(self: Trainer) -> Any:
-        config = original(self)
-        setattr(config, name, value)
-        return config
-
-    Trainer._config = changed  # type: ignore[method-assign]
-    try:
-        Trainer(case)
-    except ConfigError as error:
-        return str(error)
-    finally:
-        Trainer._config = original  # type: ignore[method-assign]
-    return ""
-
-
-@pytest.mark.parametrize(("name", "value"), [("defer_embedding_wgrad_compute", True), ("enable_autocast", True)])
-def test_an_unsupported_option_is_named_in_the_error(four_ranks: RankPool, name: str, value: object) -> None:
-    for message in four_ranks.run(_refused_config, name, value):
-        assert message.startswith(f"{name} does not go with schedule 'zbv'")
-
-
 @pytest.mark.claims(
     "Layers",
     "the flex dispatcher with NCCL EP's zero copy; on a rank with all experts; without the package",
     "rejected",
-    also=("training/test_moe.py",),
+    also=("training/config/test_model_flags.py",),
 )
 @pytest.mark.claims("Layers", "CPU and activation offloading, overlapped MoE communication, with our schedules", "rejected")
 @pytest.mark.claims(
@@ -267,26 +252,56 @@ def test_every_default_of_the_installed_megatron_core_is_allowed() -> None:
     assert hasattr(config, "cuda_graph_impl")
 
 
-def _frozen(rank: int) -> bool:
-    """A frozen linear is left to megatron-core; the rest trains."""
-    original = Trainer._provide
-
-    def freezing(self: Trainer, pre_process: bool, post_process: bool, vp_stage: int | None) -> Any:
-        model = original(self, pre_process, post_process, vp_stage)
-        model.decoder.layers[0].mlp.linear_fc1.weight.requires_grad = False
-        return model
-
-    Trainer._provide = freezing  # type: ignore[method-assign]
-    try:
-        trainer = Trainer(Case("zb-h1", 4, 3))
-        trainer.forward_backward(0)
-        gradients = {name: float(p.main_grad.abs().sum()) for name, p in trainer.parameters() if p.requires_grad}
-        trainer.close()
-    finally:
-        Trainer._provide = original  # type: ignore[method-assign]
-    trained = all(value > 0 for name, value in gradients.items() if name.endswith("weight"))
-    return trained and f"decoder.layers.{2 * rank}.mlp.linear_fc1.weight" not in gradients
+ZBV = Case("zbv", 2, 3, num_chunks=2, num_layers=8)
+ZB_H2 = Case("zb-h2", 2, 3, num_layers=8)
 
 
-def test_frozen_weights(four_ranks: RankPool) -> None:
-    assert all(four_ranks.run(_frozen))
+def _forwards_per_op(rank: int, case: Case) -> list[tuple[Op, list[int]]]:
+    """After every op, how often each layer of its stage ran forward in it."""
+    trainer = Trainer(case)
+    counts: dict[int, int] = {}
+    seen = []
+    placement = case.spec.placement
+
+    def count(layer: Any, *_: Any) -> None:
+        counts[layer.layer_number] = counts.get(layer.layer_number, 0) + 1
+
+    for chunk in trainer.built.chunks:
+        for layer in chunk.module.decoder.layers:
+            layer.register_forward_pre_hook(count)
+
+    def observe(_: Any, op: Op) -> None:
+        layers = trainer.built.chunks[placement.chunk_of(op.stage)].module.decoder.layers
+        seen.append((op, [counts.pop(layer.layer_number, 0) for layer in layers]))
+        assert not counts, "a layer of another stage ran"
+
+    trainer.schedule.hooks.observe = observe
+    trainer.forward_backward(0)
+    trainer.close()
+    return seen
+
+
+@pytest.mark.parametrize("case", [ZBV, ZB_H2], ids=str)
+@pytest.mark.parametrize(("recompute", "in_b"), [("full", "all"), ("block", "first"), ("selective", "none")])
+@pytest.mark.sampled(0.33)
+def test_a_layer_runs_again_in_b_and_nowhere_else(four_ranks: RankPool, case: Case, recompute: str, in_b: str) -> None:
+    for seen in four_ranks.run(_forwards_per_op, replace(case, recompute=recompute)):
+        for op, counts in seen:
+            again = {"all": [1] * len(counts), "first": [1] + [0] * (len(counts) - 1), "none": [0] * len(counts)}[in_b]
+            expected = {OpKind.F: [1] * len(counts), OpKind.B: again, OpKind.W: [0] * len(counts)}
+            assert counts == expected[op.kind], op
+
+
+@pytest.mark.parametrize("case", [ZBV, ZB_H2], ids=str)
+@pytest.mark.sampled(0.34)
+def test_w_uses_the_activations_that_b_recomputed(four_ranks: RankPool, case: Case) -> None:
+    """GEMMs of linears: F and W as without recomputation, B those of the layers' forward in addition."""
+    plain = four_ranks.run(_gemms_per_op, case)
+    again = four_ranks.run(_gemms_per_op, replace(case, recompute="full"))
+    last = case.spec.placement.num_stages - 1
+    for before, after in zip(plain, again, strict=True):
+        assert before.keys() == after.keys()
+        for text, count in before.items():
+            head = text.startswith(str(last))  # the head is no layer, and is kept
+            more = before[text.replace("B", "F")] - head if "B" in text else 0
+            assert after[text] == count + more, text

@@ -1,4 +1,4 @@
-"""A loop's gradients are reduced in buckets in every chunk, where its checkpoints allow it."""
+"""Process groups in every call as Megatron-Bridge passes them, and gradients reduced in buckets: same losses, same gradients."""
 
 from __future__ import annotations
 
@@ -9,21 +9,30 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
 
-import megatron.zerobubble
-from megatron.zerobubble.mcore.cpu.device import HostDevice
+from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.stock_loop.adoption import stores_by_parameter
 from megatron.zerobubble.training.checkpoint.contents import SHARDING
 from megatron.zerobubble.training.checkpoint.save import SaveStrategy
 from megatron.zerobubble.training.checkpoint.torch_optimizer import load_state, prepare_to_load, prepare_to_save
-from tests.support.gpt import _destroy_groups
-from tests.support.loop_pieces import SIZES, Loop
+from tests.support.loops import SIZES, Loop, merged, train_with_groups
 from tests.support.ranks import RankPool
-from tests.support.stock import example
+from tests.support.stock import example, installed
+
+pytestmark = pytest.mark.claims(
+    "Your own script",
+    "in a loop of your own: process groups and a communicator in every call, as Megatron-Bridge passes them: ZB-H1, ZB-H2, "
+    "ZBV, losses and gradients",
+    "works, bit for bit",
+)
+
 
 CHUNKS = {None: "", "zb-h1": "", "zbv": "--virtual-pipeline-model-parallel-size 2"}
 
@@ -34,31 +43,23 @@ def _train(rank: int, schedule: str | None, flags: str, folder: str | None = Non
     Returns:
         Per chunk the number of buckets, and the losses, gradients and weights after the third iteration.
     """
-    flags = f"{CHUNKS[schedule]} --overlap-grad-reduce {flags}"
+    flags = f"{SIZES} {CHUNKS[schedule]} --overlap-grad-reduce {flags}"
     small = functools.partial(DistributedDataParallelConfig, bucket_size=2000)
     loads = folder is not None and any(Path(folder).iterdir())
-    _destroy_groups()
-    with HostDevice().on_host(), mock.patch.object(example(), "DistributedDataParallelConfig", small):
-        if schedule is not None:
-            megatron.zerobubble.install(schedule=schedule, **options)
-        try:
-            example().initialize(example().parse(f"{SIZES} {flags}".split()))
-            loop = Loop(flags)
-            loop.config.no_sync_func = loop.one_or_list([chunk.no_sync for chunk in loop.model])
-            for _ in range(2):
-                loop.zero()
-                loop.passes()
-                if not loads:
-                    loop.optimizer.step()
-            if folder is not None:
-                _checkpoint(loop, folder, saves=not loads)
-            loop.train()
-            buckets = [len(chunk.bucket_groups) for chunk in loop.model]
-            result = {"buckets": buckets, "losses": loop.seen[-1:], **loop.state()}
-        finally:
-            megatron.zerobubble.uninstall()
-            _destroy_groups()
-    return result
+    given = None if schedule is None else {"schedule": schedule, **options}
+    with mock.patch.object(example(), "DistributedDataParallelConfig", small), installed(flags, given) as args:
+        loop = Loop(args)
+        loop.overlap_reductions(is_aligned=False)
+        for _ in range(2):
+            loop.zero()
+            loop.passes()
+            if not loads:
+                loop.optimizer.step()
+        if folder is not None:
+            _checkpoint(loop, folder, saves=not loads)
+        loop.train()
+        buckets = [len(chunk.bucket_groups) for chunk in loop.model]
+        return {"buckets": buckets, "losses": loop.seen[-1:], **loop.state()}
 
 
 @torch.no_grad()
@@ -135,3 +136,70 @@ def test_megatron_lms_flags_say_how_it_stores_state(monkeypatch: pytest.MonkeyPa
     assert not stores(save="there", dist_ckpt_optim_fully_reshardable=True, ckpt_format="torch")
     monkeypatch.delitem(sys.modules, "megatron.training.global_vars")
     assert not stores_by_parameter()
+
+
+TWO = "--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 32 --train-iters 3"
+TWO_CHUNKS = f"{TWO} --virtual-pipeline-model-parallel-size 2"
+
+
+@pytest.mark.parametrize(
+    ("flags", "schedule", "tolerance"),
+    [
+        (f"{TWO} --overlap-grad-reduce", "zb-h1", 0.0),
+        (f"{TWO} --tie-embeddings-and-output-weights --clip-grad 0.5", "zb-h2", 0.0),
+        (f"{TWO_CHUNKS} --calculate-per-token-loss --clip-grad 0.0", "zbv", 0.0),
+        (f"{TWO_CHUNKS} --calculate-per-token-loss --clip-grad 0.5", "zbv", 1e-5),
+    ],
+    ids=["zb-h1-overlapped", "zb-h2-tied", "zbv-per-token", "zbv-clipped"],
+)
+@pytest.mark.sampled(0.25)
+def test_the_same_losses_and_gradients_as_the_stock_schedule(
+    four_ranks: RankPool, flags: str, schedule: str, tolerance: float
+) -> None:
+    """Bit for bit but for clipping under V: a rank has other layers, so the sum of squared gradients is rounded differently."""
+    expected, actual = (merged(four_ranks.run(train_with_groups, flags, name)) for name in (None, schedule))
+    assert actual.keys() == expected.keys()
+    losses = [[result["lm loss"] for rank in each["results"] for call in rank for result in call] for each in (actual, expected)]
+    assert len(losses[1]) == 2 * 4 * 4, "of the last rank of two pipelines, in three iterations and an evaluation"
+    np.testing.assert_allclose(*losses, rtol=tolerance, atol=0.0)
+    for name in (name for name in expected if name.endswith(" gradient")):
+        np.testing.assert_allclose(
+            actual[name], expected[name], rtol=0.0, atol=tolerance * abs(expected[name]).max(), err_msg=name
+        )
+
+
+def _misuse(rank: int, flags: str, schedule: str) -> list[str]:
+    """The messages of calls whose groups or communicator are not the ones of `parallel_state`."""
+
+    class OtherCommunicator(P2PCommunicator):
+        pass
+
+    with installed(flags, schedule) as args:
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        others = ProcessGroupCollection.use_mpu_process_groups()
+        others.dp = groups.pp
+        loop = Loop(args)
+        messages = []
+        for wrong in (
+            {"pg_collection": others},
+            {"pg_collection": object()},
+            {"p2p_communicator": P2PCommunicator(pp_group=groups.dp, config=loop.config)},
+            {"p2p_communicator": OtherCommunicator(pp_group=groups.pp, config=loop.config)},
+            {"adjust_tensor_shapes_fn": len},
+        ):
+            try:
+                loop.passes(**wrong)
+            except ConfigError as error:
+                messages.append(str(error))
+        return messages
+
+
+def test_other_groups_or_another_communicator_are_named_in_the_error(four_ranks: RankPool) -> None:
+    for rank, messages in enumerate(four_ranks.run(_misuse, TWO, "zb-h1")):
+        dp, object_, pp, other, shapes = messages
+        data, pipeline = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
+        assert f"pg_collection.dp has the ranks {pipeline}, in parallel_state they are {data}" in dp
+        assert "pg_collection is a object" in object_
+        assert f"p2p_communicator.pp_group has the ranks {data}, in parallel_state they are {pipeline}" in pp
+        assert "OtherCommunicator: schedule 'zb-h1' has links of its own" in other
+        assert "adjust_tensor_shapes_fn is not supported" in shapes

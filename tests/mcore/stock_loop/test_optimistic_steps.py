@@ -12,7 +12,7 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.mcore.iteration_runner import IterationHooks
 from megatron.zerobubble.mcore.stock_loop.optimistic_steps import OptimisticSteps
-from tests.support import optimistic_loop
+from tests.support.loops import train_optimistically
 from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.claims(
@@ -31,7 +31,7 @@ LOOSE, MIXED = "--clip-grad 1000", f"--clip-grad {CLIP}"
 
 
 def _run(four_ranks: RankPool, flags: str) -> list[dict[str, Any]]:
-    results: list[dict[str, Any]] = four_ranks.run(optimistic_loop.train, flags, 3, 4)
+    results: list[dict[str, Any]] = four_ranks.run(train_optimistically, flags, 3, 4)
     return results
 
 
@@ -90,7 +90,7 @@ def test_a_skipped_step_is_as_if_the_loop_had_known(four_ranks: RankPool, stock:
     of 4 is validated by reading weights, that of 8 behind forwards, which run again, that of 12 at the end."""
     flags, overflows = f"{stock} {schedule} {distributed} --fp16 --train-iters 12", (4, 8, 12)
     synchronous, optimistic = (
-        four_ranks.run(optimistic_loop.train, f"{flags} {more}", 3, 4, overflows) for more in ("", f"{OPTIMISTIC} 0")
+        four_ranks.run(train_optimistically, f"{flags} {more}", 3, 4, overflows) for more in ("", f"{OPTIMISTIC} 0")
     )
     assert _differences(synchronous, optimistic) == [0.0, 0.0, 0.0]
     for result, expected in zip(optimistic, synchronous, strict=True):

@@ -162,26 +162,3 @@ def test_the_loss_is_in_tensorboard(four_ranks: RankPool, tmp_path: Path) -> Non
         written.append([[event.value for event in events.Scalars(tag)] for tag in ("lm loss", "lm loss validation")])
     assert written[0] == written[1]
     assert [len(values) for values in written[0]] == [3, 3]
-
-
-def test_nothing_of_a_job_is_kept(four_ranks: RankPool) -> None:
-    """The loop makes a TransformerConfig for each microbatch of each chunk. Those of the model are left."""
-    assert max(four_ranks.run(_kept_configs)) <= 2
-
-
-def _kept_configs(rank: int) -> int:
-    from megatron.zerobubble.mcore.stock_loop.stock_loop import StockLoop
-
-    counts = []
-    close = StockLoop.close
-
-    def counting(self: StockLoop) -> None:
-        counts.append(len(self._configs))
-        close(self)
-
-    StockLoop.close = counting  # type: ignore[method-assign]
-    try:
-        pretrain(rank, f"{TWO} {CHUNKS} --train-iters 2 --eval-interval 10", "--zero-bubble-v-schedule")
-    finally:
-        StockLoop.close = close  # type: ignore[method-assign]
-    return counts[0]

@@ -30,44 +30,6 @@ pytestmark = pytest.mark.claims(
 )
 
 
-def _relayed(rank: int) -> list[list[Any]]:
-    """Two pipelines of two ranks: what each rank has after each call."""
-    _destroy_groups()
-    pipelines = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
-    relay = ResultRelay(pipelines[rank % 2], torch.device("cpu"))
-    losses = torch.arange(6.0, requires_grad=True) * (rank + 1)
-    sent: list[list[Any]] = [
-        [{"lm loss": losses[2 * i : 2 * i + 2], "tokens": torch.tensor(i, dtype=torch.int32)} for i in range(3)],
-        [{"lm loss": 1.5, "note": "as text", "none": None, "flags": torch.tensor([True, False])}],
-        [],
-        [{"empty": torch.empty(0, 3), "two": (losses.bfloat16(), [losses])}],
-    ]
-    received = [relay(each if rank < 2 else []) for each in sent]
-    relay.close()
-    _destroy_groups()
-    return received
-
-
-def test_any_results_arrive_on_the_last_rank(four_ranks: RankPool) -> None:
-    first, second, first_end, second_end = four_ranks.run(_plain)
-    assert first == first_end
-    assert second == second_end
-    assert first != second
-
-
-def _plain(rank: int) -> str:
-    torch.set_printoptions(precision=8)
-    return repr(_detached(_relayed(rank)))
-
-
-def _detached(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return str(value.dtype), value.detach().tolist(), tuple(value.shape)
-    if isinstance(value, dict):
-        return {name: _detached(each) for name, each in value.items()}
-    return [_detached(each) for each in value] if isinstance(value, (list, tuple)) else value
-
-
 @dataclass
 class _Scores:
     """What a loss function may return beside dictionaries."""
@@ -93,17 +55,28 @@ def _unusual() -> list[Any]:
     ]
 
 
-def _relayed_unusual(rank: int) -> None:
+def _relayed(rank: int) -> None:
+    """Several calls in two pipelines of two ranks; the last rank of each has what the loss function returned on its first one."""
     _destroy_groups()
-    relay = ResultRelay(dist.new_group(), torch.device("cpu"))
-    received = relay(_unusual() if rank == 0 else [])
-    if rank == 3:
-        _check_unusual(received, _unusual())
+    pipelines = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    relay = ResultRelay(pipelines[rank % 2], torch.device("cpu"))
+    losses = torch.arange(6.0, requires_grad=True) * (rank % 2 + 1)
+    sent: list[Any] = [
+        [{"lm loss": losses[2 * i : 2 * i + 2], "tokens": torch.tensor(i, dtype=torch.int32)} for i in range(3)],
+        [{"lm loss": 1.5, "note": "as text", "none": None, "flags": torch.tensor([True, False])}],
+        [],
+        [{"empty": torch.empty(0, 3), "two": (losses.bfloat16(), [losses])}],
+        _unusual(),
+    ]
+    for each in sent:
+        received = relay(each if rank < 2 else [])
+        if rank >= 2:
+            _check(received, each)
     relay.close()
     _destroy_groups()
 
 
-def _check_unusual(received: Any, sent: Any) -> None:
+def _check(received: Any, sent: Any) -> None:
     """Types, layouts, devices and values arrive; gradients do not."""
     assert type(received) is (torch.Tensor if isinstance(sent, torch.nn.Parameter) else type(sent))
     if isinstance(sent, torch.Tensor):
@@ -117,17 +90,17 @@ def _check_unusual(received: Any, sent: Any) -> None:
         else:
             assert torch.equal(*(each.detach().to_dense().to(torch.complex128) for each in (received, sent)))
     elif isinstance(sent, _Scores):
-        _check_unusual(vars(received), vars(sent))
+        _check(vars(received), vars(sent))
     elif isinstance(sent, (dict, list, tuple)):
         assert len(received) == len(sent)
         for key in sent if isinstance(sent, dict) else range(len(sent)):
-            _check_unusual(received[key], sent[key])
+            _check(received[key], sent[key])
     else:
         assert np.array_equal(received, sent)
 
 
 def test_results_of_any_type_arrive_on_the_last_rank(four_ranks: RankPool) -> None:
-    four_ranks.run(_relayed_unusual)
+    four_ranks.run(_relayed)
 
 
 def _relayed_errors(rank: int) -> list[tuple[str, str, list[str]]]:

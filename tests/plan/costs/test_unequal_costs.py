@@ -1,8 +1,12 @@
-"""Costs per microbatch and a matrix of links: in the cost model, the simulator, the validator and the plan file."""
+"""The cost model, costs per microbatch and a matrix of links: also in the simulator, the validator and the plan file."""
 
+from __future__ import annotations
+
+import dataclasses
 import json
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -175,6 +179,19 @@ def test_the_validator_and_the_curve_of_memory_have_the_peaks_of_the_simulator(c
     assert [max(held for _, held in stair) for stair in stairs] == pytest.approx(list(peaks))
 
 
+@given(cases(), st.sampled_from(list(Objective)))
+def test_the_checker_of_certificates_has_the_times_of_the_simulator(case: tuple[Plan, CostModel], objective: Objective) -> None:
+    """It shares no code with the simulator."""
+    plan, costs = case
+    simulation = simulate(plan, costs)
+    value, bound = verify.check(json.loads(json.dumps(certificate(simulation, objective, max(simulation.peak_memory)))))
+    assert value == pytest.approx(objective.of(simulation))
+    assert bound <= value * (1 + 1e-9)
+    busy = [sum(end - start for _, start, end in row) for row in simulation.rows]
+    assert simulation.bubble_rate == pytest.approx(1 - max(busy) / simulation.span_ms, abs=1e-9)
+    assert simulation.idle_share == pytest.approx(1 - sum(busy) / (len(busy) * simulation.makespan_ms), abs=1e-9)
+
+
 @given(cases())
 def test_no_plan_beats_the_lower_bound(case: tuple[Plan, CostModel]) -> None:
     """Also under its own peak, with fused backwards and with recomputation, where more memory stays for W than before B."""
@@ -252,10 +269,7 @@ def length_model_json(name: str, value: object) -> object:
         ([1], r"must be an object with forward_ms, .*, got \[1\]"),
         ({}, "'forward_ms' must be a list with one object per stage, got None"),
         (length_model_json("wgrad_ms", []), "'wgrad_ms' must be a list with one object per stage, got \\[\\]"),
-        (
-            length_model_json("wgrad_ms", [[1.0, 0.5, 0.25]] * 2),
-            "wgrad_ms by length, stage 0, must be an object with constant, per_token",
-        ),
+        (length_model_json("wgrad_ms", [[1.0, 0.5, 0.25]] * 2), "wgrad_ms by length, stage 0, must be an object with constant"),
         (length_model_json("activation", [Terms()._asdict()]), "forward_ms has 2 stages and activation has 1"),
         (length_model_json("forward_ms.per_square", math.nan), "per_square of forward_ms by length, stage 1, is nan; it must be"),
         (length_model_json("backward_ms.constant", -1.0), "constant of backward_ms by length, stage 1, is -1.0"),
@@ -263,10 +277,7 @@ def length_model_json(name: str, value: object) -> object:
         (length_model_json("activation.per_token", None), "per_token of activation by length, stage 1, is None"),
         (length_model_json("activation.per_token", True), "per_token of activation by length, stage 1, is True"),
         (length_model_json("activation.per_token", "1" * 999), "per_token of activation by length, stage 1, is '111"),
-        (
-            length_model_json("activation_after_backward", [{}] * 2),
-            "constant of activation_after_backward by length, stage 0, is None",
-        ),
+        (length_model_json("activation_after_backward", [{}] * 2), "constant of activation_after_backward by length, stage 0"),
     ],
 )
 def test_malformed_costs_by_length_are_refused_in_one_line(body: object, message: str) -> None:
@@ -281,6 +292,10 @@ def test_an_assigned_plan_is_not_cut() -> None:
     assigned = Plan(plan.schedule, plan.placement, 4, plan.ops, (3, 2, 1, 0))
     with pytest.raises(PlanError, match="assigns all microbatches"):
         first_microbatches(assigned, 2)
+
+
+def uniform_json(**changes: object) -> dict[str, object]:
+    return CostModel.uniform(Placement.linear(2)).to_json() | changes
 
 
 @pytest.mark.parametrize(
@@ -303,6 +318,13 @@ def test_an_assigned_plan_is_not_cut() -> None:
         (lambda: MicrobatchCosts(**dict.fromkeys(COST_LISTS, ((1.0, 2.0), (1.0,)))), "has 1 microbatches"),
         (lambda: MicrobatchCosts(**dict.fromkeys(COST_LISTS, ((1.0, -2.0),))), "stage 0, microbatch 1 is -2.0"),
         (lambda: Links.from_json([1]), "an object with latency_ms"),
+        (lambda: CostModel.uniform(Placement.linear(2), forward_ms=10**400), r"forward_ms is 1.*finite number from 0 to 1e\+12"),
+        (lambda: CostModel.uniform(Placement.linear(2), forward_ms=1.01e12), r"forward_ms is 1.*finite number from 0 to 1e\+12"),
+        (lambda: CostModel.from_json(uniform_json(wgrad_ms=[1.0, math.nan])), "wgrad_ms of stage 1"),
+        (lambda: CostModel.from_json(uniform_json(backward_ms=[1.0])), "forward_ms has 2 stages and backward_ms has 1"),
+        (lambda: CostModel.from_json(uniform_json(**{name: [] for name in COST_LISTS})), "at least one stage"),
+        (lambda: CostModel.from_json([]), "costs"),
+        (lambda: CostModel.from_json({"forward_ms": 1.0}), "costs"),
         (lambda: MicrobatchCosts.from_json({}), "'forward_ms' of 'microbatches'"),
     ],
 )
@@ -317,19 +339,14 @@ def test_costs_of_another_size_are_refused() -> None:
     plan = build_plan("1f1b", num_ranks=2, num_microbatches=3)
     with pytest.raises(PlanError, match="for 2 microbatches and the plan has 3"):
         simulate(plan, of_lengths(plan.placement, (1, 2)))
+    with pytest.raises(PlanError, match="for 3 stages and the plan has 2"):
+        simulate(plan, CostModel.uniform(Placement.linear(3)))
     links = Links(latency_ms=((0, 1, 2), (1, 0, 1), (2, 1, 0)))
     costs = CostModel.of_microbatches(
         LengthModel.of(CostModel.uniform(plan.placement), tokens=1, squares=1).costs((1, 2, 3)), links=links
     )
     with pytest.raises(PlanError, match="matrix of links has 3 rows and the plan 2 ranks"):
         simulate(plan, costs)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -0.5, True, "1"])
-def test_a_wrong_number_among_right_ones_is_found(value: object) -> None:
-    lists: dict[str, object] = dict.fromkeys(COST_LISTS, ((1.0, 2.0, 3.0),))
-    with pytest.raises(ConfigError, match="wgrad_ms of stage 0, microbatch 1 is "):
-        MicrobatchCosts(**lists | {"wgrad_ms": ((1.0, value, 3.0),)})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [None, "x", -1.0, math.nan])
@@ -356,3 +373,38 @@ def test_measured_links_are_a_matrix_where_they_differ() -> None:
     assert links is not None
     assert (links.time_ms(0, 1), links.time_ms(2, 1)) == (0.1, 1.2)
     assert links.time_ms(0, 2) == pytest.approx(0.6), "no message takes it"
+
+
+def test_uniform_gives_each_chunk_its_part_of_a_rank() -> None:
+    costs = CostModel.uniform(Placement.v(2), forward_ms=4, backward_ms=6, wgrad_ms=2, comm_ms=0.5, activation_after_backward=0.4)
+    assert costs.forward_ms == (2, 2, 2, 2)
+    assert costs.backward_ms == (3, 3, 3, 3)
+    assert costs.wgrad_ms == (1, 1, 1, 1)
+    assert costs.comm_ms == 0.5
+    assert costs.activation == (0.5, 0.5, 0.5, 0.5)
+    assert costs.activation_after_backward == (0.2, 0.2, 0.2, 0.2)
+    assert costs.duration_ms(0, OpKind.BW) == 4
+
+
+@pytest.mark.parametrize("name", ["forward_ms", "backward_ms", "wgrad_ms", "comm_ms", "activation_after_backward"])
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, "1", None, True])
+def test_impossible_numbers_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name}.*must be a finite number"):
+        CostModel.uniform(Placement.linear(2), **{name: value})
+
+
+def test_times_or_memory_that_are_all_almost_0_are_refused() -> None:
+    small = {"forward_ms": 5e-324, "backward_ms": 1e-300, "wgrad_ms": 0.0}
+    with pytest.raises(ConfigError, match="the largest value of forward_ms, backward_ms, wgrad_ms is 1e-300; it must be"):
+        CostModel.uniform(Placement.linear(2), **small)
+    assert CostModel.uniform(Placement.linear(2), **small | {"wgrad_ms": 1e-6}).forward_ms == (5e-324, 5e-324), "rounding noise"
+    body = CostModel.uniform(Placement.linear(2)).to_json() | {"activation": [1e-20] * 2, "activation_after_backward": [0, 0]}
+    with pytest.raises(ConfigError, match="the largest value of activation, activation_after_backward is 1e-20"):
+        CostModel.from_json(body)
+
+
+def test_a_recomputing_stage_needs_more_memory_after_b_and_reserves_it() -> None:
+    costs = CostModel.uniform(Placement.linear(2))
+    assert costs.reserved is costs
+    recomputing = dataclasses.replace(costs, activation=(0.25, 1.0), activation_after_backward=(0.5, 0.75))
+    assert recomputing.reserved == dataclasses.replace(recomputing, activation=(0.5, 1.0))

@@ -48,26 +48,16 @@ def test_stages(text: str, placement: Placement, divided: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "has no layer"),
-        ("|", "has no layer"),
-        ("*||-", "stage 1 of 3 would hold 0 layers"),
-        ("*-*-/*-/*-", "has MTP layers"),
-    ],
-)
-def test_bad_patterns(text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        HybridPattern.parse(text)
-
-
-@pytest.mark.parametrize(
     ("text", "placement", "message"),
     [
+        ("", Placement.linear(1), "has no layer"),
+        ("|", Placement.linear(2), "has no layer"),
+        ("*||-", Placement.linear(3), "stage 1 of 3 would hold 0 layers"),
+        ("*-*-/*-/*-", Placement.linear(1), "has MTP layers"),
         ("*-|*-", Placement.v(2), r"'\*-\|\*-' has 2 segments, and 2 pipeline ranks with 2 stage\(s\) each need 4"),
         ("*-*-*", Placement.linear(2), "5 layers do not divide over 2 stages .*; or write | between its stages"),
     ],
 )
-def test_patterns_that_do_not_fit(text: str, placement: Placement, message: str) -> None:
+def test_bad_patterns_and_those_that_do_not_fit(text: str, placement: Placement, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         HybridPattern.parse(text).over(placement)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from megatron.zerobubble.errors import ConfigError
@@ -57,53 +59,39 @@ def test_a_layout_that_cannot_be_read_is_refused_in_one_line(text: str, message:
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("num_layers", "placement", "per_stage"),
-    [
-        (8, Placement.linear(4), (2, 2, 2, 2)),
-        (8, Placement.v(2), (2, 2, 2, 2)),
-        (6, Placement.v(2), (2, 2, 1, 1)),
-        (12, Placement.v(4), (2, 2, 2, 2, 1, 1, 1, 1)),
-        (12, Placement.loop(2, 3), (2,) * 6),
-    ],
-)
-def test_spread(num_layers: int, placement: Placement, per_stage: tuple[int, ...]) -> None:
-    assert StageLayers.spread(num_layers, placement).per_stage == per_stage
+SPREAD, PADDED = StageLayers.spread, StageLayers.padded
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "placement", "message"),
+    ("divided", "num_layers", "placement", "expected"),
     [
-        (8, Placement.linear(3), r"8 layers do not divide over 3 stages \(linear placement\); 6 or 9 would"),
-        (10, Placement.v(4), r"10 layers do not divide over 8 stages \(V placement\); 8 or 12 would"),
-        (4, Placement.v(4), "; 8 would"),
-        (6, Placement.loop(2, 2), r"\(loop placement\); 4 or 8 would"),
-        (1, Placement.linear(2), "; 2 would"),
+        (SPREAD, 8, Placement.linear(4), (2, 2, 2, 2)),
+        (SPREAD, 8, Placement.v(2), (2, 2, 2, 2)),
+        (SPREAD, 6, Placement.v(2), (2, 2, 1, 1)),
+        (SPREAD, 12, Placement.v(4), (2, 2, 2, 2, 1, 1, 1, 1)),
+        (SPREAD, 12, Placement.loop(2, 3), (2,) * 6),
+        (SPREAD, 8, Placement.linear(3), r"8 layers do not divide over 3 stages \(linear placement\); 6 or 9 would"),
+        (SPREAD, 10, Placement.v(4), r"10 layers do not divide over 8 stages \(V placement\); 8 or 12 would"),
+        (SPREAD, 4, Placement.v(4), "; 8 would"),
+        (SPREAD, 6, Placement.loop(2, 2), r"\(loop placement\); 4 or 8 would"),
+        (SPREAD, 1, Placement.linear(2), "; 2 would"),
+        (PADDED, 8, Placement.linear(4), (2, 2, 2, 2)),
+        (PADDED, 7, Placement.linear(4), (2, 2, 2, 1)),
+        (PADDED, 6, Placement.linear(4), (1, 2, 2, 1)),
+        (PADDED, 2, Placement.linear(4), (0, 1, 1, 0)),
+        (PADDED, 14, Placement.v(4), (1, 2, 2, 2, 2, 2, 2, 1)),
+        (PADDED, 3, Placement.linear(2), (2, 1)),
+        (PADDED, 9, Placement.linear(4), r"9 layers on 4 stages .* leave 3 places empty.*; use one of 8, 10, 11, 12"),
     ],
 )
-def test_layers_that_do_not_divide_are_refused(num_layers: int, placement: Placement, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        StageLayers.spread(num_layers, placement)
-
-
-@pytest.mark.parametrize(
-    ("num_layers", "placement", "per_stage"),
-    [
-        (8, Placement.linear(4), (2, 2, 2, 2)),
-        (7, Placement.linear(4), (2, 2, 2, 1)),
-        (6, Placement.linear(4), (1, 2, 2, 1)),
-        (2, Placement.linear(4), (0, 1, 1, 0)),
-        (14, Placement.v(4), (1, 2, 2, 2, 2, 2, 2, 1)),
-        (3, Placement.linear(2), (2, 1)),
-    ],
-)
-def test_padded(num_layers: int, placement: Placement, per_stage: tuple[int, ...]) -> None:
-    assert StageLayers.padded(num_layers, placement).per_stage == per_stage
-
-
-def test_padding_takes_two_layers_at_most() -> None:
-    with pytest.raises(ConfigError, match=r"9 layers on 4 stages .* leave 3 places empty.*; use one of 8, 10, 11, 12"):
-        StageLayers.padded(9, Placement.linear(4))
+def test_division(
+    divided: Callable[[int, Placement], StageLayers], num_layers: int, placement: Placement, expected: tuple[int, ...] | str
+) -> None:
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=expected):
+            divided(num_layers, placement)
+    else:
+        assert divided(num_layers, placement).per_stage == expected
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.claims(
     "plans for unequal microbatches and links: any lengths, links, schedules and memory limits, never slower than the data as"
     " it comes or sorted, equal lengths to the op, the same from both cores",
     "works, simulated",
-    also=("plan/costs/test_unequal_costs.py", "tools/test_benchmark_unequal.py"),
+    also=("plan/costs/test_unequal_costs.py", "tools/test_benchmarks.py"),
 )
 
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb", "zbv", "v-half")

@@ -56,26 +56,22 @@ class FakeCuda:
 
 
 @contextmanager
-def fake_cuda(*, num_devices: int = 1, serves_nccl: bool = True, one_generator: bool = False) -> Iterator[FakeCuda]:
+def fake_cuda(*, num_devices: int = 1) -> Iterator[FakeCuda]:
     """A context in which CUDA seems to be there. The calling thread, too, has to choose its device.
 
     An error in another thread, which the context's body may not see, is raised at its end.
 
     Args:
         num_devices: what `torch.cuda.device_count` returns.
-        serves_nccl: process groups of "nccl" are made of gloo's.
-        one_generator: random numbers of host and devices come from one generator, as on the CPU, to compare runs bit for bit.
     """
     machine = Machine(num_devices=num_devices)
     memory, log = DeviceMemory(machine), SyncLog()
     machine.host_syncs.append(log)
-    generators = (torch.default_generator,) * num_devices
-    if not one_generator:
-        generators = tuple(torch.Generator().manual_seed(0) for _ in range(num_devices))
+    generators = (torch.default_generator,) * num_devices  # as on the CPU, to compare runs bit for bit
     fake = FakeCuda(machine, memory, log)
 
     def mode() -> DeviceMode:
-        return DeviceMode(memory, None if one_generator else generators)
+        return DeviceMode(memory)
 
     module = FakeTorchCuda(fake_names(memory, generators))
     replaced: list[tuple[Any, str, Any]] = [
@@ -87,7 +83,7 @@ def fake_cuda(*, num_devices: int = 1, serves_nccl: bool = True, one_generator: 
         *_types(),
         (torch._C._nn, "_parse_to", _with_device_numbers(torch._C._nn._parse_to)),
         (threading.Thread, "start", _start_in_mode(threading.Thread.start, mode)),
-        *(nccl_by_gloo() if serves_nccl else []),
+        *nccl_by_gloo(),
     ]
     before = machines.install(machine)
     with ExitStack() as undo:

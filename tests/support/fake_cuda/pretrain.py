@@ -31,7 +31,7 @@ def main(folder: str, argv: list[str], fault: str | None) -> None:
             importlib.import_module(name)
     from tests.support.fake_cuda.install import fake_cuda
 
-    with fake_cuda(num_devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")), one_generator=True) as fake:
+    with fake_cuda(num_devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) as fake:
         _count_iterations(fake.log)
         _compute_as_on_cpu()
         if fault is not None:

@@ -111,18 +111,13 @@ class DeviceMode(TorchDispatchMode):
 
     Args:
         memory: shared by all threads.
-        generators: of each device, as `torch.cuda.default_generators`; None: that of the host serves the devices too.
     """
 
     target = _Target()
 
-    def __init__(
-        self,
-        memory: DeviceMemory,
-        generators: tuple[torch.Generator, ...] | None,
-    ) -> None:
+    def __init__(self, memory: DeviceMemory) -> None:
         super().__init__()
-        self._memory, self._generators = memory, generators
+        self._memory = memory
 
     @classmethod
     @contextmanager
@@ -165,7 +160,7 @@ class DeviceMode(TorchDispatchMode):
             return func(*args, **kwargs)
         current_stream()  # a kernel needs one, and so a device
         self._record_waits(name, args, kwargs, given, places)
-        result = self._run(func, args, kwargs)
+        result = func(*args, **kwargs)
         if result_index is not None:
             inputs = {each.untyped_storage()._cdata for each, place in zip(given, places, strict=True) if place is None}
             for each in tree_leaves(result):
@@ -220,21 +215,6 @@ class DeviceMode(TorchDispatchMode):
                 waits("an index by a mask")
             elif any(self._memory.index_of(each) is None for each in indices):
                 waits("an index in host memory")
-
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run it, with the device's generator for random ops."""
-        if self._generators is None or torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
-        if any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values())):
-            raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
-        generator = self._generators[self._memory.machine.thread().device or 0]
-        host = torch.default_generator.get_state()
-        torch.default_generator.set_state(generator.get_state())
-        try:
-            return func(*args, **kwargs)
-        finally:
-            generator.set_state(torch.default_generator.get_state())
-            torch.default_generator.set_state(host)
 
 
 # -- attributes of torch.Tensor -------------------------------------------------------------------------------------------

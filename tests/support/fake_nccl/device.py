@@ -61,11 +61,6 @@ class Stream:
             self._queue.append((None, lambda: setattr(mark, "is_reached", True), "an event"))
         return mark
 
-    def marker(self) -> tuple[Callable[[], bool], Clock]:
-        """This point, as an arena wants it."""
-        mark = self.mark()
-        return (lambda: mark.is_reached), mark.clock
-
     def wait(self, mark: Mark) -> None:
         """What is issued from here on comes after the mark."""
         if self.at_host:
@@ -173,7 +168,7 @@ class Device:
         """Sends that were waited for before they were over."""
         self.default = Stream(self, "the compute stream", at_host=True)
         self.memory = Memory(rank, self.default.timeline, self.host, checks=checks)
-        self.arena = Arena(self.memory, lambda clock: self.host().join(clock))
+        self.arena = Arena(self.memory)
 
     @staticmethod
     def current() -> Device:

@@ -5,8 +5,7 @@ read against earlier writes. One that is not ordered after the other by streams,
 later in this run. Bytes keep their history when they are freed and handed out again, because that is what makes early reuse an
 error: the next owner writes where a transfer may still read.
 
-`Arena` is a caching allocator that reuses at once: the block freed last is handed out first, and a free block holds NaN. As in
-torch, a block belongs to the stream it was allocated on, and `record_stream` keeps it back until that stream is done with it.
+`Arena` is a caching allocator that reuses at once: the block freed last is handed out first, and a free block holds NaN.
 Other tensors are torch's own; the moment at which one is freed counts as the next owner's write.
 """
 
@@ -15,14 +14,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.support.fake_nccl.clocks import Access, Clock, Timeline
+from tests.support.fake_nccl.clocks import Access, Timeline
 from tests.support.fake_nccl.engine import FakeNcclError, here, is_here
 
 POISON = 0xFF
@@ -35,13 +34,6 @@ class OrderError(FakeNcclError):
 
 class FreedError(FakeNcclError):
     """A transfer reads or writes a tensor of torch that is freed."""
-
-
-class Order(Protocol):
-    """What `Arena.record_stream` needs of a stream."""
-
-    def marker(self) -> tuple[Callable[[], bool], Clock]:
-        """This point of the stream: whether it is reached, and its clock."""
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:
@@ -173,15 +165,12 @@ class Arena:
 
     Args:
         memory: where the histories of its blocks are kept.
-        joins: called with a clock that the host has seen to be over, before its memory is handed out.
     """
 
-    def __init__(self, memory: Memory, joins: Callable[[Clock], None]) -> None:
-        self._memory, self._joins = memory, joins
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
         self._blocks: dict[int, Any] = {}
         self._free: dict[int, list[int]] = {}
-        self._recorded: dict[int, list[Order]] = {}
-        self._kept_back: list[tuple[int, list[tuple[Callable[[], bool], Clock]]]] = []
         self.num_reused = 0
         self.allocated = self.most_allocated = 0
         """Bytes handed out, now and at most."""
@@ -193,7 +182,6 @@ class Arena:
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """As `torch.empty`, poisoned."""
         size = max(1, torch.Size(shape).numel()) * dtype.itemsize
-        self._take_back()
         free = self._free.setdefault(size, [])
         if free:
             address = free.pop()
@@ -209,35 +197,13 @@ class Arena:
         weakref.finalize(view, self._release, address).atexit = False
         return torch.from_numpy(view).view(dtype).view(shape)
 
-    def record_stream(self, tensor: Tensor, stream: Order) -> None:
-        """As `Tensor.record_stream`: after it is freed, the memory is not reused before the stream has come to that point."""
-        self._recorded.setdefault(tensor.untyped_storage().data_ptr(), []).append(stream)
-
     def storage_at(self, address: int) -> torch.UntypedStorage | None:
         """The memory of a block, whoever has it now; None for other addresses."""
         block = self._blocks.get(address)
         return None if block is None else torch.from_numpy(block).untyped_storage()
 
     def _release(self, address: int) -> None:
-        self.allocated -= self._blocks[address].size
-        streams = self._recorded.pop(address, [])
-        if streams:
-            self._kept_back.append((address, [stream.marker() for stream in streams]))
-        else:
-            self._hand_back(address)
-
-    def _hand_back(self, address: int) -> None:
         block = self._blocks[address]
+        self.allocated -= block.size
         block.fill(POISON)
         self._free[block.size].append(address)
-
-    def _take_back(self) -> None:
-        waiting = self._kept_back
-        self._kept_back = []
-        for address, marks in waiting:
-            if all(is_reached() for is_reached, _ in marks):
-                for _, clock in marks:
-                    self._joins(clock)
-                self._hand_back(address)
-            else:
-                self._kept_back.append((address, marks))

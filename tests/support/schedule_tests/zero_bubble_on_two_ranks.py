@@ -1,6 +1,6 @@
 """A pytest plugin for Megatron-LM's own schedule tests: two CPU ranks take the place of eight GPUs, with a schedule installed.
 
-`tests/cli/test_megatron_lm_schedule_tests.py` starts pytest with it in a process per rank. It is outside of this repository's
+`tests/cli/test_megatron_lm_checkout.py` starts pytest with it in a process per rank. It is outside of this repository's
 package `tests`, whose name is that of the checkout's. ZERO_BUBBLE_SCHEDULE names the schedule (empty: megatron-core's own), and
 outcomes by test are written to ZERO_BUBBLE_OUTCOMES, a folder, in a file per rank.
 

@@ -1,24 +1,44 @@
-"""The --save directory: whenever a job dies, the latest checkpoint is complete."""
+"""The --save directory: whenever a job dies, the latest checkpoint is complete, and hosts that do not share it are refused.
+
+Each rank has a working directory of its own and a relative path to the checkpoints, as two machines that have the same path on
+their own disks.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from megatron.zerobubble.errors import CheckpointError
+from megatron.zerobubble.training.checkpoint import shared
 from megatron.zerobubble.training.checkpoint.directory import TRACKER, existing_directory, prepare, publish, tracked_iteration
+from megatron.zerobubble.training.checkpoint.save import save_checkpoint
+from megatron.zerobubble.training.checkpoint.shared import check_save_directory, wait_for_files
+from tests.support.ranks import RankPool
+from tests.support.training_states import train, training_state_of
+from tests.training.launch import PRETRAIN, TINY_BATCH, TINY_MODEL, launch_warm, metrics
 
-pytestmark = pytest.mark.claims(
-    "Long runs",
-    "checkpoints: a job killed at any moment leaves the latest; failing writes are reported to every rank",
-    "works",
-    also=("training/checkpoint/test_save.py",),
-)
+pytestmark = [
+    pytest.mark.claims(
+        "Long runs",
+        "checkpoints: a job killed at any moment leaves the latest; failing writes are reported to every rank",
+        "works",
+        also=("training/checkpoint/test_save.py",),
+    ),
+    pytest.mark.claims(
+        "Long runs",
+        "hosts that do not share the `--save` directory, or do not see the checkpoint of `--load`; ranks with working directories"
+        " of their own stand for them. Not tried on a network file system",
+        "rejected on every rank in one line, nothing is published, nothing left behind",
+    ),
+]
 
 
 class Killed(BaseException):
@@ -88,23 +108,142 @@ def test_other_files_are_left_alone(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001.mine", "notes.writing", "iter_0000002.writing"}
 
 
-def test_a_damaged_tracker_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"release\xff", b"1" * 5000, b"9" * 400, b"\n" * 9, b"-3", None])
+def test_a_tracker_of_any_content_is_one_line(content: bytes | None, tmp_path: Path) -> None:
     assert tracked_iteration(tmp_path) is None
-    (tmp_path / TRACKER).write_bytes(b"release\xff")
-    with pytest.raises(CheckpointError, match=rf"{TRACKER} is damaged: it holds 'release.', not an iteration"):
-        tracked_iteration(tmp_path)
-
-
-@pytest.mark.parametrize("content", [b"1" * 5000, b"9" * 400, b"\n" * 9, b"-3"])
-def test_a_tracker_of_any_content_is_one_line(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / TRACKER).write_bytes(content)
-    with pytest.raises(CheckpointError, match=rf"{TRACKER} is damaged: it holds ") as caught:
+    (tmp_path / TRACKER).mkdir() if content is None else (tmp_path / TRACKER).write_bytes(content)
+    expected = "cannot be read: Is a directory" if content is None else "is damaged: it holds "
+    with pytest.raises(CheckpointError, match=f"{TRACKER} {expected}") as caught:
         tracked_iteration(tmp_path)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < len(str(tmp_path)) + 200
 
 
-def test_a_tracker_that_is_a_directory_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / TRACKER).mkdir()
-    with pytest.raises(CheckpointError, match=rf"{TRACKER} cannot be read: Is a directory"):
-        tracked_iteration(tmp_path)
+PATIENCE_S = 0.5
+"""A disk here shows its files at once."""
+P2 = ["--pipeline-model-parallel-size", "2", "--zero-bubble-schedule", "zb-h1"]
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> list[Path]:
+    """The working directories of two ranks."""
+    folders = [tmp_path / f"host{rank}" for rank in range(2)]
+    for folder in folders:
+        folder.mkdir()
+    return folders
+
+
+def run(tmp_path: Path, *arguments: object) -> Any:
+    """A job whose rank r runs in host{r}."""
+    script = tmp_path / "on_hosts.py"
+    script.write_text(
+        "import os, runpy\n"
+        "from megatron.zerobubble.training.checkpoint import shared\n"
+        f"shared._PATIENCE_S = {PATIENCE_S}\n"
+        f"os.chdir(os.path.join({str(tmp_path)!r}, 'host' + os.environ['RANK']))\n"
+        f"runpy.run_path({str(PRETRAIN)!r}, run_name='__main__')\n"
+    )
+    given = [*TINY_MODEL, *TINY_BATCH, *P2, "--mock-data", "--train-iters", 1, "--eval-iters", 0, *arguments]
+    return launch_warm(given, num_ranks=2, script=script)
+
+
+def errors(done: Any) -> list[str]:
+    return [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+
+
+def test_a_save_directory_that_a_host_does_not_see_is_refused_before_a_model_is_built(tmp_path: Path, hosts: list[Path]) -> None:
+    done = run(tmp_path, "--save", "checkpoints")
+    assert done.returncode != 0
+    (line,) = errors(done)
+    assert "--save checkpoints" in line
+    assert f"{os.uname().nodename} (rank 1): No such file or directory" in line
+    assert "directory that all hosts share" in line
+    assert "model:" not in done.stdout
+    assert list((hosts[0] / "checkpoints").iterdir()) == []
+
+
+def test_a_save_directory_that_hosts_see_by_a_link_is_used(tmp_path: Path, hosts: list[Path]) -> None:
+    (tmp_path / "shared").mkdir()
+    for host in hosts:
+        (host / "checkpoints").symlink_to(tmp_path / "shared")
+    done = run(tmp_path, "--save", "checkpoints")
+    assert done.returncode == 0, done.stderr
+    names = {path.name for path in (tmp_path / "shared").iterdir()}
+    assert names == {"iter_0000001", "latest_checkpointed_iteration.txt"}
+
+
+@pytest.mark.parametrize("verifies", [True, False], ids=["verified", "not-verified"])
+def test_a_checkpoint_that_a_host_does_not_see_is_not_loaded(verifies: bool, tmp_path: Path, hosts: list[Path]) -> None:
+    (hosts[1] / "checkpoints").symlink_to(hosts[0] / "checkpoints")
+    assert run(tmp_path, "--save", "checkpoints").returncode == 0
+    (hosts[1] / "checkpoints").unlink()
+    (hosts[1] / "checkpoints").mkdir()
+    shutil.copy(hosts[0] / "checkpoints" / "latest_checkpointed_iteration.txt", hosts[1] / "checkpoints")
+    logged = tmp_path / "metrics.jsonl"
+    done = run(tmp_path, "--load", "checkpoints", "--metrics-jsonl", logged, *([] if verifies else ["--no-verify-checkpoint"]))
+    assert done.returncode != 0
+    (line,) = errors(done)
+    assert "iter_0000001" in line
+    assert f"{os.uname().nodename} (rank 1): No such file or directory" in line
+    assert not logged.exists() or not metrics(logged)
+
+
+@contextmanager
+def own_host(rank: int, folder: str, *, apart: int) -> Iterator[None]:
+    """Inside, rank `apart` has a working directory of its own, and the others have one together."""
+    before, host = Path.cwd(), Path(folder, "other" if rank == apart else "first")
+    host.mkdir(exist_ok=True)
+    os.chdir(host)
+    try:
+        with mock.patch.object(shared, "_PATIENCE_S", PATIENCE_S):
+            yield
+    finally:
+        os.chdir(before)
+
+
+def saved_apart(rank: int, folder: str) -> tuple[str, set[str]]:
+    """The error of a save in a directory that rank 3 does not share, and the names in the directory that this rank sees."""
+    arguments = ["--pipeline-model-parallel-size", "4", "--zero-bubble-v-schedule", "--save", "checkpoints"]
+    with own_host(rank, folder, apart=3):
+        with training_state_of(rank, arguments) as training_state:
+            train(training_state, first=1, last=1)
+            with pytest.raises(CheckpointError) as caught:
+                save_checkpoint(training_state, run="a", iteration=1, consumed_samples=8)
+        return str(caught.value), {path.name for path in Path("checkpoints").iterdir()}
+
+
+def test_a_checkpoint_whose_files_rank_0_does_not_see_is_not_published(four_ranks: RankPool, tmp_path: Path) -> None:
+    for said, names in four_ranks.run(saved_apart, str(tmp_path)):
+        assert "__3_0.distcp is missing" in said
+        assert "directory that all hosts share" in said
+        assert names == set()
+
+
+def refused(rank: int, folder: str) -> str:
+    """The error where rank 2 does not share the directory."""
+    with own_host(rank, folder, apart=2), pytest.raises(CheckpointError) as caught:
+        check_save_directory("checkpoints")
+    return str(caught.value)
+
+
+def test_every_rank_raises_the_same_line(four_ranks: RankPool, tmp_path: Path) -> None:
+    (line,) = set(four_ranks.run(refused, str(tmp_path)))
+    assert "(rank 2): No such file or directory" in line
+    assert list((tmp_path / "first" / "checkpoints").iterdir()) == []
+
+
+def test_a_save_directory_that_cannot_be_made_is_one_line(four_ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "checkpoints").write_text("a file")
+    for line in four_ranks.run(refused, str(tmp_path)):
+        assert line == "--save checkpoints cannot be written: File exists"
+
+
+def test_a_file_that_a_network_file_system_shows_late_is_waited_for() -> None:
+    seen = iter(["missing", "missing", ""])
+    assert wait_for_files(lambda: next(seen)) == ""
+
+
+def test_a_file_that_never_appears_is_not_waited_for_long() -> None:
+    clock = iter(range(1000))
+    assert wait_for_files(lambda: "missing", now=lambda: float(next(clock)), pause=lambda _: None) == "missing"

@@ -82,15 +82,6 @@ def test_a_megatron_core_that_cannot_read_the_newer_common_state_is_named(tmp_pa
         load._load_common(directory)
 
 
-def test_code_in_the_common_state_of_a_newer_checkpoint_is_refused_and_not_run(tmp_path: Path) -> None:
-    mark = tmp_path / "ran"
-    directory = write(tmp_path / "iter_0000003", {"weight": torch.ones(2), "common_state/shard_0_1": [Attack(mark)]})
-    (directory / "common.pt").unlink()
-    with pytest.raises(CheckpointError, match=r"\(common_state/shard_0_1\) is damaged or holds more than data"):
-        inspect_checkpoint(directory)
-    assert not mark.exists()
-
-
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is not a complete checkpoint"):
         inspect_checkpoint(tmp_path / "absent")
@@ -130,28 +121,28 @@ def test_a_common_state_of_another_type_is_named(common: Any, expected: str, che
         inspect_checkpoint(newer)
 
 
-def test_code_in_the_metadata_is_refused_and_not_run(checkpoint: Path, tmp_path: Path) -> None:
-    mark = tmp_path / "ran"
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(Attack(mark)))
-    with pytest.raises(CheckpointError, match=r"it contains posix\.mkdir"):
-        inspect_checkpoint(checkpoint)
-    assert not mark.exists()
-
-
-def test_code_in_a_stored_object_is_refused_and_not_run(tmp_path: Path) -> None:
-    mark = tmp_path / "ran"
-    directory = write(tmp_path / "iter_0000003", {"weight": torch.ones(2), "object": Attack(mark)})
-    with pytest.raises(CheckpointError, match=r"\(object\) is damaged or holds more than data"):
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        (".metadata", r"it contains posix\.mkdir"),
+        ("common.pt", r"common\.pt is damaged or holds more than data"),
+        ("object", r"\(object\) is damaged or holds more than data"),
+        ("common_state/shard_0_1", r"\(common_state/shard_0_1\) is damaged or holds more than data"),
+    ],
+)
+def test_code_is_refused_and_not_run(place: str, message: str, checkpoint: Path, tmp_path: Path) -> None:
+    attack, directory = Attack(tmp_path / "ran"), checkpoint
+    if place == ".metadata":
+        (directory / place).write_bytes(pickle.dumps(attack))
+    elif place == "common.pt":
+        torch.save({"header": attack}, directory / place)
+    else:
+        directory = write(tmp_path / "iter_0000004", {"weight": torch.ones(2), place: [attack]})
+    if place.startswith("common_state"):
+        (directory / "common.pt").unlink()
+    with pytest.raises(CheckpointError, match=message):
         inspect_checkpoint(directory)
-    assert not mark.exists()
-
-
-def test_code_in_common_is_refused_and_not_run(checkpoint: Path, tmp_path: Path) -> None:
-    mark = tmp_path / "ran"
-    torch.save({"header": Attack(mark)}, checkpoint / "common.pt")
-    with pytest.raises(CheckpointError, match=r"common\.pt is damaged or holds more than data"):
-        inspect_checkpoint(checkpoint)
-    assert not mark.exists()
+    assert not attack.mark.exists()
 
 
 def test_files_outside_of_the_checkpoint_are_not_read(checkpoint: Path, tmp_path: Path) -> None:

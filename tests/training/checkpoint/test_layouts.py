@@ -14,11 +14,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.zerobubble.errors import CheckpointError
 from megatron.zerobubble.training.checkpoint.load import RestoredProgress, load_checkpoint
 from megatron.zerobubble.training.checkpoint.save import save_checkpoint
 from tests.support.ranks import RankPool
 from tests.support.training_states import VOCABULARY, train, training_state_of
 from tests.support.whole_state import Tensors, whole_state
+
+pytestmark = pytest.mark.claims(
+    "Layers",
+    "checkpoints of experts between plain and distributed optimizer, between expert-parallel sizes, and where a pipeline rank"
+    " has none (`make test-slow`)",
+    "works, bit for bit; the losses after 1e-6 (bf16 1e-3)",
+)
+
 
 P2, P4, T2 = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4", "--tensor-model-parallel-size 2"
 INTERLEAVED = f"{P2} --num-virtual-stages-per-pipeline-rank 2"
@@ -131,3 +140,62 @@ def test_a_checkpoint_loads_with_any_layout(name: str, four_ranks: RankPool, tmp
         assert differing == [], flags
     for seen in walks:
         assert seen.actual == pytest.approx(seen.expected, rel=1e-6 if name in ("fp32", "sgd", "uneven") else 1e-3)
+
+
+EXPERTS = "--num-experts 4 --moe-layer-freq [0,0,0,0,1,1,1,1]"
+SHARED = f"{EXPERTS} --expert-model-parallel-size 2"
+DENSE_FIRST, BOTH = f"{H1} {SHARED}", f"{V2} {SHARED}"
+"""The first pipeline rank has no experts, so that its optimizer's second part is empty; every rank has some."""
+EXPERT_CHAINS = {
+    "to distributed": [DENSE_FIRST, f"{BOTH} {DISTRIBUTED}", f"{H1} {EXPERTS}", f"{DENSE_FIRST} {DISTRIBUTED}"],
+    "to plain": [f"{DENSE_FIRST} {DISTRIBUTED}", DENSE_FIRST, f"{H1} {EXPERTS} {DISTRIBUTED}", BOTH, DENSE_FIRST],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["", "--bf16"], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", EXPERT_CHAINS)
+def test_a_checkpoint_of_experts_loads_with_any_optimizer(
+    name: str, precision: str, four_ranks: RankPool, tmp_path: Path
+) -> None:
+    """Weights, master weights and optimizer state bit for bit; with expert parallelism tokens are summed in another order."""
+    chain = [f"{flags} {precision}" for flags in EXPERT_CHAINS[name]]
+    walks = four_ranks.run(walk, chain, str(tmp_path))
+    for flags, differing in zip(chain, walks[0].differing, strict=True):
+        assert differing == [], flags
+    for seen in walks:
+        assert seen.actual == pytest.approx(seen.expected, rel=1e-3 if precision else 1e-6)
+
+
+ZERO1 = ["--use-distributed-optimizer"]
+
+
+def saved(flags: list[str], folder: Path) -> None:
+    with training_state_of(0, [*flags, "--save", str(folder)]) as training_state:
+        train(training_state, first=1, last=2)
+        save_checkpoint(training_state, run="a", iteration=2, consumed_samples=16)
+
+
+def continued(flags: list[str], folder: Path) -> list[float]:
+    with training_state_of(0, [*flags, "--load", str(folder)]) as training_state:
+        assert load_checkpoint(training_state) == RestoredProgress(2, 16)
+        return train(training_state, first=3, last=4)
+
+
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize("precision", [pytest.param([], id="fp32", marks=pytest.mark.slow), pytest.param(["--bf16"], id="bf16")])
+@pytest.mark.parametrize("writes_distributed", [True, False], ids=["distributed to plain", "plain to distributed"])
+@pytest.mark.sampled(0.25)
+def test_the_other_kind_continues_bit_for_bit(precision: list[str], writes_distributed: bool, tmp_path: Path) -> None:
+    """fp32 is also in the chain of layouts."""
+    writes, reads = (ZERO1, []) if writes_distributed else ([], ZERO1)
+    saved([*precision, *writes], tmp_path)
+    assert continued([*precision, *reads], tmp_path) == continued([*precision, *writes], tmp_path)
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_losing_master_weights_is_an_error(tmp_path: Path) -> None:
+    saved(["--bf16"], tmp_path)
+    with pytest.raises(CheckpointError, match=r"written by the plain optimizer with master weights .* --no-load-optim"):
+        continued([], tmp_path)
+    continued(["--no-load-optim", "--no-load-rng"], tmp_path)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import resource
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,6 +21,7 @@ from megatron.zerobubble.training.checkpoint.save import save_checkpoint
 from megatron.zerobubble.training.step import TrainingState
 from tests.support.ranks import RankPool
 from tests.support.training_states import train, training_state_of
+from tests.training.checkpoint.test_inspect import Attack
 
 V4 = ["--pipeline-model-parallel-size", "4", "--zero-bubble-v-schedule"]
 
@@ -73,16 +72,6 @@ def saved(four_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Pat
     folder = tmp_path_factory.mktemp("saved")
     four_ranks.run(save, str(folder))
     return folder
-
-
-class Attack:
-    """An untrusted pickle: unpickling it runs code."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.mark),)
 
 
 def load_tampered(rank: int, folder: str) -> str | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -11,12 +13,21 @@ from pathlib import Path
 
 import pytest
 import torch.distributed.checkpoint as dcp
+import xxhash
 
 from megatron.zerobubble.cli.main import main
 from megatron.zerobubble.errors import CheckpointError
 from megatron.zerobubble.training.checkpoint.directory import TRACKER
 from megatron.zerobubble.training.checkpoint.load import load_checkpoint
-from megatron.zerobubble.training.checkpoint.manifest import MANIFEST, Manifest, record_of
+from megatron.zerobubble.training.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    damaged_content,
+    damaged_names,
+    first_damage,
+    record_of,
+    share_of_rank,
+)
 from megatron.zerobubble.training.checkpoint.save import save_checkpoint
 from tests.support.ranks import RankPool
 from tests.support.training_states import train, training_state_of
@@ -157,7 +168,7 @@ def test_a_manifest_lists_all_files_and_the_run(saved: Path) -> None:
     "Long runs",
     "`zerobubble checkpoint verify`: intact, damaged, without a manifest, damaged tracker and manifest",
     "works, one line and exit code 0, 1 or 2",
-    also=("training/checkpoint/test_manifest.py",),
+    also=("training/checkpoint/test_verification.py",),
 )
 @pytest.mark.parametrize("damage", [None, flipped, missing])
 @pytest.mark.parametrize("names", ["folder", "checkpoint", "step"])
@@ -200,6 +211,156 @@ def test_what_the_command_cannot_verify_is_one_line(
     assert len(err) < len(str(tmp_path)) + 300
 
 
+SIZES = {"__0_0.distcp": 3500, "__1_0.distcp": 2000, "common.pt": 70, "empty": 0}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A directory of files of which one is empty."""
+    for name, size in SIZES.items():
+        (tmp_path / name).write_bytes(hashlib.shake_128(name.encode()).digest(size))
+    Manifest(run="run1", iteration=3, files={name: record_of(tmp_path / name) for name in SIZES}).write(tmp_path)
+    return tmp_path
+
+
+def damage_of(directory: Path) -> dict[str, str]:
+    manifest = Manifest.read(directory)
+    assert manifest is not None
+    return damaged_names(directory, manifest) or damaged_content(directory, manifest.files)
+
+
+def test_an_intact_checkpoint_has_no_damage(checkpoint: Path) -> None:
+    assert damage_of(checkpoint) == {}
+    assert {path.name for path in checkpoint.iterdir()} == {*SIZES, MANIFEST}, "nothing unfinished is left"
+    (checkpoint / "README").write_text("notes beside the data are no damage")
+    assert damage_of(checkpoint) == {}
+
+
+def test_a_record_has_the_checksum_of_the_file(tmp_path: Path) -> None:
+    """Of more bytes than are read at a time."""
+    data = hashlib.shake_128(b"long").digest(2**20 + 17)
+    (tmp_path / "file").write_bytes(data)
+    record = record_of(tmp_path / "file")
+    assert (record.num_bytes, record.digest) == (len(data), xxhash.xxh3_128(data).hexdigest())
+
+
+@pytest.mark.parametrize("name", [name for name, size in SIZES.items() if size])
+def test_any_flipped_bit_is_found(name: str, checkpoint: Path) -> None:
+    intact = (checkpoint / name).read_bytes()
+    for at in {0, len(intact) // 2, len(intact) - 1}:
+        for bit in (0, 7):
+            damaged = bytearray(intact)
+            damaged[at] ^= 1 << bit
+            (checkpoint / name).write_bytes(damaged)
+            assert damage_of(checkpoint) == {name: "is damaged or of another run: its content is not what was saved"}
+
+
+def longer(file: Path) -> None:
+    file.write_bytes(file.read_bytes() + b"x")
+
+
+def folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def fifo(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def circle(file: Path) -> None:
+    file.unlink()
+    file.symlink_to(file.name)
+
+
+def link(file: Path) -> None:
+    elsewhere = file.parents[1] / f"{file.parent.name} elsewhere"
+    file.rename(elsewhere)
+    file.symlink_to(elsewhere)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (longer, "__1_0.distcp has 2,001 bytes instead of 2,000"),
+        (folder, "__1_0.distcp is not a regular file"),
+        (fifo, "__1_0.distcp is not a regular file"),
+        (circle, "__1_0.distcp is missing"),
+        (link, "__1_0.distcp is a link out of the checkpoint"),
+    ],
+)
+def test_files_that_do_not_belong_together_are_named(change: Callable[[Path], None], expected: str, checkpoint: Path) -> None:
+    change(checkpoint / "__1_0.distcp")
+    assert first_damage(damage_of(checkpoint)) == expected
+
+
+def test_a_file_that_cannot_be_read_is_named(checkpoint: Path) -> None:
+    manifest = Manifest.read(checkpoint)
+    assert manifest is not None
+    (checkpoint / "__1_0.distcp").unlink()  # after names were compared
+    found = damaged_content(checkpoint, manifest.files)
+    assert found == {"__1_0.distcp": f"cannot be read: {os.strerror(2)}"}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 64])
+def test_ranks_share_the_files(world_size: int, checkpoint: Path) -> None:
+    manifest = Manifest.read(checkpoint)
+    assert manifest is not None
+    shares = [share_of_rank(manifest.files, rank=rank, world_size=world_size) for rank in range(world_size)]
+    assert sorted(name for share in shares for name in share) == sorted(SIZES), "each by one rank"
+    assert [sum(record.num_bytes for record in share.values()) for share in shares] == sorted(
+        (sum(record.num_bytes for record in share.values()) for share in shares), reverse=True
+    )
+
+
+def test_a_checkpoint_without_a_manifest_has_none(tmp_path: Path) -> None:
+    assert Manifest.read(tmp_path) is None
+    assert Manifest.read(tmp_path / "absent") is None
+
+
+def test_a_flipped_bit_in_the_manifest_is_found(checkpoint: Path) -> None:
+    """Each byte matters, but for white space between values."""
+    path = checkpoint / MANIFEST
+    intact = path.read_bytes()
+    for at in range(0, len(intact), 7):
+        if intact[at : at + 1].isspace():
+            continue
+        damaged = bytearray(intact)
+        damaged[at] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=rf"{MANIFEST} is damaged"):
+            Manifest.read(checkpoint)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"7", b"\xff", b"[" * 100_000, b'{"xxh3_128": "x"}', b"9" * 5000])
+def test_other_content_of_the_manifest_is_one_line(content: bytes, checkpoint: Path) -> None:
+    (checkpoint / MANIFEST).write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"{MANIFEST} is damaged") as caught:
+        Manifest.read(checkpoint)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"format": "other/2"}, "has format 'other/2'; this version reads"),
+        ({"files": {"a": {"bytes": "many", "xxh3_128": "x"}}}, "is damaged: it is not a manifest"),
+        ({"files": {"a": {"bytes": 1}}}, "is damaged: it is not a manifest"),
+        ({"files": {"../a": {"bytes": 1, "xxh3_128": "x"}}}, "is damaged: it is not a manifest"),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_one_line(change: dict[str, object], expected: str, checkpoint: Path) -> None:
+    """Its own checksum is right."""
+    path = checkpoint / MANIFEST
+    named = {name: value for name, value in json.loads(path.read_text()).items() if name != "xxh3_128"} | change
+    own = xxhash.xxh3_128(json.dumps(named, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    path.write_text(json.dumps(named | {"xxh3_128": own}))
+    with pytest.raises(CheckpointError, match=expected):
+        Manifest.read(checkpoint)
+
+
 @pytest.mark.parametrize("name", [TRACKER, MANIFEST])
 @pytest.mark.parametrize(
     ("target", "expected"),
@@ -230,13 +391,3 @@ def test_fifos_and_links_are_one_line(
     assert not out
     assert f"{file} {expected}" in err
     assert err.count("\n") == 1
-
-
-@pytest.mark.parametrize("step", ["-1", "x", "9" * 5000, ""])
-def test_a_step_that_is_no_iteration_is_exit_code_2(step: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["checkpoint", "verify", str(tmp_path), f"--ckpt-step={step}"])
-    assert caught.value.code == 2
-    err = capsys.readouterr().err
-    assert "is not an iteration" in err
-    assert len(err) < 200

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.claims(
     "damaged datasets: header, version, dtype, lengths, pointers, document boundaries, sizes of `.idx` and `.bin`, "
     "`.corpus.json`: one line before any process group; tokens outside of the vocabulary: document and position",
     "rejected",
-    also=("training/data/test_token_ids.py",),
+    also=("training/data/test_samples.py",),
 )
 
 LENGTHS = (5, 1, 7, 3)

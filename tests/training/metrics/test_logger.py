@@ -6,7 +6,10 @@ import json
 import logging
 import math
 import re
+import resource
+import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +24,21 @@ from megatron.zerobubble.training.config.settings import Settings
 from tests.support.megatron_lm import LOGGED
 
 with quiet_third_parties():
+    from megatron.zerobubble.training.metrics.json_lines import JsonLines
     from megatron.zerobubble.training.metrics.logger import MetricsLogger
     from megatron.zerobubble.training.metrics.progress_line import IterationRecord
     from megatron.zerobubble.training.step import StepResult
+
+pytestmark = [
+    pytest.mark.usefixtures("world_of_one"),
+    pytest.mark.claims(
+        "Long runs",
+        "metrics, plan file or trace that cannot be written any more: logged once, training goes on",
+        "works",
+        also=("training/test_plan_files.py",),
+    ),
+]
+
 
 FLAGS = (
     "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --lr 1e-3 "
@@ -36,8 +51,6 @@ STEP = StepResult(
     lr=1 / 3,
     loss_scale=torch.tensor(1.0),
 )
-
-pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
 def settings(flags: str = "") -> Settings:
@@ -207,3 +220,39 @@ def test_a_corrected_step_is_logged(
     with caplog.at_level(logging.INFO):
         logger.add(record(37, **changes))
     assert caplog.messages == [f"iteration 37: {said}"]
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """This process' limit on the size of a file, which a write beyond it meets as it would a full disk: after a part of it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_is_logged_once_and_leaves_whole_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = JsonLines(str(path), is_continued=False)
+    lines.write([{"iteration": 1}])
+    with files_of_at_most(path.stat().st_size + 10):
+        for iteration in (2, 3):
+            lines.write([{"iteration": iteration, "schedule": "zbv"}])
+    lines.write([{"iteration": 4}])
+    lines.close()
+    assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [1, 4]
+    (warning,) = caplog.messages
+    assert warning.startswith(f"--metrics-jsonl {path} cannot be written: File too large; training goes on")
+
+
+def test_a_device_that_is_full_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    lines = JsonLines("/dev/full", is_continued=True)
+    lines.write([{"iteration": 1}])
+    lines.write([{"iteration": 2}])
+    lines.close()
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "--metrics-jsonl /dev/full cannot be written: No space left on device" in caplog.text

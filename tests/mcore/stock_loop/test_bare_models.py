@@ -1,7 +1,10 @@
-"""Models that no schedule runs: a pipeline of one rank, models beside the pipeline, stages that a loop runs itself."""
+"""Models beside the one that a schedule trains: without DDP they run forward-only; a pipeline of one rank, models beside the
+pipeline and stages that a loop runs itself are left alone.
+"""
 
 from __future__ import annotations
 
+import argparse
 import logging
 from contextlib import nullcontext
 from types import ModuleType
@@ -11,13 +14,16 @@ from unittest import mock
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
-from tests.support import bridge
+import megatron.zerobubble
+from megatron.zerobubble.errors import ConfigError
+from tests.support.loops import Loop, with_loss
 from tests.support.ranks import RankPool
-from tests.support.stock import train
+from tests.support.stock import example, installed, train, warnings_of_package
 
 pytestmark = pytest.mark.claims(
     "Your own script",
@@ -26,25 +32,137 @@ pytestmark = pytest.mark.claims(
     "works, bit for bit",
 )
 
+
+TWO = "--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 32"
+CHUNKS = f"{TWO} --virtual-pipeline-model-parallel-size 2"
+
+
+@pytest.mark.claims(
+    "Your own script",
+    "in a loop of your own: models that DDP did not wrap, forward-only, between training steps of another one: ZB-H1, ZB-H2, "
+    "interleaved ZB, ZBV, V-Half, ZB-W; other sizes, bf16, groups in the call, `collect_non_loss_data`",
+    "works, bit for bit",
+)
+@pytest.mark.parametrize(
+    ("flags", "schedule"),
+    [
+        (TWO, "zb-h1"),
+        (f"{TWO} --bf16", "zb-h2"),
+        (CHUNKS, "zb-interleaved"),
+        (CHUNKS, "zbv"),
+        (f"{CHUNKS} --bf16 --tie-embeddings-and-output-weights", "v-half"),
+        (f"{TWO} --num-layers 8 --virtual-pipeline-model-parallel-size 4 --tie-embeddings-and-output-weights", "zb-w"),
+    ],
+)
+@pytest.mark.sampled(0.4)
+def test_a_model_without_ddp_has_the_losses_of_megatron_cores_schedule(four_ranks: RankPool, flags: str, schedule: str) -> None:
+    """Bit for bit, between training steps of another model whose losses do not change either."""
+    expected, actual = (four_ranks.run(_train_with_reference, flags, name) for name in (None, schedule))
+    assert actual == expected
+    assert [bool(each["trained"]) for each in expected] == [False, False, True, True]
+
+
+def _train_with_reference(rank: int, flags: str, schedule: str | None) -> dict[str, Any]:
+    """Losses of a trained model and of wider ones without DDP: as a loop calls them, with the groups, and for other data."""
+    with installed(flags, schedule) as args:
+        trained = Loop(args)
+        wider = argparse.Namespace(**vars(args) | {"hidden_size": 48})
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        reference, reward = Loop(wider, has_ddp=False), Loop(wider, has_ddp=False, groups=groups)
+        for iteration in range(2):
+            with torch.no_grad():
+                reference.passes(forward_only=True)
+            trained.train()
+            reward.passes(forward_only=True, first_val_step=iteration == 0)
+            reference.passes(
+                2 * iteration + 2,
+                forward_step_func=with_loss(lambda losses, non_loss_data: {"lm loss": losses.detach()}),
+                forward_only=True,
+                collect_non_loss_data=True,
+            )
+        return plain_lists({"trained": trained.seen, "reference": reference.seen, "reward": reward.seen})
+
+
+def plain_lists(value: Any) -> Any:
+    """With lists of numbers in place of arrays, to be compared."""
+    if isinstance(value, dict):
+        return {name: plain_lists(each) for name, each in value.items()}
+    return [plain_lists(each) for each in value] if isinstance(value, list) else value.tolist()
+
+
+def _rejected(rank: int, flags: str, schedule: str) -> str:
+    with installed(flags, schedule) as args, pytest.raises(ConfigError) as caught:
+        Loop(args, has_ddp=False).passes()
+    return str(caught.value)
+
+
+@pytest.mark.claims("Your own script", "in a loop of your own: training a model that DDP did not wrap", "rejected")
+@pytest.mark.parametrize(("flags", "schedule"), [(TWO, "zb-h1"), (CHUNKS, "zbv")])
+def test_training_a_model_without_ddp_is_refused(four_ranks: RankPool, flags: str, schedule: str) -> None:
+    for message in four_ranks.run(_rejected, flags, schedule):
+        assert f"schedule {schedule} cannot train a GPTModel that" in message
+        assert "forward_only=True" in message
+
+
+def _built_before_install(rank: int, schedule: str) -> Any:
+    """The losses of a model that DDP wrapped before `install`, and of the same model without anything installed."""
+    with installed(TWO) as args:
+        loop = Loop(args)
+        loop.passes(forward_only=True)
+        loop.restart_data()
+        megatron.zerobubble.install(schedule=schedule)
+        loop.passes(forward_only=True)
+        return plain_lists(loop.seen)
+
+
+def test_a_model_wrapped_before_install_runs_forward_only(four_ranks: RankPool) -> None:
+    *_, (expected, actual) = four_ranks.run(_built_before_install, "zb-h1")
+    assert actual == expected
+
+
+def _v_refusals(rank: int) -> dict[str, str]:
+    messages = {}
+    with installed(CHUNKS, "zbv") as args:
+        loop = Loop(args, has_ddp=False)
+        unknown = torch.nn.Linear(1, 1)
+        unknown.config, unknown.set_input_tensor = loop.config, print
+        for name, model in {"one chunk": loop.model[:1], "exchanged": loop.model[::-1], "unknown": [unknown] * 2}.items():
+            with pytest.raises(ConfigError) as caught:
+                loop.passes(model=model, data_iterator=loop.one_or_list(loop.data[: len(model)]), forward_only=True)
+            messages[name] = str(caught.value)
+    return messages
+
+
+def test_a_v_refuses_a_model_of_other_chunks(four_ranks: RankPool) -> None:
+    for messages in four_ranks.run(_v_refusals):
+        assert "takes a model of 2 chunk(s), got 1" in messages["one chunk"]
+        assert "in the order of their vp_stage" in messages["exchanged"]
+        assert "was given a Linear without vp_stage" in messages["unknown"]
+
+
+def _tied(rank: int) -> bool:
+    """Whether embedding and output layer of a V without DDP are the same; True where a rank does not have them."""
+    with installed(f"{CHUNKS} --tie-embeddings-and-output-weights", "zbv") as args:
+        with mock.patch.object(example(), "initialize_weights"):
+            loop = Loop(args, has_ddp=False)
+        loop.passes(forward_only=True)
+        if not loop.model[0].pre_process:
+            return True
+        return torch.equal(*(chunk.shared_embedding_or_output_weight() for chunk in loop.model))
+
+
+def test_tied_weights_of_a_v_without_ddp_are_equal(four_ranks: RankPool) -> None:
+    assert four_ranks.run(_tied) == [True] * 4
+
+
 SIZES = "--num-layers 4 --hidden-size 32"
-TWO = f"{SIZES} --pipeline-model-parallel-size 2"
+TWO_RANKS = f"{SIZES} --pipeline-model-parallel-size 2"
 
 
 def _train_on_one_rank(rank: int, flags: str, options: dict[str, Any]) -> tuple[Any, list[str]]:
     """What the loop logs, and our warnings."""
-    warnings: list[str] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            warnings.append(record.getMessage())
-
-    handler, logger = Handler(logging.WARNING), logging.getLogger("megatron.zerobubble")
-    logger.addHandler(handler)
-    try:
-        with mock.patch.object(logger, "propagate", False):
-            return train(rank, flags, **options), warnings
-    finally:
-        logger.removeHandler(handler)
+    with warnings_of_package() as warnings, mock.patch.object(logging.getLogger("megatron.zerobubble"), "propagate", False):
+        return train(rank, flags, **options), warnings
 
 
 @pytest.mark.parametrize(
@@ -86,7 +204,8 @@ def _gradients(chunks: list[DistributedDataParallel], backward: Any) -> list[Ten
 
 def _tower(rank: int, schedule: str | None, overlaps: bool) -> list[Tensor]:
     """A model without a pipeline beside one with, trained by hand."""
-    with bridge.installed(TWO, schedule) as (loop, args):
+    with installed(TWO_RANKS, schedule) as args:
+        loop = example()
         wider = {"pipeline_model_parallel_size": 1, "hidden_size": 48}
         with mock.patch.object(loop, "TransformerConfig", lambda **given: TransformerConfig(**given | wider)):
             config = loop.transformer_config(args)
@@ -116,7 +235,8 @@ def test_a_model_beside_the_pipeline_has_its_gradients(four_ranks: RankPool, ove
 
 def _stage_by_hand(rank: int, flags: str, schedule: str | None, overlaps: bool) -> list[Tensor]:
     """Every stage of a pipeline, run by the loop itself."""
-    with bridge.installed(flags, schedule) as (loop, args):
+    with installed(flags, schedule) as args:
+        loop = example()
         args.overlap_grad_reduce = overlaps
         chunks = loop.build_model(args, loop.transformer_config(args))
         return _gradients(chunks, lambda chunk, number: _run_stage(loop, args, chunk, number))
@@ -136,7 +256,7 @@ def _run_stage(loop: ModuleType, args: Any, chunk: Any, microbatch: int) -> None
 @pytest.mark.sampled(0.5)
 def test_a_stage_that_the_loop_runs_itself_has_its_gradients(four_ranks: RankPool, schedule: str, overlaps: bool) -> None:
     """Bit for bit. Such a model was split when DDP wrapped it, and never saw the schedule."""
-    expected, actual = (four_ranks.run(_stage_by_hand, TWO, name, overlaps) for name in (None, schedule))
+    expected, actual = (four_ranks.run(_stage_by_hand, TWO_RANKS, name, overlaps) for name in (None, schedule))
     for own, reference in zip(actual, expected, strict=True):
         assert all(map(torch.equal, own, reference))
         assert all(each.any() for each in own if each.dim() > 1)
@@ -151,7 +271,8 @@ class _Tower(nn.Module):
 
 
 def _plain(rank: int, schedule: str | None) -> list[Tensor]:
-    with bridge.installed(TWO, schedule) as (loop, args):
+    with installed(TWO_RANKS, schedule) as args:
+        loop = example()
         torch.manual_seed(3)
         chunk = _ddp(loop.transformer_config(args), _Tower(), overlaps=False)
         image = torch.randn(2, 3, 8, 8)
@@ -166,7 +287,8 @@ def test_a_module_that_is_no_stage_is_left_alone(four_ranks: RankPool) -> None:
 
 def _after_the_schedule(rank: int, flags: str, schedule: str) -> bool:
     """Whether a backward pass by hand adds the same gradients before and after an iteration of the schedule."""
-    with bridge.installed(flags, schedule) as (loop, args):
+    with installed(flags, schedule) as args:
+        loop = example()
         chunks = loop.build_model(args, loop.transformer_config(args))
         by_hand = [_gradients(chunks, lambda chunk, number: _run_stage(loop, args, chunk, number)) for _ in range(2)]
         loop.get_forward_backward_func()(
@@ -182,4 +304,4 @@ def _after_the_schedule(rank: int, flags: str, schedule: str) -> bool:
 
 
 def test_a_backward_by_hand_after_the_schedule_is_right(four_ranks: RankPool) -> None:
-    assert four_ranks.run(_after_the_schedule, TWO, "zb-h1") == [True] * 4
+    assert four_ranks.run(_after_the_schedule, TWO_RANKS, "zb-h1") == [True] * 4

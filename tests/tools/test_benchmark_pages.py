@@ -1,4 +1,4 @@
-"""Against interleaved 1F1B: the page is that of the results, they can be simulated again, and README says the same."""
+"""The pages of interleaved 1F1B and of layouts are those of the results, which can be simulated again; README says the same."""
 
 from __future__ import annotations
 
@@ -9,16 +9,23 @@ from typing import Any
 import pytest
 
 from megatron.zerobubble.cli.published import read_configs
-from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.simulate import simulate
-from tools.benchmarks import interleaved
+from tools.benchmarks import interleaved, layouts
 
-pytestmark = pytest.mark.claims(
-    "Planning and measuring",
-    "ZBV against interleaved 1F1B on the published rows",
-    "simulated, [numbers](benchmarks/interleaved.md)",
-)
+pytestmark = [
+    pytest.mark.claims(
+        "Planning and measuring",
+        "ZBV against interleaved 1F1B on the published rows",
+        "simulated, [numbers](benchmarks/interleaved.md)",
+    ),
+    pytest.mark.claims(
+        "Planning and measuring",
+        "layouts of five model shapes against even ones under interleaved 1F1B, times by formula",
+        "simulated, [numbers](benchmarks/layouts.md)",
+    ),
+]
+
 
 DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
 REPORT: dict[str, Any] = json.loads((DOCS / "data" / "interleaved.json").read_text(encoding="utf-8"))
@@ -55,13 +62,6 @@ def test_interleaved_1f1b_is_simulated_again(number: int) -> None:
         assert max(found.peak_memory) == pytest.approx(expected["memory"])
 
 
-def test_messages_are_counted_at_links_between_ranks() -> None:
-    """p-1 links one after the other, forward and backward; the two lowest stages of a V are on one rank."""
-    assert interleaved.messages(Placement.linear(4)) == 6
-    assert interleaved.messages(Placement.loop(4, 2)) == 14
-    assert interleaved.messages(Placement.v(4)) == 12
-
-
 def test_readme_says_what_the_results_say() -> None:
     """Its speed at half the memory of v = 2, or 3 to 10 % faster at two thirds; with v = 4 and 8 a lead of 0 to 6 %."""
 
@@ -79,3 +79,50 @@ def test_readme_says_what_the_results_say() -> None:
     readme = " ".join((DOCS.parents[1] / "README.md").read_text(encoding="utf-8").split())
     assert "its speed at half its memory, or 3 to 10 % faster at two thirds" in readme
     assert "With four and eight virtual stages the lead at 1F1B's memory is 0 to 6 %" in readme
+
+
+def test_the_page_of_layouts_is_that_of_the_results() -> None:
+    body = json.loads((DOCS / "data" / "layouts.json").read_text(encoding="utf-8"))
+    assert layouts.markdown(body) == (DOCS / "layouts.md").read_text(encoding="utf-8")
+
+
+def test_every_plan_is_above_its_bound_and_fits_the_memory() -> None:
+    rows = json.loads((DOCS / "data" / "layouts.json").read_text(encoding="utf-8"))["rows"]
+    assert tuple(rows) == layouts.NAMES
+    for row in rows.values():
+        assert row["bound_makespan_ms"] <= row["ours"]["makespan_ms"]
+        assert row["ours"]["peak_gib"] <= 70 * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", layouts.NAMES)
+def test_no_even_layout_is_faster_than_the_published_one(name: str) -> None:
+    """Of all numbers of virtual stages that our own search tries."""
+    published = json.loads((DOCS / "data" / "layouts.json").read_text(encoding="utf-8"))["rows"][name]["even"]
+    shape = layouts.shape_named(name)
+    memory = layouts.parse_bytes(layouts.MEMORY)
+    for chunks in (1, 2, 3, 4):
+        counts = [(chunks, one) for one in layouts.even_layouts(shape.model.num_layers, shape.num_ranks, chunks)]
+        found = layouts.best_interleaved(shape, counts, memory)
+        assert found is None or found["makespan_ms"] >= published["makespan_ms"] * (1 - 1e-9), chunks
+
+
+def test_readme_says_what_the_results_of_layouts_say() -> None:
+    rows = json.loads((DOCS / "data" / "layouts.json").read_text(encoding="utf-8"))["rows"].values()
+    readme = " ".join((DOCS.parents[1] / "README.md").read_text(encoding="utf-8").split())
+    for key, text in (
+        ("even", "{:.2f} to {:.2f} times as fast as the best even layout under interleaved 1F1B"),
+        ("first_last", "{:.2f} to {:.2f} as the best first/last split"),
+    ):
+        speeds = [row[key]["makespan_ms"] / row["ours"]["makespan_ms"] for row in rows]
+        assert text.format(min(speeds), max(speeds)) in readme
+    gaps = [100 * (row["ours"]["makespan_ms"] / row["bound_makespan_ms"] - 1) for row in rows]
+    assert f"{min(gaps):.1f} to {max(gaps):.1f} % above a bound over all layouts" in readme
+
+
+def test_a_layout_of_the_page_can_be_simulated_again() -> None:
+    rows = json.loads((DOCS / "data" / "layouts.json").read_text(encoding="utf-8"))["rows"]
+    expected = rows["llama-3-8b"]["even"]
+    again = layouts.interleaved(layouts.shape_named("llama-3-8b"), 4, (1,) * 32, layouts.parse_bytes(layouts.MEMORY))
+    assert again is not None
+    assert again["layout"] == expected["layout"]
+    assert again["makespan_ms"] == pytest.approx(expected["makespan_ms"])

@@ -1,0 +1,273 @@
+"""Experts, MTP layers and `HybridModel` under our schedules against the unpipelined model: losses, gradients and weights.
+
+Bit for bit where one rank holds all experts: a token's way, and the order of every sum, are those of the unpipelined model. The
+embedding of MTP layers is a second copy of the first one, and the output layer is used once more for every layer: gradients of
+these are sums in another order, so there the tolerance is 1e-6, and Adam's epsilon is large, as for tied embeddings. In float16
+the reference rounds its sums to 11 bits, and weights may differ by twice their last one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.deep_ep import Buffer, deep_ep
+from tests.support.gpt import Difference, assert_near, assert_same_bits, compare, grown_by_op, refusal
+from tests.support.hybrid import HAS_HYBRID_MODEL, WHY_NOT, HybridCase, case
+from tests.support.moe import ZB_H2, ZBV, MoeCase
+from tests.support.mtp import ZB_H2 as MTP_ZB_H2
+from tests.support.mtp import ZBV as MTP_ZBV
+from tests.support.mtp import MtpCase
+from tests.support.ranks import RankPool
+
+pytestmark = pytest.mark.claims(
+    "Layers",
+    "multi-token prediction (`--mtp-num-layers`), linear and V: tied and untied embeddings, overlapped reduction, distributed"
+    " optimizer, per-token loss, tensor and sequence parallelism, uneven stages, fp16 with recomputation",
+    "works, 1e-6 (embedding and head are sums in another order; fp16 1e-3)",
+)
+
+
+FEATURES: list[dict[str, Any]] = [
+    {"dispatcher": "allgather", "shared": True},
+    {"shared": True, "z_loss_coeff": 0.01, "per_token_loss": True},
+    {"balancing": ("seq_aux_loss", "global_aux_loss"), "aux_loss_coeff": (0.1, 0.05), "expert_bias": True},
+    {"layer_freq": (1, 0, 0, 1), "dtype": torch.float16},
+    {"recompute": "full", "llama": True, "expert_bias": True},
+    {"recompute": "moe", "shared": True, "z_loss_coeff": 0.01},
+    {"recompute": "shared_experts", "shared": True, "dtype": torch.bfloat16},
+    # 24 tokens for 32 experts: in every microbatch some get none, and others drop what is over their capacity.
+    {"num_experts": 32, "topk": 1, "pre_softmax": True, "capacity_factor": 1.0},
+]
+
+
+@pytest.mark.claims(
+    "Layers",
+    "mixture of experts, one by one (`SequentialMLP`): all-to-all and all-gather, shared experts, auxiliary losses, z-loss, "
+    "expert bias, capacity, dense layers in between, fp16, recomputation",
+    "works, bit for bit",
+)
+@pytest.mark.parametrize("features", FEATURES, ids=lambda features: "-".join(features))
+@pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=lambda case: case.schedule)
+@pytest.mark.sampled(0.16)
+def test_experts_have_the_bits_of_the_unpipelined_model(four_ranks: RankPool, base: MoeCase, features: dict[str, Any]) -> None:
+    assert_near(four_ranks.run(compare, replace(base, **features)), base)
+
+
+SIZES: dict[str, Any] = {"tensor_parallel": 2, "sequence_parallel": True, "layer_freq": (1, 1, 0, 1), "num_steps": 2}
+TENSOR_PARALLEL: list[dict[str, Any]] = [
+    {"dispatcher": "alltoall", "z_loss_coeff": 0.01},
+    {"dispatcher": "allgather", "shared": True, "recompute": "full"},
+    {"dispatcher": "alltoall", "expert_parallel": 2, "expert_tensor_parallel": 1, "shared": True},
+]
+
+
+@pytest.mark.claims(
+    "Layers",
+    "experts on tensor-parallel ranks with `--sequence-parallel` (each expert shared, or half of the experts on each)",
+    "works, bit for bit",
+)
+@pytest.mark.parametrize("features", TENSOR_PARALLEL, ids=lambda features: "-".join(features))
+@pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=lambda case: case.schedule)
+@pytest.mark.sampled(0.16)
+def test_same_bits_on_tensor_parallel_ranks(four_ranks: RankPool, base: MoeCase, features: dict[str, Any]) -> None:
+    """Each expert is shared by the two ranks, or each has half of the experts; tokens are exchanged between them in F and B."""
+    assert_near(four_ranks.run(compare, replace(base, **SIZES, **features)), base)
+
+
+@pytest.mark.claims("Layers", "expert parallelism 2, both dispatchers", "works, 1e-6")
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=lambda case: case.schedule)
+@pytest.mark.sampled(0.5)
+def test_expert_parallel(four_ranks: RankPool, base: MoeCase, dispatcher: str) -> None:
+    """Two replicas with different data, and half of the experts each. The reference has four, so that the mean over the replicas
+    is summed in another order: 1e-6. Adam gets a large epsilon, as in `test_data_parallel_2`."""
+    case = replace(base, expert_parallel=2, dispatcher=dispatcher, different_data=True, adam_eps=1.0, shared=True)
+    assert_near(four_ranks.run(compare, case), case, 1e-6)
+
+
+def _compare_flex(rank: int, case: MoeCase, reference: MoeCase) -> Difference:
+    with deep_ep():
+        difference = compare(rank, case, reference)
+        assert Buffer.num_calls > 0
+        return difference
+
+
+@pytest.mark.claims(
+    "Layers",
+    "the flex dispatcher with DeepEP (`moe_token_dispatcher_type` flex), whose buffer is a double: ZBV and ZB-H2 with "
+    "expert parallelism 2, with recomputation",
+    "works, 1e-6 of the all-to-all dispatcher; **DeepEP, HybridEP and NCCL EP never run** ([what their sources "
+    "say](adr/0013-mixture-of-experts.md))",
+)
+@pytest.mark.parametrize("features", [{}, {"recompute": "full"}], ids=["", "recompute"])
+@pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=lambda case: case.schedule)
+@pytest.mark.sampled(0.5)
+def test_the_flex_dispatcher_trains_as_the_all_to_all_one(four_ranks: RankPool, base: MoeCase, features: dict[str, Any]) -> None:
+    """Without a pipeline there are four replicas instead of two, and experts get their tokens in another order: 1e-6."""
+    case = replace(base, expert_parallel=2, dispatcher="flex", different_data=True, adam_eps=1.0, shared=True, **features)
+    assert_near(four_ranks.run(_compare_flex, case, replace(case.unpipelined, dispatcher="alltoall")), case, 1e-6)
+
+
+def test_gradients_of_experts_come_in_w_and_those_of_routers_in_b(four_ranks: RankPool) -> None:
+    for grown in four_ranks.run(grown_by_op, replace(ZBV, expert_parallel=2, shared=True)):
+        seen = {(op, *(any(f".mlp.{kind}." in name for name in names) for kind in ("router", "experts"))) for op, names in grown}
+        assert seen == {("F", False, False), ("B", True, False), ("W", False, True)}
+
+
+def test_shared_experts_on_a_stream_of_their_own_are_refused(four_ranks: RankPool) -> None:
+    for message in four_ranks.run(refusal, replace(ZBV, shared=True, shared_overlap=True)):
+        assert message.startswith("moe_shared_expert_overlap does not go with schedule 'zbv'")
+
+
+SUMS = {"embedding.word_embeddings.weight", "output_layer.weight"}
+MTP_FEATURES: list[dict[str, Any]] = [
+    {},
+    {"tied": True},
+    {"tied": True, "overlap_grad_reduce": True, "distributed_optimizer": True, "different_data": True},
+    {"per_token_loss": True, "num_mtp_layers": 1, "llama": True},
+    {"dtype": torch.float16, "recompute": "full", "tied": True},
+    {"tensor_parallel": 2, "sequence_parallel": True, "tied": True},
+]
+
+
+CASES = [
+    *(replace(base, **features) for features in MTP_FEATURES for base in (MTP_ZBV, MTP_ZB_H2)),
+    replace(MTP_ZBV, layout="E|tt|tt|L", llama=True),  # nothing but MTP layers and the loss on the last stage
+    replace(MTP_ZB_H2, layout="Et|tttL", llama=True),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.sampled(0.1)
+def test_mtp_layers_train_as_in_the_unpipelined_model(four_ranks: RankPool, case: MtpCase) -> None:
+    _assert_mtp(four_ranks, case)
+
+
+@pytest.mark.slow
+def test_stock_1f1b_does_not_wait_for_the_unused_output_weight(four_ranks: RankPool) -> None:
+    _assert_mtp(four_ranks, replace(MTP_ZB_H2, schedule="stock", tied=True, overlap_grad_reduce=True, num_steps=2))
+
+
+def _assert_mtp(ranks: RankPool, case: MtpCase) -> None:
+    tolerance, of_weights = (1e-6, 1e-6) if case.dtype is torch.float32 else (1e-3, 2e-3)
+    differences = ranks.run(compare, case)
+    for rank, difference in enumerate(differences):
+        assert difference.losses < max(1e-5, tolerance), (rank, difference)
+        assert difference.weights < of_weights, (rank, difference)
+        if not case.distributed_optimizer:  # a rank has only its share of the sums then
+            assert difference.gradients < tolerance, (rank, difference)
+            assert case.dtype is not torch.float32 or SUMS.issuperset(difference.unequal), (rank, difference)
+    has_mtp = [any(name.startswith("mtp.layers.") for name in difference.names) for difference in differences]
+    last = case.spec.placement.stage_to_rank[-1]
+    assert has_mtp == [rank // (4 // case.num_ranks) == last for rank in range(4)], "they are on the stage of the loss"
+
+
+SCHEDULES = [
+    *(("zb-h1", 1), ("zb-h2", 1), ("1f1b", 1), ("zb", 1)),
+    *(("zbv", 2), ("v-half", 2), ("v-min", 2), ("zb-interleaved", 2)),
+]
+
+
+def _grid() -> list[HybridCase]:
+    """Every schedule, on two ranks with stages of different numbers and kinds of layers, and on four with even ones."""
+    cases = []
+    for schedule, num_chunks in SCHEDULES:
+        uneven = "*-*E-|E*" if num_chunks == 1 else "*-*|E-|*|-"
+        cases.append(case(schedule, 2, 5, uneven, num_chunks=num_chunks))
+        cases.append(case(schedule, 4, 6, "*-*E*-*-", num_chunks=num_chunks))
+    return cases
+
+
+@pytest.mark.skipif(not HAS_HYBRID_MODEL, reason=WHY_NOT)
+@pytest.mark.claims(
+    "Layers",
+    "`HybridModel` (megatron-core 0.18.2 and 0.19.2), patterns of `*`, `-` and `E`: 1F1B, ZB-H1, ZB-H2, ZB, zero-bubble "
+    "interleaved, ZBV, V-Half, V-Min; stages of different numbers and kinds of layers, or of none at the ends; expert, tensor"
+    " and sequence parallelism, bf16, fp16, recomputation, per-token loss",
+    "works, bit for bit; tied embeddings 1e-6",
+)
+@pytest.mark.parametrize("case", _grid(), ids=str)
+@pytest.mark.sampled(0.2)
+def test_every_schedule_of_a_hybrid_model_has_the_bits_of_the_unpipelined_one(four_ranks: RankPool, case: HybridCase) -> None:
+    assert_same_bits(four_ranks.run(compare, case), case)
+
+
+HYBRID_ZBV = case("zbv", 2, 4, "*-*|E-|*|-*", num_chunks=2)
+HYBRID_ZB_H1 = case("zb-h1", 2, 4, "*-*E|*-")
+
+HYBRID_FEATURES: list[dict[str, Any]] = [
+    {"llama": True},
+    {"expert_parallel": 2},
+    {"tensor_parallel": 2, "sequence_parallel": True},
+    {"per_token_loss": True},
+    {"recompute": "full"},
+    {"recompute": "selective"},
+    {"dtype": torch.bfloat16},
+    {"dtype": torch.float16},
+]
+
+
+@pytest.mark.skipif(not HAS_HYBRID_MODEL, reason=WHY_NOT)
+@pytest.mark.parametrize("features", HYBRID_FEATURES, ids=lambda features: "-".join(f"{k}={v}" for k, v in features.items()))
+@pytest.mark.parametrize("base", [HYBRID_ZBV, HYBRID_ZB_H1], ids=str)
+@pytest.mark.sampled(0.1)
+def test_a_hybrid_model_has_the_same_bits_with(four_ranks: RankPool, base: HybridCase, features: dict[str, Any]) -> None:
+    case = replace(base, **features)
+    assert_same_bits(four_ranks.run(compare, case), case)
+
+
+@pytest.mark.skipif(not HAS_HYBRID_MODEL, reason=WHY_NOT)
+@pytest.mark.parametrize("base", [HYBRID_ZBV, HYBRID_ZB_H1], ids=str)
+def test_stages_without_layers_at_the_ends(four_ranks: RankPool, base: HybridCase) -> None:
+    pattern = "|*-|*-*E|" if base.num_chunks == 2 else "|*-*E"
+    ends = case(base.schedule, 2, 4, pattern, num_chunks=base.num_chunks)
+    assert_same_bits(four_ranks.run(compare, ends), ends)
+
+
+@pytest.mark.skipif(not HAS_HYBRID_MODEL, reason=WHY_NOT)
+@pytest.mark.parametrize("base", [HYBRID_ZBV, HYBRID_ZB_H1], ids=str)
+@pytest.mark.parametrize("distributed_optimizer", [False, True], ids=["adam", "zero1"])
+@pytest.mark.sampled(0.25)
+def test_tied_embeddings_of_a_hybrid_model(four_ranks: RankPool, base: HybridCase, distributed_optimizer: bool) -> None:
+    """The embedding's gradient is the sum of two tensors here, and one running sum over microbatches in the reference: 1e-6."""
+    case = replace(base, tied=True, adam_eps=1.0, distributed_optimizer=distributed_optimizer)
+    assert_near(four_ranks.run(compare, case), case, 1e-6)
+
+
+@pytest.mark.skipif(not HAS_HYBRID_MODEL, reason=WHY_NOT)
+@pytest.mark.claims(
+    "Layers",
+    "`HybridModel` with Mamba layers (`M`), whose kernels are replaced by plain torch: `in_proj` and `out_proj` are split, "
+    "the rest stays in B",
+    "works, bit for bit; the kernels are **not run** (need CUDA)",
+)
+@pytest.mark.parametrize(
+    "case",
+    [case("zbv", 2, 4, "M*|M-|M|-M", num_chunks=2), case("zb-h2", 2, 4, "M*M-|M")],
+    ids=str,
+)
+def test_mamba_mixers_with_stand_ins_for_their_kernels(four_ranks: RankPool, case: HybridCase) -> None:
+    """`tests.support.mamba` states what this does not cover: the kernels."""
+    assert_same_bits(four_ranks.run(compare, case), case)
+
+
+@pytest.mark.skipif(not HAS_HYBRID_MODEL, reason=WHY_NOT)
+def test_of_a_mamba_mixer_the_two_projections_are_split(four_ranks: RankPool) -> None:
+    mamba = case("zb-h1", 2, 2, "M|M")
+    for rank, (split, others) in enumerate(four_ranks.run(_split_of_mixer, mamba)):
+        assert split == ["in_proj.weight", "out_proj.weight"], rank
+        assert {name.split(".")[0].split("_")[0] for name in others} == {"conv1d", "dt", "A", "D", "norm"}, rank
+
+
+def _split_of_mixer(rank: int, case: HybridCase) -> tuple[list[str], list[str]]:
+    trainer = case.trainer()
+    mixer = next(each for chunk in trainer.built.chunks for name, each in chunk.named_modules() if name.endswith("mixer"))
+    names = {True: [], False: []}  # type: dict[bool, list[str]]
+    for name, parameter in mixer.named_parameters():
+        names[hasattr(parameter, "skip_backward_post_hook")].append(name)
+    trainer.close()
+    return sorted(names[True]), names[False]

@@ -1,0 +1,343 @@
+"""Flags of experts, MTP layers, multi-latent attention, FP8, Transformer Engine and gradients, and flags that are not ours: what
+they become, and the errors before a job starts.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.job.launch import Launch
+from megatron.zerobubble.training.config import model as checks
+from megatron.zerobubble.training.config.moe import layer_pattern
+from megatron.zerobubble.training.config.settings import Settings
+from megatron.zerobubble.training.initialize import choose_device
+from megatron.zerobubble.training.models import mcore_config
+from megatron.zerobubble.training.models.mcore_config import ddp_config, transformer_config
+from tests.support.apex_double import APEX
+from tests.training.test_arguments import BASE, settings
+
+pytestmark = pytest.mark.claims(
+    "Layers",
+    "MLA with tensor parallelism without `--sequence-parallel`, grouped-query attention, norms without `--q-lora-rank`",
+    "rejected",
+)
+
+
+P2 = "--pipeline-model-parallel-size 2 "
+EXPERTS = P2 + "--num-experts 4 "
+ROPE = "--position-embedding-type rope "
+TOPK_1 = EXPERTS + "--moe-router-topk 1 "
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern"),
+    [
+        ("1", (1, 1, 1, 1)),
+        ("3", (1, 0, 0, 1)),
+        ("[0,1,1,0]", (0, 1, 1, 0)),
+        ("[0] + [1] * 3", (0, 1, 1, 1)),
+        ("([0,1])*2", (0, 1) * 2),
+    ],
+)
+def test_which_layers_have_experts(text: str, pattern: tuple[int, ...]) -> None:
+    assert layer_pattern(text, 4) == pattern
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["0", "[0,1]", "[0,0,0,0]", "[0,1,2,0]", "[1]*99999999", "__import__('os')", "x", "", "[1]*4+1", "[[1]]*4", "-1", "True"],
+)
+def test_a_malformed_layer_pattern(text: str) -> None:
+    with pytest.raises(ConfigError, match="neither a number nor a pattern of 4 layers"):
+        layer_pattern(text, 4)
+
+
+MLA = "--multi-latent-attention "
+
+
+TP = "--tensor-model-parallel-size 2 "
+
+
+def test_defaults_are_megatron_lms() -> None:
+    """Its parser's, which are not those of MLATransformerConfig: without --q-lora-rank queries have no low rank."""
+    config = transformer_config(settings(MLA), on_gpu=False, layout=None)
+    assert (config.multi_latent_attention, config.q_lora_rank, config.kv_lora_rank) == (True, None, 32)
+    assert (config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim) == (128, 64, 128)
+    assert (config.rope_type, config.rotary_scaling_factor, config.mscale, config.mscale_all_dim) == ("yarn", 1.0, 1.0, 0.0)
+    assert (config.original_max_position_embeddings, config.beta_fast, config.beta_slow) == (4096, 32, 1)
+    assert (config.normalization, config.apply_rope_fusion) == ("LayerNorm", False)
+
+
+def test_every_flag_reaches_the_configuration() -> None:
+    given = {
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_head_dim": 8,
+        "qk_pos_emb_head_dim": 4,
+        "v_head_dim": 6,
+        "rope_type": "yarn",
+        "rotary_scaling_factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+        "mscale": 0.7,
+        "mscale_all_dim": 0.5,
+        "rotary_base": 500,
+        "rotary_percent": 0.5,
+    }
+    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
+    config = transformer_config(
+        settings(f"{MLA}{flags} --recompute-granularity selective --recompute-modules mla_up_proj core_attn"),
+        on_gpu=False,
+        layout=None,
+    )
+    assert {name: getattr(config, name) for name in given} == given
+    assert config.recompute_modules == ["mla_up_proj", "core_attn"]
+
+
+ENGINE = "--transformer-impl transformer_engine --pipeline-model-parallel-size 4 --enable-zero-bubble --bf16"
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine as if it were installed."""
+    found = SimpleNamespace(util=SimpleNamespace(find_spec=lambda _: object()), metadata=importlib.metadata)
+    monkeypatch.setattr(checks, "importlib", found)
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "2.20.2")
+
+
+def parse(flags: str) -> Settings:
+    return settings(f"{ENGINE} {flags}", world_size=4)
+
+
+@pytest.mark.usefixtures("engine")
+def test_without_a_format_megatron_cores_defaults_stay() -> None:
+    assert parse("").fp8.model_options() == {}
+
+
+@pytest.mark.claims(
+    "Layers",
+    "`--fp8-recipe mxfp8`, `blockwise`, `custom`; experts in FP8",
+    "the flags arrive at megatron-core; **not run here**",
+)
+@pytest.mark.usefixtures("engine")
+def test_what_the_flags_become() -> None:
+    options = parse("--fp8-format hybrid --fp8-amax-history-len 16 --fp8-amax-compute-algo max").fp8.model_options()
+    history = {"fp8_amax_history_len": 16, "fp8_amax_compute_algo": "max"}
+    assert options == {"fp8": "hybrid", "fp8_recipe": "delayed", **history}
+    from megatron.core.transformer import TransformerConfig
+
+    assert set(options) <= set(TransformerConfig.__dataclass_fields__)
+
+
+@pytest.mark.claims(
+    "Layers",
+    "FP8 flags that contradict each other; Transformer Engine missing, too old, or with `--distributed-backend gloo`",
+    "rejected",
+    also=("training/config/test_model_flags.py",),
+)
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (f"{ENGINE} --fp8-recipe tensorwise", "--fp8-recipe needs --fp8-format e4m3 or hybrid"),
+        (
+            f"{ENGINE} --fp8-format hybrid --fp8-recipe tensorwise --fp8-amax-history-len 2",
+            "--fp8-amax-history-len has no effect",
+        ),
+        (f"{ENGINE} --fp8-format hybrid --fp8-amax-history-len 0", "--fp8-amax-history-len 0 must be greater than 0"),
+        (
+            f"{ENGINE} --fp8-format hybrid --recompute-granularity selective --recompute-modules layernorm",
+            "with --fp8-recipe delayed",
+        ),
+        ("--fp8-format hybrid --bf16", "--fp8-format hybrid needs --transformer-impl transformer_engine, not local"),
+        ("--fp8-format hybrid --transformer-impl transformer_engine", "--fp8-format hybrid needs --bf16 or --fp16"),
+    ],
+)
+@pytest.mark.usefixtures("engine")
+def test_what_does_not_go_together_in_fp8(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        settings(flags, world_size=4)
+
+
+SHARD = P2 + "--global-batch-size 8 --zero-bubble-v-schedule --use-distributed-optimizer --untie-embeddings-and-output-weights "
+SHARD_2 = SHARD + "--zero-bubble-shard-gradients 2 "
+STOCK_2 = P2 + "--global-batch-size 8 --use-distributed-optimizer --zero-bubble-shard-gradients 2"
+
+
+def test_they_reach_megatron_core_and_the_schedule() -> None:
+    made = settings(SHARD_2 + "--ddp-bucket-size 1000 --ddp-average-in-collective")
+    assert made.schedule_spec.shard_gradients == 2
+    config = ddp_config(made)
+    assert (config.bucket_size, config.average_in_collective, config.grad_reduce_in_fp32) == (1000, True, False)
+    assert not ddp_config(settings("--bf16 --grad-reduce-in-bf16")).grad_reduce_in_fp32
+    assert ddp_config(settings("--bf16")).grad_reduce_in_fp32
+    assert ddp_config(settings("--accumulate-allreduce-grads-in-fp32")).grad_reduce_in_fp32
+    assert settings(SHARD).schedule_spec.shard_gradients is None
+
+
+@pytest.mark.claims("Parallelism", "`--ddp-average-in-collective`", "NCCL only, not tried; rejected on gloo")
+def test_gloo_cannot_average() -> None:
+    made = settings("--ddp-average-in-collective --distributed-backend gloo")
+    with pytest.raises(ConfigError, match="gloo sums and cannot average; leave it out"):
+        choose_device(made, Launch(rank=0, local_rank=0, ranks_on_host=4, world_size=4, has_threads_set=True))
+
+
+FLAG = "--transformer-impl transformer_engine --pipeline-model-parallel-size 4"
+
+
+def test_it_has_to_be_installed() -> None:
+    with pytest.raises(ConfigError, match=r"which is not installed: pip install 'transformer-engine\[pytorch\]>=2\.8\.0'"):
+        settings(FLAG, world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("version", "more", "message"),
+    [
+        ("2.7.0", "--enable-zero-bubble", r"version 2\.7\.0 is installed, .* schedule zb-h1 needs 2\.8\.0 or later"),
+        ("2.8.0", "--enable-zero-bubble", None),
+        ("2.8.0", "--enable-zero-bubble --distributed-backend gloo", "needs CUDA, and --distributed-backend is gloo"),
+        ("2.2.0", "", None),
+        ("2.10.0", "--zero-bubble-schedule zb-h2", None),
+    ],
+)
+def test_it_has_to_fit(monkeypatch: pytest.MonkeyPatch, version: str, more: str, message: str | None) -> None:
+    found = SimpleNamespace(find_spec=lambda _: object())
+    monkeypatch.setattr(checks, "importlib", SimpleNamespace(util=found, metadata=SimpleNamespace(version=lambda _: version)))
+    if message is None:
+        settings(f"{FLAG} {more}", world_size=4)
+    else:
+        with pytest.raises(ConfigError, match=message):
+            settings(f"{FLAG} {more}", world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "apex", "fused"),
+    [
+        (FLAG, False, True),
+        (f"{FLAG} --no-gradient-accumulation-fusion", True, False),
+        ("--transformer-impl local", False, False),
+        ("--transformer-impl local", True, True),
+    ],
+)
+def test_its_fused_accumulation_needs_no_apex(monkeypatch: pytest.MonkeyPatch, flags: str, apex: bool, fused: bool) -> None:
+    monkeypatch.setattr(
+        checks, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda _: object()), metadata=importlib.metadata)
+    )
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "2.8.0")
+    parsed = settings(flags, world_size=4)
+    monkeypatch.setattr(mcore_config, "_is_installed", lambda package: apex or package != APEX)
+    assert mcore_config._kernels(parsed.model, on_gpu=True)["gradient_accumulation_fusion"] is fused
+    assert mcore_config._kernels(parsed.model, on_gpu=False)["gradient_accumulation_fusion"] is False
+
+
+NO_LENGTH = BASE.replace("--train-iters 10 ", "")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--train-iters 1 --lerning-rate 3", r"unrecognized arguments: --lerning-rate 3; what Megatron-LM's own .* \(--help"),
+        ("--train-iters 1 --num-layer 3", "did you mean --num-layers"),
+        ("--train-iters 1 --global-batchsize=3", "did you mean --global-batch-size"),
+        ("--train-iters 1 --sft", "unrecognized arguments: --sft; what Megatron-LM's own pretrain_gpt.py has .* zerobubble run"),
+        ("--train-iters 1 stray", "unrecognized arguments: stray"),
+        ("", "the following arguments are required: --train-iters"),
+        ("--train-iters 3 --lr-warmup-iters 3", "warm-up of 3 iterations must be shorter than the decay of 3"),
+    ],
+)
+def test_flags_that_are_not_taken_or_missing(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        settings(flags, base=NO_LENGTH)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "warmup", "decay"),
+    [("", 0, 10), ("--lr-warmup-fraction 0.5", 5, 10), ("--lr-warmup-iters 3 --lr-decay-iters 8", 3, 8)],
+)
+def test_the_schedule_of_the_learning_rate(flags: str, warmup: int, decay: int) -> None:
+    optim = settings(f"--train-iters 10 {flags}", base=NO_LENGTH).optim
+    assert (optim.warmup_iters(10), optim.decay_iters(10)) == (warmup, decay)
+
+
+@pytest.mark.claims(
+    "Layers",
+    "`--recompute-modules mlp` with biases, which megatron-core's recomputation takes for results; grouped GEMM of local "
+    "layers, overlapped shared experts",
+    "rejected",
+)
+@pytest.mark.claims(
+    "Layers",
+    "in our own trainer: multi-token prediction with sharded gradients, with learned positions, or on a stage of its own",
+    "rejected",
+    also=("training/test_arguments.py",),
+)
+@pytest.mark.claims(
+    "Parallelism",
+    "`--zero-bubble-shard-gradients` with tied embeddings, sequence parallelism, experts, Transformer Engine; more than one "
+    "distributed-optimizer instance",
+    "rejected",
+)
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (P2 + "--moe-router-topk 1", "--moe-router-topk needs --num-experts"),
+        (P2 + "--expert-model-parallel-size 2", "--expert-model-parallel-size needs --num-experts"),
+        (EXPERTS + "--expert-model-parallel-size 3", "--num-experts 4 does not divide over --expert-model-parallel-size 3"),
+        (EXPERTS + "--expert-model-parallel-size 4", "size 4 x --expert-tensor-parallel-size 1 does not divide the 2 rank"),
+        (EXPERTS + "--moe-router-topk 5", "--moe-router-topk 5 is more than --num-experts 4"),
+        (TOPK_1, "add --moe-router-pre-softmax"),
+        (EXPERTS + "--moe-layer-freq [1,0]", "neither a number nor a pattern of 8 layers"),
+        (EXPERTS + "--moe-router-load-balancing-type loss", "'loss' is unknown; choose from aux_loss, seq_aux_loss"),
+        (EXPERTS + "--moe-router-load-balancing-type aux_loss seq_aux_loss", "coeff has 1 values .* 2 kinds; give one value for"),
+        (EXPERTS + "--moe-router-load-balancing-type none --moe-aux-loss-coeff 1e-2", "none adds no loss"),
+        (EXPERTS + "--moe-router-enable-expert-bias", "needs --moe-router-score-function sigmoid"),
+        (EXPERTS + "--moe-router-num-groups 2", "need each other"),
+        (EXPERTS + "--moe-router-num-groups 3 --moe-router-group-topk 1", "3 must divide --num-experts 4"),
+        (EXPERTS + "--moe-shared-expert-intermediate-size 32", "do not support biases: add --disable-bias-linear"),
+        (EXPERTS + "--moe-grouped-gemm", "leave it out to run the experts one by one"),
+        (EXPERTS + "--tensor-model-parallel-size 2", "--num-experts with --tensor-model-parallel-size 2 needs"),
+        (P2 + "--mtp-num-layers 1", "--mtp-num-layers does not support learned position embeddings"),
+        (
+            P2 + "--mtp-num-layers 1 --enable-zero-bubble --zero-bubble-shard-gradients 2 --use-distributed-optimizer "
+            "--untie-embeddings-and-output-weights " + ROPE,
+            "--zero-bubble-shard-gradients 2 cannot be combined with --mtp-num-layers, whose embedding all-reduces whole",
+        ),
+        (P2 + "--mtp-num-layers 0 " + ROPE, "--mtp-num-layers 0 must be greater than 0"),
+        (
+            P2 + "--mtp-num-layers 1 --recompute-granularity full --recompute-method block --recompute-num-layers 1 " + ROPE,
+            "needs --recompute-method uniform and --recompute-num-layers 1",
+        ),
+        (P2 + "--recompute-granularity selective --recompute-modules mlp layernorm", "--recompute-modules layernorm needs"),
+        (P2 + "--recompute-granularity selective --recompute-modules mlp", "--recompute-modules mlp needs --disable-bias-linear"),
+        (P2 + "--recompute-modules mlp", "--recompute-modules needs --recompute-granularity selective"),
+        (P2 + "--recompute-granularity selective --recompute-modules mpl", "'mpl' is unknown; choose from core_attn"),
+        ("--kv-lora-rank 16", "--kv-lora-rank needs --multi-latent-attention"),
+        ("--rope-type yarn", "--rope-type needs --multi-latent-attention"),
+        ("--recompute-granularity selective --recompute-modules mla_up_proj", "mla_up_proj needs --multi-latent-attention"),
+        (MLA + "--rope-type linear", "invalid choice: 'linear'"),
+        (MLA + "--kv-lora-rank 0", "--kv-lora-rank 0 must be greater than 0"),
+        (MLA + "--qk-pos-emb-head-dim 5", "--qk-pos-emb-head-dim 5 is odd"),
+        (MLA + "--group-query-attention --num-query-groups 2", "does not go with --group-query-attention"),
+        (MLA + "--qk-layernorm", "give --q-lora-rank, or leave it out"),
+        (MLA + TP, "needs --sequence-parallel: without it nothing sums the gradient of the key"),
+        (MLA + TP + "--sequence-parallel --kv-lora-rank 15", "--kv-lora-rank plus --qk-pos-emb-head-dim 79 is not divisible by"),
+        (MLA + TP + "--sequence-parallel --q-lora-rank 15", "--q-lora-rank 15 is not divisible by --tensor-model-parallel-size"),
+        (SHARD + "--zero-bubble-shard-gradients 0", "--zero-bubble-shard-gradients 0 must be greater than 0"),
+        (STOCK_2, "needs a schedule of this package.* not stock: add"),
+        (STOCK_2 + " --zero-bubble-schedule auto", "needs a schedule of this package.* not auto: add"),
+        (SHARD_2 + "--zero-bubble-memory-limit 1", "--zero-bubble-memory-limit has no headroom .*, or give groups of 1"),
+        (SHARD_2.replace("--use-distributed-optimizer ", ""), "gradients 2 needs --use-distributed-optimizer"),
+        (SHARD_2.replace("--untie-embeddings-and-output-weights ", ""), "gradients 2 needs --untie-embeddings"),
+        (SHARD_2 + "--pipeline-model-parallel-size 4", "shards over data-parallel ranks, and there is 1"),
+        ("--ddp-bucket-size 1000", "--ddp-bucket-size needs --overlap-grad-reduce"),
+        ("--ddp-average-in-collective --calculate-per-token-loss", "averages over ranks and .* over tokens; leave one"),
+    ],
+)
+def test_flags_that_exclude_each_other(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        settings(flags)
