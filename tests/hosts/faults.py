@@ -93,7 +93,7 @@ class Kind:
     max_restarts: int = 0
     """torchrun's. The job goes on by itself after one restart."""
     is_elastic: bool = False
-    """Whether the job may go on with fewer hosts, with the same losses but for rounding."""
+    """Whether the job may go on with fewer hosts, with losses that only another dropout changes."""
     only: Mapping[str, Any] = field(default_factory=dict)
     """Fields of a trial that are not drawn."""
     promised_s: float = PROMISED_S

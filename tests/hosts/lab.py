@@ -135,9 +135,10 @@ def run(trial: Trial, folder: Path) -> Outcome | None:
 
 
 def _are_same(losses: Losses, expected: Losses, kind: Kind) -> bool:
+    """Bit for bit, but for a job that goes on with fewer replicas: those draw another dropout."""
     if kind.is_elastic:
         return losses.keys() == expected.keys() and all(
-            math.isclose(losses[each], expected[each], rel_tol=1e-4) for each in losses
+            math.isclose(losses[each], expected[each], rel_tol=1e-2) for each in losses
         )
     return losses == expected
 

@@ -8,7 +8,6 @@ it is a new Python.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import json
 import os
 import signal
@@ -20,7 +19,6 @@ from typing import Any
 
 import torch
 
-from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
 from tests.training.launch import ROOT
 from tests.training.warm_start import become_torchrun, preload
 
@@ -66,14 +64,6 @@ def _differ(variables: dict[str, str]) -> None:
         torch.__version__ = variables[VERSION]
 
 
-def preload_script() -> None:
-    """Import what `script.py` does, if this release of megatron-core has it."""
-    if importlib.util.find_spec("megatron.training") is not None:
-        with quiet_third_parties():
-            importlib.import_module("tests.hosts.script")
-
-
 if __name__ == "__main__":
     preload()
-    preload_script()
     serve()
