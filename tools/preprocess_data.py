@@ -121,7 +121,7 @@ def json_texts(path: str, keys: Sequence[str]) -> Iterator[Document]:
             number.
     """
     if not Path(path).is_file():
-        raise DataError(f"--input {path} is not a file; give one with a JSON object a line")
+        raise DataError(f"--input {path} does not exist, or is no regular file; give a file with one JSON object a line")
     number = num_bytes = 0
     try:
         with Path(path).open("rb") as file, closing(_decompressed(file)) as lines:

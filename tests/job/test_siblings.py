@@ -23,7 +23,10 @@ from tests.job.test_failure import report
 from tests.job.test_verdict import beat
 from tests.job.test_watchdog import Rank
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+    pytest.mark.claims("Long runs", "what others write into the job's store kills no process and overwrites no file", "works"),
+]
 
 LAUNCHER = """
 import os, signal, subprocess, sys

@@ -119,7 +119,7 @@ def test_a_bar_in_a_terminal(
         ("--tokenizer-type NullTokenizer", "--tokenizer-type NullTokenizer needs --vocab-size"),
         ("--tokenizer-type NullTokenizer --vocab-size 9", r"texts\.jsonl, line 1 cannot be tokenized: invalid literal for int"),
         ("--output-prefix /dev/null/data", "/dev/null: Not a directory|/dev/null: File exists"),
-        ("--input .", r"--input \. does not exist; give a file"),
+        ("--input .", r"--input \. does not exist, or is no regular file; give a file"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(

@@ -20,7 +20,7 @@ import torch
 
 from megatron.zerobubble.errors import CheckpointError
 
-__all__ = ["SHARE", "check_all_hosts_see", "check_save_directory", "gathered", "run_on_rank_0", "wait_for_files"]
+__all__ = ["SHARE", "check_all_hosts_see", "check_save_directory", "gathered", "run_on_rank_0", "wait_for_files", "why_unseen"]
 
 SHARE = "give a directory that all hosts share"
 """The remedy, for messages."""
@@ -128,7 +128,7 @@ def _written(folder: Path) -> str:
 
 
 def _refuse_unseen(path: Path, what: str) -> None:
-    own = (socket.gethostname(), wait_for_files(lambda: _why_unseen(path)))
+    own = (socket.gethostname(), wait_for_files(lambda: why_unseen(path)))
     everywhere = gathered(own)
     ranks: dict[tuple[str, str], list[int]] = {}
     for rank, (host, reason) in enumerate(everywhere):
@@ -143,7 +143,8 @@ def _refuse_unseen(path: Path, what: str) -> None:
         )
 
 
-def _why_unseen(path: Path) -> str | None:
+def why_unseen(path: Path) -> str | None:
+    """Why this rank does not see a file or directory, after it has asked the server of a network file system; None: it does."""
     for folder in (path.parent.parent, path.parent):
         with suppress(OSError):  # reported below
             os.close(os.open(folder, os.O_RDONLY))  # a client of NFS asks the server about a directory that is opened

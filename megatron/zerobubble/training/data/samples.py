@@ -12,7 +12,7 @@ Shapes: b microbatch size, s sequence length on this rank, S whole sequence leng
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from megatron.zerobubble.errors import DataError
 from megatron.zerobubble.mcore.attention.sequence_parts import WHOLE, SequenceParts, slices
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.documents import document_dataset
+from megatron.zerobubble.training.data.index_files import write_index_files
 from megatron.zerobubble.training.data.microbatch_lengths import ConsumedSamples, padded_length
 from megatron.zerobubble.training.data.token_ids import checked_batches, vocabulary_size
 
@@ -64,13 +65,14 @@ class Batch:
     """With --pack-sequences: where each sequence begins in the row, in `thd` format."""
 
 
-def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool) -> Datasets:
-    """Build (or load from the cache) the sample indices. All ranks must call this: rank 0 builds them for the others.
+def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool, is_first_of_host: bool = True) -> Datasets:
+    """Build (or load from the cache) the sample indices. All ranks must call this: the first of each host writes them for it.
 
     Args:
         settings: paths and splits of the data, and the number of samples.
         tokenizer: provides the token ids of end of document and padding.
         reads: whether this rank reads samples.
+        is_first_of_host: whether this is the first rank of its host.
 
     Raises:
         DataError: no document of a split has a token with a label, or the cache cannot be written.
@@ -97,9 +99,14 @@ def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool) -> Datase
         train, valid, _ = config.split_matrix
         config.split_matrix = [train, valid if run.eval_iters > 0 else None, None]
     dataset_class = MockGPTDataset if data.mock_data else GPTDataset
-    if data.data_cache_path is None:  # mutes warnings that indices of synthetic data are not cached
-        logging.getLogger("megatron.core.datasets.gpt_dataset").setLevel(logging.ERROR)
-    built = _built(BlendedMegatronDatasetBuilder(dataset_class, [*sizes, 1], lambda: reads, config))
+    logging.getLogger("megatron.core.datasets.gpt_dataset").setLevel(logging.ERROR)  # warns of indices that it builds in memory
+
+    def build() -> Any:
+        if data.data_cache_path is not None or not data.mock_data:
+            write_index_files(dataset_class, [*sizes, 1], config, is_first_of_host=is_first_of_host)
+        return BlendedMegatronDatasetBuilder(dataset_class, [*sizes, 1], lambda: reads, config).build()
+
+    built = _built(build)
     for dataset in built:
         if dataset is not None:
             # megatron-core keeps the first sample's loss mask for the others, and then masks that sample's padding tokens in it:
@@ -108,17 +115,17 @@ def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool) -> Datase
     return Datasets(built[0], built[1])
 
 
-def _built(builder: BlendedMegatronDatasetBuilder) -> Any:
-    """What `builder` builds. Raises DataError if the cache cannot be written, for which megatron-core has no class of its own."""
+def _built(build: Callable[[], Any]) -> Any:
+    """What `build` returns. Raises DataError if the cache cannot be written, for which megatron-core has no class of its own."""
     try:
-        return builder.build()
+        return build()
     except Exception as error:
         cause = error if isinstance(error, OSError) else error.__cause__
         if not isinstance(cause, OSError):
             raise
         raise DataError(
             f"the sample indices cannot be written or read: {cause.filename or 'the cache'}: {cause.strerror or cause}; give "
-            "--data-cache-path DIR, a directory that can be written"
+            "--data-cache-path DIR, a directory that can be written and that all ranks of a host see"
         ) from error
 
 
