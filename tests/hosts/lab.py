@@ -217,7 +217,7 @@ def _on_host(trial: Trial, host: int, agent: Agent, rank_s: float | None, moment
     lines = _FAILURE.findall(agent.screen)
     root = _ROOT.search(agent.screen)
     if root is not None:
-        lines.append(f"rank {root[1]}: {root[2]}" if root[2].startswith("Signal ") else root[2])
+        lines.append(f"rank {root[1]}: {root[2]}" if root[2].startswith(("Signal ", "To enable")) else root[2])
     outcome = agent.outcome
     return OnHost(
         rank_s=None if rank_s is None else round(max(rank_s, 0.0), 1),
