@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from megatron.zerobubble.job import watchdog
+from megatron.zerobubble.job.error_file import read_error_file, write_error_file
 from megatron.zerobubble.job.heartbeats import publish, published, this_process
-from megatron.zerobubble.job.siblings import error_file_beside
+from megatron.zerobubble.job.siblings import error_file_beside, write_beside
 from megatron.zerobubble.machine import process_state
 from tests.job.test_failure import report
 from tests.job.test_verdict import beat
@@ -57,6 +58,12 @@ def test_error_files_are_those_of_one_torchrun(tmp_path: Path) -> None:
     own = str(tmp_path / "1" / "error.json")
     found = {rank: error_file_beside(own, own_rank=5, rank=rank) for rank in (0, 3, 4, 5, 6, -(10**15))}
     assert {rank for rank, file in found.items() if file} == {4, 5}
+    write_error_file(own, "own")
+    write_beside(own, own_rank=5, rank=4, line="first")
+    write_beside(own, own_rank=5, rank=4, line="again, by another rank")
+    assert read_error_file(tmp_path / "0" / "error.json") == "first"
+    times = [json.loads((tmp_path / each / "error.json").read_text())["message"]["extraInfo"]["timestamp"] for each in "01"]
+    assert times[0] < times[1], "torchrun shows the earliest, in whole seconds"
     assert found[4] == str(tmp_path / "0" / "error.json")
     for other in (None, "", str(tmp_path / "error.json"), str(tmp_path / "1" / "other.json")):
         assert error_file_beside(other, own_rank=5, rank=4) is None
@@ -134,7 +141,7 @@ def test_a_beat_of_wrong_types_is_ignored(change: dict[str, object]) -> None:
 
 def test_a_forged_text_cannot_write_to_the_terminal(caplog: pytest.LogCaptureFixture) -> None:
     store = torch.distributed.HashStore()
-    store.set("first_failure", json.dumps({"rank": 1, "line": "\x1b]0;title\x07" + "a" * 100_000}))
+    store.set("first_failure", json.dumps({"rank": 1, "line": "\x1b]0;title\x07" + "a" * 100_000, "host": "node1"}))
     _, said = report(ConnectionError("reset"), rank=3, store=store)
     assert said.startswith("rank 3 stops: '\\x1b]0;title\\x07aaa")
     assert len(said) < 5000

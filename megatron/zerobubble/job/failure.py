@@ -34,7 +34,7 @@ from megatron.zerobubble.job.error_file import write_error_file
 from megatron.zerobubble.job.heartbeats import Beat, is_gone, published, this_process
 from megatron.zerobubble.job.key_value_store import Store, read_value, typed
 from megatron.zerobubble.job.launch import store_name
-from megatron.zerobubble.job.siblings import error_file_beside
+from megatron.zerobubble.job.siblings import write_beside
 from megatron.zerobubble.runtime.watch import Doing
 
 __all__ = ["JobGuard", "RankFailure", "first_to_fail", "who_failed"]
@@ -162,9 +162,7 @@ class JobGuard:
                 return own
             return RankFailure(_NO_RANK, f"{store_name()} is gone: that host, or what it ran of this job, has ended", "")
         if gone is not None and failure.rank == gone.rank:
-            # torchrun compares times in whole seconds, in which the ranks that it ends itself may end, too
-            beside = error_file_beside(self._error_file, own_rank=self._rank, rank=failure.rank)
-            write_error_file(beside, failure.line)
+            write_beside(self._error_file, own_rank=self._rank, rank=failure.rank, line=failure.line)
         return failure
 
     def _who_is_gone(self, waits_for: int | None) -> RankFailure | None:

@@ -130,7 +130,7 @@ def _reach(launch: Launch, timeout_s: float) -> Any:
             store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
     except (dist.DistError, OSError, ValueError) as error:
         raise ConfigError(f"{store_name()} cannot be reached within {timeout_s:.0f} s ({_first_line(error)})") from error
-    return _part(store, f"megatron-zerobubble/{launch.run_id}/{launch.world_size}")
+    return _part(store, f"zerobubble/{launch.run_id}/{launch.world_size}")
 
 
 def _part(store: Any, name: str) -> Any:

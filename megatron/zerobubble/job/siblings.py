@@ -11,10 +11,13 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
+from megatron.zerobubble.job.error_file import write_error_file
 from megatron.zerobubble.machine import process_state
 
-__all__ = ["error_file_beside", "kill_if_stopped"]
+__all__ = ["error_file_beside", "kill_if_stopped", "write_beside"]
 
+_BEFORE_OWN_S = 10
+"""Seconds by which a file beside is dated back: its rank failed before those that write about it, which are not all at once."""
 _OF_ONE_JOB = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -33,6 +36,22 @@ def error_file_beside(own: str | None, *, own_rank: int, rank: int) -> str | Non
         return None
     folder = path.parent.with_name(str(int(path.parent.name) + rank - own_rank))
     return str(folder / path.name) if folder.is_dir() else None
+
+
+def write_beside(own: str | None, *, own_rank: int, rank: int, line: str) -> None:
+    """Write the reason of another rank of this machine into its error file, unless one is there.
+
+    With an earlier time than that in any rank's own file: torchrun shows the earliest as the root cause.
+
+    Args:
+        own: the error file of this rank.
+        own_rank: this rank.
+        rank: the other one.
+        line: the reason.
+    """
+    beside = error_file_beside(own, own_rank=own_rank, rank=rank)
+    if beside is not None and not Path(beside).exists():
+        write_error_file(beside, line, seconds_ago=_BEFORE_OWN_S)
 
 
 def kill_if_stopped(rank: int) -> bool:

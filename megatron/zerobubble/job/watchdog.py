@@ -42,7 +42,7 @@ from megatron.zerobubble.job.heartbeats import Beat, published, this_process
 from megatron.zerobubble.job.key_value_store import Store, read_value, typed
 from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.job.pulse import Pulse, Stillness
-from megatron.zerobubble.job.siblings import error_file_beside, kill_if_stopped
+from megatron.zerobubble.job.siblings import kill_if_stopped, write_beside
 from megatron.zerobubble.job.verdict import HangVerdict, decide
 from megatron.zerobubble.runtime.threads import start_thread
 from megatron.zerobubble.runtime.watch import Doing, Watch
@@ -263,8 +263,7 @@ class Watchdog:
         self._wait_for_others(self._world_size - verdict.num_silent)
         if verdict.rank != self._rank:
             if verdict.num_silent:
-                beside = error_file_beside(self._error_file, own_rank=self._rank, rank=verdict.rank)
-                write_error_file(beside, verdict.reason)
+                write_beside(self._error_file, own_rank=self._rank, rank=verdict.rank, line=verdict.reason)
                 kill_if_stopped(verdict.rank)
             time.sleep(_AFTERWARDS_S)
         for stream in (sys.stdout, sys.stderr):
