@@ -22,6 +22,12 @@ NUM = int(os.environ.get("ZB_TEST_HOSTS_NUM", len(FAULTS)))
 pytestmark = [
     pytest.mark.skipif(hosts.missing() is not None, reason=str(hosts.missing())),
     pytest.mark.timeout(900),
+    pytest.mark.claims(
+        "Long runs",
+        "several hosts, as namespaces on one machine: 22 kinds of faults in random phases, with c10d and static rendezvous, "
+        "among them links that are cut, restarts and `zerobubble run` (`make test-hosts`)",
+        "works; **not run on a GPU, nor on several machines**; [numbers](reliability.md#the-laboratory-of-hosts)",
+    ),
 ]
 
 
