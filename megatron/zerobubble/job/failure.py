@@ -144,7 +144,8 @@ class JobGuard:
         stream = self._stream or sys.stderr
         stream.write(report)
         if is_own or is_elsewhere:
-            write_error_file(self._error_file, failure.line, details=report.strip())
+            line = f"error: {error}" if is_own and isinstance(error, UserError) else failure.line
+            write_error_file(self._error_file, line, details=report.strip())
         sys.stdout.flush()
         stream.flush()
         if not (is_own or is_elsewhere):
