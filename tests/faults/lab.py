@@ -222,5 +222,6 @@ def record(outcome: Any) -> None:
     file = os.environ.get("ZB_TEST_FAULTS")
     if file:
         said = {name: getattr(outcome, name) for name, value in vars(type(outcome)).items() if isinstance(value, property)}
+        numbers = {name: value for name, value in said.items() if isinstance(value, int | float)}
         with Path(file).open("a") as lines:
-            lines.write(json.dumps(asdict(outcome) | said) + "\n")
+            lines.write(json.dumps(asdict(outcome) | numbers) + "\n")
