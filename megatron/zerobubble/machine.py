@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["ProcessState", "process_state", "usable_cores"]
+__all__ = ["ProcessState", "children_of", "process_state", "usable_cores"]
 
 
 class ProcessState(NamedTuple):
@@ -30,6 +30,13 @@ def process_state(pid: int) -> ProcessState | None:
         return None
     fields = text.rpartition(")")[2].split()
     return ProcessState(start=fields[19], is_zombie=fields[0] == "Z", is_stopped=fields[0] in ("T", "t"), parent=int(fields[1]))
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that a process has started and that have not been waited for; none on a system without /proc."""
+    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    states = {each: process_state(each) for each in pids}
+    return [each for each, state in states.items() if state is not None and state.parent == pid]
 
 
 def usable_cores() -> int:

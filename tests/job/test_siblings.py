@@ -52,6 +52,20 @@ def test_only_the_stopped_rank_of_the_same_launcher_is_killed() -> None:
     assert done.stdout == "[1, 0] [-9, None, None, None]\n"
 
 
+def test_a_rank_that_leaves_at_once_leaves_nothing_running() -> None:
+    code = (
+        "import subprocess, sys\n"
+        "from megatron.zerobubble.job.exit import leave_now\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'])\n"
+        "print(child.pid, flush=True)\n"
+        "leave_now(3)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 3
+    state = process_state(int(done.stdout))
+    assert state is None or state.is_zombie
+
+
 def test_error_files_are_those_of_one_torchrun(tmp_path: Path) -> None:
     for local in range(2):
         (tmp_path / str(local)).mkdir()

@@ -1,19 +1,34 @@
-"""Ends a rank for a user error: one line per host, and exit code 2."""
+"""Ends a rank: for a user error with one line per host and exit code 2, or at once with what it has started."""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NoReturn
 
 from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.job.error_file import write_error_file
+from megatron.zerobubble.machine import children_of
 
-__all__ = ["exit_with_error"]
+__all__ = ["exit_with_error", "leave_now"]
 
 _GRACE_S = 5.0
 """Seconds that a rank other than 0 waits, after a bad flag, for rank 0 to report it and for torchrun to end the job."""
+
+
+def leave_now(code: int) -> NoReturn:
+    """End this process without exit handlers, which could wait for other ranks, and the processes that it has started.
+
+    Data loaders and writers of checkpoints would otherwise stay, as they are ended by such a handler. Without /proc they do.
+    """
+    for child in children_of(os.getpid()):
+        with suppress(OSError):
+            os.kill(child, signal.SIGKILL)
+    os._exit(code)
 
 
 def exit_with_error(

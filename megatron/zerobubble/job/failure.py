@@ -16,7 +16,6 @@ prints it.
 from __future__ import annotations
 
 import json
-import os
 import socket
 import sys
 import time
@@ -31,6 +30,7 @@ import torch
 from megatron.zerobubble.errors import TransferError, UserError
 from megatron.zerobubble.job.answering_store import AnsweringStore
 from megatron.zerobubble.job.error_file import write_error_file
+from megatron.zerobubble.job.exit import leave_now
 from megatron.zerobubble.job.heartbeats import Beat, is_gone, published, this_process
 from megatron.zerobubble.job.key_value_store import Store, read_value, typed
 from megatron.zerobubble.job.launch import store_name
@@ -82,7 +82,7 @@ class JobGuard:
         store: Store,
         rank: int,
         *,
-        leave: Callable[[int], object] = os._exit,
+        leave: Callable[[int], object] = leave_now,
         stream: TextIO | None = None,
         error_file: str | None = None,
         pause: Callable[[float], object] = time.sleep,

@@ -97,6 +97,8 @@ class Pulse:
         """Seconds that the store has not answered; the watchdog's other thread counts them."""
         self.is_alarm = False
         """Whether the alarm has been raised, by any rank."""
+        self.soon = threading.Event()
+        """Set to have the next beat at once."""
         self.failure: RankFailure | None = None
         """The first rank that has failed."""
         self.depends = False
@@ -108,7 +110,11 @@ class Pulse:
         """Beat until `over`, and once more."""
         try:
             before, looked = None, time.monotonic()
-            while not over.wait(self.interval_s if self._count else 0.0):
+            while not over.is_set():
+                self.soon.wait(self.interval_s if self._count else 0.0)
+                self.soon.clear()
+                if over.is_set():
+                    break
                 self._publish(is_last=False)
                 self.is_alarm = self._store.check([self._alarm_key])
                 self.failure = who_failed(self._store)

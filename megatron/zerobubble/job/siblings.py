@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megatron.zerobubble.job.error_file import write_error_file
-from megatron.zerobubble.machine import process_state
+from megatron.zerobubble.machine import children_of, process_state
 
 __all__ = ["error_file_beside", "kill_if_stopped", "write_beside"]
 
@@ -57,6 +57,8 @@ def write_beside(own: str | None, *, own_rank: int, rank: int, line: str) -> Non
 def kill_if_stopped(rank: int) -> bool:
     """Kill a rank that this one's launcher has started on this machine, if it is stopped: it would not take SIGTERM.
 
+    And what that rank has started, such as its data loaders.
+
     Returns:
         Whether there was one. False on a system without /proc.
     """
@@ -66,9 +68,10 @@ def kill_if_stopped(rank: int) -> bool:
         if state is not None and state.parent == parent and state.is_stopped:
             others = _environment(name)
             if others.get("RANK") == str(rank) and all(others.get(each) == own.get(each) for each in _OF_ONE_JOB):
-                with suppress(OSError):
-                    os.kill(int(name), signal.SIGKILL)
-                    return True
+                for each in (*children_of(int(name)), int(name)):
+                    with suppress(OSError):
+                        os.kill(each, signal.SIGKILL)
+                return True
     return False
 
 

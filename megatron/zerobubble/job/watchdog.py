@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 import threading
 import time
@@ -37,6 +36,7 @@ from types import TracebackType
 
 from megatron.zerobubble.job.answering_store import AnsweringStore
 from megatron.zerobubble.job.error_file import write_error_file
+from megatron.zerobubble.job.exit import leave_now
 from megatron.zerobubble.job.failure import RankFailure, first_to_fail, who_failed
 from megatron.zerobubble.job.heartbeats import Beat, published, this_process
 from megatron.zerobubble.job.key_value_store import Store, read_value, typed
@@ -114,7 +114,7 @@ class Watchdog:
         limit_s: float,
         first_limit_s: float,
         error_file: str | None = None,
-        leave: Callable[[int], object] = os._exit,
+        leave: Callable[[int], object] = leave_now,
     ) -> None:
         self._watch, self._leave = watch, leave
         self._store = AnsweringStore(store.clone(), max(limit_s, _LEAST_UNANSWERED_S))
@@ -143,10 +143,15 @@ class Watchdog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._over.set()
+        self._pulse.soon.set()
         # After an error the process ends, and what the threads are in the middle of does not matter.
         if error is None:
             for thread in self._threads:
                 thread.join(_GRACE_S)
+
+    def beat_now(self) -> None:
+        """Say at once what this rank does: something that takes another limit than before."""
+        self._pulse.soon.set()
 
     def _look(self) -> None:
         """The thread that raises the alarm, or follows one, until the end of the run."""
