@@ -189,7 +189,8 @@ class Hosts:
         if host not in self._inits:
             return []
         found = self.processes(host)
-        return [pid for pid in found if _parent(Path(f"/proc/{pid}")) in {*found, _child(self._inits[host].pid)}]
+        started = [pid for pid in found if _parent(Path(f"/proc/{pid}")) in {*found, _child(self._inits[host].pid)}]
+        return [pid for pid in started if not _is_helper(pid)]
 
     def find(self, host: int, number: int) -> int:
         """The process of a host that has this number there."""
@@ -243,6 +244,13 @@ def _parent(process: Path) -> int | None:
         state, parent = (process / "stat").read_text().rpartition(")")[2].split()[:2]
         return None if state == "Z" else int(parent)
     return None
+
+
+def _is_helper(pid: int) -> bool:
+    """Whether a rank of Megatron-LM's loop has spawned it to write checkpoints: torchrun's SIGTERM ends the rank alone."""
+    with suppress(OSError):
+        return b"from multiprocessing" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def _child(pid: int) -> int:
