@@ -90,6 +90,8 @@ class Kind:
     is_gone: bool = False
     """Whether the host of the fault does not survive it."""
     ends_well: bool = False
+    is_cold: bool = False
+    """Whether ranks are not forked: how a process was started is read from /proc, and there a fork has its parent's variables."""
     max_restarts: int = 0
     """torchrun's. The job goes on by itself after one restart."""
     is_elastic: bool = False
@@ -133,7 +135,7 @@ FAULTS = {
     "all ranks of a host killed, restarts": Kind(
         do=lambda hosts, trial, pid: _send(hosts.ranks(trial.host), signal.SIGKILL), ends_well=True, max_restarts=3
     ),
-    "a rank stopped": Kind(do=lambda hosts, trial, pid: _send([pid], signal.SIGSTOP)),
+    "a rank stopped": Kind(do=lambda hosts, trial, pid: _send([pid], signal.SIGSTOP), is_cold=True),
     "a host killed": Kind(do=lambda hosts, trial, pid: hosts.kill(trial.host), is_gone=True),
     "a host killed, elastic": Kind(
         do=lambda hosts, trial, pid: hosts.kill(trial.host),

@@ -113,7 +113,7 @@ def run(trial: Trial, folder: Path) -> Outcome | None:
             job = job_of(folder, layout, kind, is_at_fault=host == trial.host)
             if kind.lacks and host != trial.host:
                 _give(kind.lacks, folder / hosts.names[host], trial)
-            agents.append(hosts.start(host, [*torchrun(trial, host, folder.name), *job], variables))
+            agents.append(hosts.start(host, [*torchrun(trial, host, folder.name), *job], variables, is_cold=kind.is_cold))
         watched = _watch(hosts, trial, agents, note)
     said = "".join(agent.screen for agent in agents)
     if watched is None:
@@ -149,8 +149,10 @@ def _saved(folder: Path) -> int:
 
 
 def _losses(folder: Path, layout: Layout, said: str) -> Losses:
-    """What the job printed, or wrote."""
-    return logged(said) if layout.is_script else lab.losses_of(folder)
+    """What the job wrote; of a script the gradient norms and validation losses that it printed."""
+    if layout.is_script:  # the second loss that Megatron-LM's loop prints after a start is its mean with the first one
+        return {where: values[-1] for where, values in logged(said).items()}
+    return lab.losses_of(folder)
 
 
 def _go_on(folder: Path, layout: Layout, said: str = "") -> Losses:

@@ -36,7 +36,7 @@ def met(store: Any, ranks: range = range(3), *, timeout_s: float = 20.0, **field
 
 
 def test_every_attempt_has_a_name_of_its_own_and_all_the_same_job() -> None:
-    """Whatever their launchers count: one that only took part in another one's restart has counted none."""
+    """Restart counts of torchrun, which differ between hosts, play no part."""
     store = dist.HashStore()
     attempts = [met(store) for _ in range(3)]
     for number, found in enumerate(attempts):

@@ -1,4 +1,4 @@
-"""Ranks of this machine are found by what it knows of them, and nobody else is killed or overwritten, whatever the store says."""
+"""Ranks of this machine are found in its process table: no entry of the store kills a process or overwrites a file."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ import torch
 
 from megatron.zerobubble.job import watchdog
 from megatron.zerobubble.job.error_file import read_error_file
+from megatron.zerobubble.job.heartbeats import published
 from megatron.zerobubble.job.watchdog import Watchdog
 from megatron.zerobubble.plan.communication import Message, Payload
 from megatron.zerobubble.plan.ir import Op
@@ -105,6 +106,29 @@ def test_every_rank_logs_what_it_waits_for(store: torch.distributed.Store, said:
     assert lines[1].startswith("stuck: rank 1 runs 1F2, the forward of stage 1, microbatch 2, for 0.")
     assert lines[2].startswith("stuck: rank 2 is outside of the passes")
     assert "test_watchdog.py" in lines[1] or "threading.py" in lines[1], "and where the main thread is"
+
+
+def test_a_beat_at_once_says_what_the_rank_does_now(store: torch.distributed.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a rank that is stopped as a call begins would be taken for one between two calls, which is patiently waited for."""
+    monkeypatch.setattr(watchdog, "_LONGEST_INTERVAL_S", 1000.0)
+    rank = Rank(store, 0, limit_s=20_000.0)
+
+    def says(doing: str | None) -> bool:
+        beat = published(store, [0]).get(0)  # type: ignore[arg-type]
+        return beat is not None and beat.doing == doing
+
+    with rank.dog:
+        _until(lambda: says(None))
+        with rank.watch.phase("is in a call"):
+            rank.dog.beat_now()
+            _until(lambda: says("is in a call"))
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def test_a_rank_that_cannot_report_is_not_waited_for(

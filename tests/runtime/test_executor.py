@@ -291,7 +291,7 @@ LABEL_BYTES = 12
 
 
 class GivingWork(LabelWork):
-    """Takes whatever comes: no links move anything here."""
+    """Accepts any result, because no links move anything here."""
 
     def _check(self, *given: object) -> None:
         """Anything goes."""

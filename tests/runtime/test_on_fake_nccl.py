@@ -268,7 +268,7 @@ def _in_pairs(links: ProcessGroupLinks, pairs: Sequence[tuple[int, int]]) -> Non
 def test_links_that_share_a_communicator(eager: bool) -> None:
     """One group for all: in eager mode all links of a rank are one channel, and in lazy mode both directions of a pair.
 
-    The order of today's placement holds whatever is serialized with what; with receives one op early the ranks wait for ever.
+    The order in which transfers are placed is free of deadlocks in any serialization; with receives one op early ranks deadlock.
     """
     broken = {"color_links": lambda links: (tuple(links),)}
     for lookahead, expected in ((1, "StuckError"), (None, "ends")):

@@ -43,7 +43,7 @@ class TrainerJob:
     """Why losses may differ."""
 
     def program(self, contender: Contender, *, num_iterations: int) -> tuple[Program, str | None]:
-        """The program of a contender, for at least so many iterations, and a note of each difference from the job as given.
+        """A contender's program, for at least so many iterations, and a note with each difference from the job as given.
 
         Raises:
             UserError: the job cannot run under it.

@@ -188,7 +188,7 @@ class Table:
     loss_causes: str = ""
     """Why losses may differ: a sentence."""
 
-    @property
+    @functools.cached_property
     def rows(self) -> tuple[Row, ...]:
         """One per contender."""
         (base,) = [outcome for outcome in self.outcomes if outcome.name == self.baseline]

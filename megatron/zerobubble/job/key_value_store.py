@@ -18,7 +18,7 @@ __all__ = ["UNREADABLE", "Store", "read_value", "typed"]
 _log = logging.getLogger(__name__)
 
 _LARGEST = 1e15
-"""Numbers in the store are smaller: so many seconds are thirty million years."""
+"""Numbers in the store are smaller."""
 _LONGEST = 4000
 """Letters of a text that are kept."""
 

@@ -30,6 +30,8 @@ _TORCH = ("torch.distributed.distributed_c10d", "torch.distributed.rendezvous")
 class Stillness:
     """For how long a rank's activity has not changed, not counting time in which its process was stopped.
 
+    Both threads of a watchdog look, so that a beat says what the rank does now.
+
     Args:
         watch: where the activity is reported.
     """
@@ -37,21 +39,22 @@ class Stillness:
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._looked = time.monotonic()
-        self.seen: tuple[Doing | None, float] = (None, 0.0)
-        """The activity, and for how many seconds it has not changed. Read by another thread."""
+        self._seen: tuple[Doing | None, float] = (None, 0.0)
+        self._lock = threading.Lock()
 
     def look(self, interval_s: float) -> tuple[Doing | None, float]:
-        """Look again; return `seen`.
+        """The activity, and for how many seconds it has not changed.
 
         Args:
             interval_s: seconds between two calls, as intended. If more than twice as many have passed, the process was stopped.
         """
-        before, still_s = self.seen
-        doing, now = self._watch.current(), time.monotonic()
-        passed_s = min(now - self._looked, 2.0 * interval_s)
-        self._looked = now
-        self.seen = doing, (still_s + passed_s if doing is before else 0.0)
-        return self.seen
+        with self._lock:
+            before, still_s = self._seen
+            doing, now = self._watch.current(), time.monotonic()
+            passed_s = min(now - self._looked, 2.0 * interval_s)
+            self._looked = now
+            self._seen = doing, (still_s + passed_s if doing is before else 0.0)
+            return self._seen
 
 
 class Pulse:
@@ -111,10 +114,6 @@ class Pulse:
         try:
             before, looked = None, time.monotonic()
             while not over.is_set():
-                self.soon.wait(self.interval_s if self._count else 0.0)
-                self.soon.clear()
-                if over.is_set():
-                    break
                 self._publish(is_last=False)
                 self.is_alarm = self._store.check([self._alarm_key])
                 self.failure = who_failed(self._store)
@@ -130,6 +129,8 @@ class Pulse:
                 if self._rank == 0 and self._world_size > 1 and self._count % _LOOKS_AT_ALL == 0:
                     self._look_for_stragglers()
                 self.unanswered_s = 0.0
+                self.soon.wait(self.interval_s)
+                self.soon.clear()
             self._publish(is_last=True)
         except RuntimeError:  # the store is gone, and so is the job: the rank or the launcher that ended it has reported why
             return
@@ -142,7 +143,7 @@ class Pulse:
 
     def _publish(self, *, is_last: bool) -> None:
         self._count += 1
-        doing, still_s = self._stillness.seen
+        doing, still_s = self._stillness.look(self.interval_s)
         frame = _main_frame()
         self.place, is_waiting = _place(frame), _is_waiting(doing, frame)
         beat = Beat(

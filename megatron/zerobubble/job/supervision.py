@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.job.failure import JobGuard
 from megatron.zerobubble.job.launch import read_launch
-from megatron.zerobubble.job.watchdog import Watchdog, watchdog
+from megatron.zerobubble.job.watchdog import watchdog
 from megatron.zerobubble.runtime.watch import Watch
 
 __all__ = ["Supervision"]
@@ -65,8 +65,7 @@ class Supervision:
             self.watch = self._start(store, text)
         try:
             with self.watch.phase(text):
-                if isinstance(self._dog, Watchdog):
-                    self._dog.beat_now()  # a rank that is stopped from now on was inside of a call
+                self._dog.beat_now()  # a rank that is stopped from now on was inside of a call
                 yield
         except BaseException:
             self.stop()

@@ -136,7 +136,6 @@ class Watchdog:
         )
 
     def __enter__(self) -> Watchdog:
-        self._stillness.look(self._interval_s)  # the first beat says it
         for function, name in ((self._look, "watchdog"), (lambda: self._pulse.run(self._over), "beats")):
             self._threads.append(start_thread(function, name=name, device=self._watch.device))
         return self

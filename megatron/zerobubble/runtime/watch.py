@@ -171,7 +171,7 @@ class Watch(Recorder):
         event.record()
         self._reported.append((doing, event))
 
-    # -- called by the watchdog thread ------------------------------------------------------------------------------------
+    # -- called by the watchdog's threads, one at a time ------------------------------------------------------------------
 
     def current(self) -> Doing | None:
         """What the device is doing now; None outside of the passes and of all phases. A new object for every report."""

@@ -404,24 +404,10 @@ def test_other_schedules_equal_megatron_cores_own_with_the_same_layout(
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
-def _config_with_mtp(num_layers: int, num_ranks: int, num_chunks: int | None, layout: str) -> TransformerConfig:
-    return TransformerConfig(
-        num_layers=num_layers,
-        hidden_size=32,
-        num_attention_heads=4,
-        pipeline_model_parallel_size=num_ranks,
-        virtual_pipeline_model_parallel_size=num_chunks,
-        pipeline_dtype=torch.float32,
-        transformer_impl="local",
-        mtp_num_layers=2,
-        pipeline_model_parallel_layout=layout,
-    )
-
-
 def test_outputs_are_longer_from_the_mtp_stage_on() -> None:
-    config = _config_with_mtp(5, 4, 2, "E|t|t|t|t|t|mm|L")
+    config = _config(5, 4, 2, mtp_num_layers=2, pipeline_model_parallel_layout="E|t|t|t|t|t|mm|L")
     assert output_lengths(config, Placement.loop(4, 2)) == (1, 1, 1, 1, 1, 1, 3, 3)
-    config = _config_with_mtp(5, 4, 2, "E|t|t|t|t|t||mmL")
+    config = _config(5, 4, 2, mtp_num_layers=2, pipeline_model_parallel_layout="E|t|t|t|t|t||mmL")
     assert output_lengths(config, Placement.loop(4, 2)) == (1, 1, 1, 1, 1, 1, 1, 3)
     layers = StageLayers.parse("Et|t|m|L")
     layout = StageLayout(layers, Placement.v(2), num_mtp_layers=1, mtp_stage=2)
@@ -437,8 +423,8 @@ def test_a_v_refuses_mtp_layers_in_the_first_chunk_of_a_rank() -> None:
 
 
 def test_a_loop_refuses_mtp_layers_on_the_first_rank() -> None:
-    config = _config_with_mtp(4, 4, 2, "E|t|t|t|tmm|||L")
+    config = _config(4, 4, 2, mtp_num_layers=2, pipeline_model_parallel_layout="E|t|t|t|tmm|||L")
     spec = schedule_spec("zb-interleaved", num_ranks=4, num_chunks=2)
     with pytest.raises(ConfigError, match=r"pipeline_model_parallel_layout with m \(MTP layers\) on the first rank does not go"):
         check_config(config, spec)
-    check_config(_config_with_mtp(4, 4, 2, "E|t|t|t|t|mm||L"), spec)
+    check_config(_config(4, 4, 2, mtp_num_layers=2, pipeline_model_parallel_layout="E|t|t|t|t|mm||L"), spec)
