@@ -122,10 +122,14 @@ def _lose_power(hosts: Hosts, trial: Trial, pid: int) -> None:
     hosts.kill(trial.host)
 
 
+_SPACE = 2**16
+"""Bytes that a file may have on a full disk: room for what ranks say, not for a checkpoint."""
+
+
 def _fill(hosts: Hosts, trial: Trial, pid: int) -> None:
-    """Every write of the host's ranks fails from now on."""
+    """The host's ranks can write no checkpoint from now on."""
     for rank in hosts.ranks(trial.host):
-        resource.prlimit(rank, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        resource.prlimit(rank, resource.RLIMIT_FSIZE, (_SPACE, resource.RLIM_INFINITY))
 
 
 FAULTS = {

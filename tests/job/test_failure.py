@@ -216,11 +216,11 @@ def test_a_rank_of_another_machine_that_goes_on_is_not_named(tmp_path: Path) -> 
 
 def test_a_reason_from_another_machine_is_shown_once_on_each(tmp_path: Path) -> None:
     store = torch.distributed.HashStore()
-    first_to_fail(store, RankFailure(2, "rank 2 on node1 has ended: no such dataset", FAR.host))  # type: ignore[arg-type]
-    assert lost(store, tmp_path) == "rank 0 stops while it waits: rank 2 on node1 has ended: no such dataset\n"
+    first_to_fail(store, RankFailure(2, "no such dataset (rank 2 on node1 has ended)", FAR.host))  # type: ignore[arg-type]
+    assert lost(store, tmp_path) == "rank 0 stops while it waits: no such dataset (rank 2 on node1 has ended)\n"
     assert report(ConfigError("no such dataset"), rank=1, store=store) == (
         [2],
-        "rank 1 stops: rank 2 on node1 has ended: no such dataset\n",
+        "rank 1 stops: no such dataset (rank 2 on node1 has ended)\n",
     )
     assert report(ConfigError("no such dataset"), rank=0, store=store) == ([2], "")
 

@@ -223,7 +223,7 @@ def _gone(beats: Mapping[int, Beat], waits_for: int | None) -> RankFailure:
 def _line(error: Exception, *, rank: int, doing: str) -> str:
     """The reason in one line."""
     if isinstance(error, UserError):
-        return f"rank {rank} on {socket.gethostname()} has ended: {error}"
+        return f"{error} (rank {rank} on {socket.gethostname()} has ended)"  # all ranks may raise it, about another one's disk
     return f"rank {rank} failed{doing}: " + traceback.format_exception_only(error)[0].partition("\n")[0]  # its notes come after
 
 
