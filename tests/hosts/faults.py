@@ -45,7 +45,7 @@ class Layout:
 ZBV = ("--zero-bubble-v-schedule", "--enable-optimizer-post-validation")
 LAYOUTS = {
     "2 hosts, p = 4": Layout(2, 2, 4, ("--enable-zero-bubble",)),
-    "2 hosts, p = 2, 2 replicas": Layout(2, 2, 2, ZBV),
+    "2 hosts, p = 2, 2 replicas": Layout(2, 2, 2, (*ZBV, "--layout-independent-dropout")),
     "4 hosts, p = 4": Layout(4, 1, 4, ("--enable-zero-bubble",)),
     "2 hosts, p = 4, zerobubble run": Layout(2, 2, 4, ("--cpu", "--enable-zero-bubble"), is_script=True),
 }
@@ -95,7 +95,7 @@ class Kind:
     max_restarts: int = 0
     """torchrun's. The job goes on by itself after one restart."""
     is_elastic: bool = False
-    """Whether the job may go on with fewer hosts, with losses that only another dropout changes."""
+    """Whether the job may go on with fewer hosts, with losses that only another order of sums changes."""
     only: Mapping[str, Any] = field(default_factory=dict)
     """Fields of a trial that are not drawn."""
     promised_s: float = PROMISED_S
