@@ -75,10 +75,8 @@ class Machine:
         else:
             hidden, heads, tokens = ("4096", "32", "4096") if is_large else ("2048", "16", "2048")
             device = ("--distributed-backend", "nccl", "--manual-gc")
-        engine = ("--transformer-impl", "transformer_engine") if self.has_transformer_engine else ()
         return (
             *device,
-            *engine,
             *("--hidden-size", hidden, "--num-attention-heads", heads, "--seq-length", tokens),
             *("--num-layers", str(4 * pipeline), "--pipeline-model-parallel-size", str(pipeline)),
             *("--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear", "--position-embedding-type", "rope"),

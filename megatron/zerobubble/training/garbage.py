@@ -17,14 +17,18 @@ __all__ = ["collecting_by_hand"]
 def collecting_by_hand(*, is_manual: bool) -> Iterator[None]:
     """Wrap training: all garbage is collected at the start, and then only what the loop collects itself.
 
+    What is there at the start, such as the model, stays: later collections do not look at it.
+
     Args:
         is_manual: --manual-gc; otherwise nothing changes.
     """
     if is_manual:
         gc.disable()
         gc.collect()
+        gc.freeze()
     try:
         yield
     finally:
         if is_manual:
+            gc.unfreeze()
             gc.enable()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from packaging.version import Version
@@ -76,8 +76,9 @@ class ModelConfig:
     """Kernels that may compute attention. With --transformer-impl local these are torch's: flash attention (flash), cuDNN's or
     memory-efficient ones (fused, on GPUs), plain operations (unfused), or any (auto); local is megatron-core's own attention,
     which keeps the scores of every query and key in memory. With transformer_engine they are Transformer Engine's."""
-    transformer_impl: Literal["local", "transformer_engine"] = "local"
-    """Layer implementation: megatron-core's own (local), or Transformer Engine's, which must be installed and needs CUDA."""
+    transformer_impl: Literal["local", "transformer_engine"] | None = None
+    """Layer implementation: megatron-core's own (local), or Transformer Engine's, which must be installed and needs CUDA. By
+    default transformer_engine if --distributed-backend nccl is given and it is installed, but for --attention-backend local."""
     use_cpu_initialization: bool = False
     """Initialize the weights on the CPU, which makes them the same for every tensor-parallel size."""
     recompute_granularity: Literal["full", "selective"] | None = None
@@ -206,6 +207,14 @@ class ModelConfig:
             )
         if self.attention_backend == "local":
             raise ConfigError(f"{flag}: --attention-backend local needs whole sequences; choose auto, flash, fused or unfused")
+
+    def with_layers(self, parallel: ParallelConfig) -> ModelConfig:
+        """With the default of --transformer-impl, unless it was given."""
+        if self.transformer_impl is not None:
+            return self
+        is_engine = parallel.distributed_backend == "nccl" and self.attention_backend != "local"
+        is_engine = is_engine and importlib.util.find_spec("transformer_engine") is not None
+        return replace(self, transformer_impl="transformer_engine" if is_engine else "local")
 
     def _check_installed(self, parallel: ParallelConfig, zero_bubble: ZeroBubbleConfig) -> None:
         engine = f"pip install 'transformer-engine[pytorch]>={OLDEST_TRANSFORMER_ENGINE}'"
