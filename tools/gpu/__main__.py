@@ -22,7 +22,8 @@ from tools.gpu.runner import Outcome, Status, run
 from tools.gpu.steps import Machine, Step, hour, markdown
 
 ROOT = Path(__file__).resolve().parents[2]
-_REHEARSED_RANKS = 2
+_REHEARSED_RANKS, _MOST_REHEARSED = 2, 4
+"""Ranks of most steps of a rehearsal, and of a step that needs more."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +58,7 @@ def report_on(steps: Sequence[Step], out: Path, *, num_gpus: int, minutes: float
     print("\n".join([machine.describe(), "", *(f"missing: {each}" for each in machine.missing(ROOT)), ""]), flush=True)
     outcomes, is_interrupted = list[Outcome](), False
     try:
-        for outcome in run(steps, out, num_gpus=_REHEARSED_RANKS if rehearses else num_gpus, root=ROOT, minutes=minutes):
+        for outcome in run(steps, out, num_gpus=_MOST_REHEARSED if rehearses else num_gpus, root=ROOT, minutes=minutes):
             outcomes.append(outcome)
             print("\n".join([f"== {line(outcome)}", *(f"==   {each}" for each in measured(outcome.step, out))]), flush=True)
     except KeyboardInterrupt:

@@ -70,11 +70,10 @@ class Machine:
 
     def model(self, *, is_large: bool, pipeline: int) -> tuple[str, ...]:
         """Flags of the model and the device."""
+        device = ("--distributed-backend", "gloo" if self.rehearses else "nccl", "--manual-gc")
+        hidden, heads, tokens = ("4096", "32", "4096") if is_large else ("2048", "16", "2048")
         if self.rehearses:
-            hidden, heads, tokens, device = "32", "4", "32", ("--distributed-backend", "gloo")
-        else:
-            hidden, heads, tokens = ("4096", "32", "4096") if is_large else ("2048", "16", "2048")
-            device = ("--distributed-backend", "nccl", "--manual-gc")
+            hidden, heads, tokens = "32", "4", "32"
         return (
             *device,
             *("--hidden-size", hidden, "--num-attention-heads", heads, "--seq-length", tokens),
