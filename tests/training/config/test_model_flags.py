@@ -312,7 +312,7 @@ def test_the_schedule_of_the_learning_rate(flags: str, warmup: int, decay: int) 
             P2 + "--mtp-num-layers 1 --recompute-granularity full --recompute-method block --recompute-num-layers 1 " + ROPE,
             "needs --recompute-method uniform and --recompute-num-layers 1",
         ),
-        (P2 + "--recompute-granularity selective --recompute-modules mlp layernorm", "--recompute-modules layernorm needs"),
+        (P2 + "--recompute-granularity selective --recompute-modules layernorm", "--recompute-modules layernorm needs"),
         (P2 + "--recompute-granularity selective --recompute-modules mlp", "--recompute-modules mlp needs --disable-bias-linear"),
         (P2 + "--recompute-modules mlp", "--recompute-modules needs --recompute-granularity selective"),
         (P2 + "--recompute-granularity selective --recompute-modules mpl", "'mpl' is unknown; choose from core_attn"),
