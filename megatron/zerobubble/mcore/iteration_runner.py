@@ -132,6 +132,7 @@ class IterationRunner:
         assert hooks.before_gradients is not None
         rewind = Rewind(iteration.data_iterators, self._chunks)
         executor.begin(program.fence[self._rank])
+        rewind.before_step()
         _report(hooks, "asks the other ranks whether its last step was right")
         with self._recorder.span(Activity.VALIDATE):
             is_wrong = hooks.before_gradients()

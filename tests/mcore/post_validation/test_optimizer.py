@@ -85,6 +85,8 @@ def record(name: str, loss: float, *, layer_number: int) -> None:
 @pytest.mark.usefixtures("_no_router_losses")
 def test_everything_is_restored() -> None:
     chunk = torch.nn.BatchNorm1d(2)
+    chunk.fp8_meta = {"scaling_fwd": SimpleNamespace(scale=torch.ones(2), amax_history=torch.zeros(1, 2))}  # type: ignore[assignment]
+    history = chunk.fp8_meta["scaling_fwd"].amax_history  # type: ignore[union-attr,operator,index]
     iterator = Replayed(iter(range(5)))
     record("known", 2.0, layer_number=1)
     rewind = Rewind([iterator, None], [chunk])
@@ -93,13 +95,17 @@ def test_everything_is_restored() -> None:
         taken = [next(iterator), next(iterator)]
         drawn = torch.rand(4, 2)
         chunk(drawn)
+        history[0, 0] = float("nan")  # of an input, after a step that went wrong
         record("known", 5.0, layer_number=1)
         record("new", 7.0, layer_number=2)
         return taken, float(drawn.sum())
 
     first = forwards()
     written = {name: buffer.clone() for name, buffer in chunk.named_buffers()}
+    rewind.before_step()
+    history[0, 1] = 3.0  # of a weight in FP8, from the step that is done again
     rewind.rewind()
+    assert history.tolist() == [[0.0, 3.0]]
     assert int(chunk.num_batches_tracked) == 0
     assert router_loss_sums()["known"].tolist() == [2.0, 0.0]
     assert router_loss_sums()["new"].tolist() == [0.0, 0.0]
