@@ -7,6 +7,7 @@ added to it, where ZeRO-1 adds all microbatches first: the sums differ by roundi
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -22,6 +23,7 @@ from megatron.zerobubble.plan.registry import known_schedules
 from megatron.zerobubble.plan.timeline import Activity
 from tests.optimizer.support import BASE, Scenario
 from tests.optimizer.support import compare as compare_optimistic
+from tests.support.fake_nccl.communicators import Communicator
 from tests.support.fake_nccl.engine import FakeNcclError
 from tests.support.fake_nccl.megatron import run_megatron
 from tests.support.fake_nccl.tracing import TracedOps
@@ -192,6 +194,21 @@ def test_every_schedule_trains_the_same_in_every_order(name: str, seed: int) -> 
         assert ours.losses == theirs.losses
         assert ours.grad_norms == theirs.grad_norms
         assert all(torch.equal(weight, theirs.weights[name]) for name, weight in ours.weights.items())
+
+
+def test_nothing_is_connected_inside_passes() -> None:
+    """Each collective's algorithm has been used before, at the size that passes have."""
+    inside, connect = [], Communicator.connect
+
+    def watched(self: Communicator, place: int, kind: str, tensors: Any) -> None:
+        before = len(self._connected)
+        connect(self, place, kind, tensors)
+        if len(self._connected) > before and any(frame.filename.endswith("executor.py") for frame in inspect.stack(0)):
+            inside.append((self.name, kind))
+
+    with mock.patch.object(Communicator, "connect", watched):
+        run_megatron(4, train, replace(ZERO1_ON_FAKE_NCCL, shard_gradients=2), seed=0)
+    assert inside == []
 
 
 def _add_without_waiting(self: Any) -> None:
