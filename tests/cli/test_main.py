@@ -18,8 +18,17 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert caught.value.code == 0
     listed = capsys.readouterr().out
-    for command in ("plan", "show", "pareto", "compare", "export", "import", "playground", "train", "run", "checkpoint"):
+    for command in ("plan", "show", "pareto", "compare", "export", "import", "playground", "train", "run", "checkpoint", "env"):
         assert f"\n    {command} " in listed
+
+
+def test_env_says_what_is_installed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    assert main(["env"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("megatron-zerobubble ")
+    for text in ("torch ", "megatron-core ", "apex: not installed", "no GPU", "NCCL_DEBUG=INFO"):
+        assert any(line.startswith(text) for line in lines), text
 
 
 @pytest.mark.parametrize("argv", [[], ["pla"], ["plan", "--schedule"], ["playground", "--port", "x"]], ids=" ".join)

@@ -1,7 +1,7 @@
-"""The command `zerobubble plan|pareto|show|compare|export|import|verify|playground|train|run|bench|checkpoint`.
+"""The command `zerobubble plan|pareto|show|compare|export|import|verify|playground|train|run|bench|checkpoint|env`.
 
-Only `train`, `run` and `bench` import torch. These, `verify`, `playground` and `checkpoint` have their own parsers; the others
-share this one.
+Only `train`, `run`, `bench` and `env` import torch. These, `verify`, `playground` and `checkpoint` have their own parsers; the
+others share this one.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ _WITH_OWN_PARSER = {
     "run": ("megatron.zerobubble.cli.run", "run any Megatron-based training script, unedited"),
     "bench": ("megatron.zerobubble.cli.bench", "compare schedules on one training job: time, memory, losses"),
     "checkpoint": ("megatron.zerobubble.cli.checkpoint", "verify the files of a checkpoint"),
+    "env": ("megatron.zerobubble.cli.env", "print versions, devices and variables, for a report about a problem"),
 }
 """Command -> the module whose `main` runs it, imported only then, and what it is for."""
 
