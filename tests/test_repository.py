@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "megatron" / "zerobubble"
 FILES = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.py")}
 SHARED_FILES = {
     "__init__.py": "a package has one",
+    "__main__.py": "`python -m` of a package runs it",
     "run.py": "`python -m megatron.zerobubble.run` is the command of cli/run.py, under a name that torchrun can start",
 }
 SHARED_CLASSES: dict[str, str] = {}

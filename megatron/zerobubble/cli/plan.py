@@ -27,6 +27,7 @@ from megatron.zerobubble.cli.plan_layers import (
 from megatron.zerobubble.cli.progress_bar import stoppable, track
 from megatron.zerobubble.cli.published import REFERENCES, read_configs
 from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.flags.require import installed
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.bounds.certificate import certificate
 from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
@@ -243,6 +244,8 @@ def _write(args: argparse.Namespace, simulation: Simulation, memory_limit: float
 
 def run_pareto(args: argparse.Namespace) -> None:
     """`pareto`: the best plan for each memory limit. A plan that fits a limit fits any larger one, so the curve never rises."""
+    if args.png is not None:
+        installed("--png", "matplotlib", extra="plot")  # before it searches
     try:
         limits = sorted({float(word) for word in args.memory_limits.split(",")})
     except ValueError:
