@@ -8,8 +8,11 @@ from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.planner import Result
 from megatron.zerobubble.plan.registry import known_schedules
+from megatron.zerobubble.plan.render.chrome_trace import render_trace
+from megatron.zerobubble.plan.render.svg import Panel, render_svg
 from megatron.zerobubble.plan.render.text import render_text
 from megatron.zerobubble.plan.simulate import Simulation
+from megatron.zerobubble.plan.timeline import Timeline
 from megatron.zerobubble.plan.validate import live_microbatches, pending_wgrads
 
 
@@ -71,6 +74,18 @@ def slot_notes(simulation: Simulation) -> list[str]:
     """`slots` in words, to follow the name of a pass."""
     words = ((slot["data_microbatch"], f", {slot['tokens']} tokens" if "tokens" in slot else "") for slot in slots(simulation))
     return [f" (microbatch {index} of the data{tokens})" for index, tokens in words]
+
+
+def plan_svg(simulation: Simulation, name: str | None = None, *, width_px: int = 1200) -> str:
+    """The timeline of a plan as SVG; `name` stands for that of its schedule."""
+    subtitle = "; ".join([measures(simulation), *lengths(simulation)[:1]])
+    panel = Panel.of_ops(simulation.rows, notes=slot_notes(simulation))
+    return render_svg([panel], title=headline(simulation.plan, name), subtitle=subtitle, width_px=width_px)
+
+
+def plan_trace(simulation: Simulation) -> str:
+    """The timeline of a plan as a Chrome trace."""
+    return render_trace([Timeline.planned(simulation)], slots(simulation))
 
 
 def _joined(values: Sequence[int]) -> str:
