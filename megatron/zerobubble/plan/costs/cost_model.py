@@ -142,24 +142,13 @@ class CostModel(CostLists[float]):
             activation_after_backward: fraction of a microbatch's activation memory kept after B, M_W / M_B. The default,
                 all of it, is the safe assumption without a measurement; with recomputation it is above 1.
         """
-        times = (forward_ms, backward_ms, wgrad_ms)
-        for name, value in zip(COST_LISTS, times, strict=False):
+        values = (forward_ms, backward_ms, wgrad_ms, 1.0, activation_after_backward)
+        whole = dict(zip(COST_LISTS, values, strict=True))
+        for name, value in whole.items():
             check_number(name, value)
-        _check_largest(COST_LISTS[:3], max(times))  # before the division, which may make it 0
+        _check_largest(COST_LISTS[:3], max(values[:3]))  # before the division, which may make it 0
         parts = [len(placement.rank_to_stages[rank]) for rank in placement.stage_to_rank]
-
-        def shared(name: str, value: float) -> tuple[float, ...]:
-            check_number(name, value)
-            return tuple(value / part for part in parts)
-
-        return CostModel(
-            forward_ms=shared("forward_ms", forward_ms),
-            backward_ms=shared("backward_ms", backward_ms),
-            wgrad_ms=shared("wgrad_ms", wgrad_ms),
-            comm_ms=comm_ms,
-            activation=shared("activation", 1.0),
-            activation_after_backward=shared("activation_after_backward", activation_after_backward),
-        )
+        return CostModel.of_lists({name: [value / part for part in parts] for name, value in whole.items()}, comm_ms=comm_ms)
 
     @property
     def activations(self) -> Activations:

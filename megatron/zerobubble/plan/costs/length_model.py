@@ -108,18 +108,12 @@ class LengthModel(CostLists[Terms]):
             raise ConfigError(f"attention share is {quoted(attention_share)}; it must be between 0 and 1")
         if not (tokens > 0 and squares > 0):
             raise ConfigError(f"a microbatch of {tokens:g} tokens and {squares:g} squared lengths has no costs; give 1 or more")
-        backward_share = 2 * attention_share / (1 + attention_share)
+        shares = {"forward_ms": attention_share, "backward_ms": 2 * attention_share / (1 + attention_share)}
 
         def terms(values: tuple[float, ...], share: float) -> tuple[Terms, ...]:
             return tuple(Terms(0.0, value * (1 - share) / tokens, value * share / squares) for value in values)
 
-        return LengthModel(
-            forward_ms=terms(costs.forward_ms, attention_share),
-            backward_ms=terms(costs.backward_ms, backward_share),
-            wgrad_ms=terms(costs.wgrad_ms, 0.0),
-            activation=terms(costs.activation, 0.0),
-            activation_after_backward=terms(costs.activation_after_backward, 0.0),
-        )
+        return LengthModel(**{name: terms(values, shares.get(name, 0.0)) for name, values in costs.lists.items()})
 
     @staticmethod
     def fit(costs: MicrobatchCosts, squares: Sequence[float] = ()) -> LengthModel:

@@ -58,14 +58,10 @@ class Links:
         for name in ("latency_ms", "gigabytes_per_s"):
             rows = enumerate(getattr(self, name))
             object.__setattr__(self, name, tuple((*row[:rank], 0.0, *row[rank + 1 :]) for rank, row in rows))
-        for source, row in enumerate(self.latency_ms):
-            for target, value in enumerate(row):
-                if source != target:
-                    _check(f"latency_ms from rank {source} to rank {target}", value, positive=False)
-        for source, row in enumerate(self.gigabytes_per_s):
-            for target, value in enumerate(row):
-                if source != target:
-                    _check(f"gigabytes_per_s from rank {source} to rank {target}", value, positive=True)
+            for source, row in enumerate(getattr(self, name)):
+                for target, value in enumerate(row):
+                    if source != target:
+                        _check(f"{name} from rank {source} to rank {target}", value, positive=name == "gigabytes_per_s")
         for microbatch, value in enumerate(self.message_bytes):
             _check(f"message_bytes of microbatch {microbatch}", value, positive=False)
         for source, target in itertools.permutations(range(self.num_ranks), 2):
