@@ -6,7 +6,7 @@ import pytest
 
 from megatron.zerobubble.bench.bench_options import Options, parse_options
 from megatron.zerobubble.bench.contenders import DEFAULT, PROFILED, WARM_UP, parse_contenders
-from megatron.zerobubble.bench.programs import Script, TrainerRun
+from megatron.zerobubble.bench.jobs import Script, TrainerRun
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.training.config.settings import Settings
 from tests.training.test_arguments import settings

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.zerobubble.bench.contenders import DEFAULT, WARM_UP, Contender, parse_contenders
-from megatron.zerobubble.bench.jobs import Job, ScriptJob, TrainerJob
-from megatron.zerobubble.bench.programs import Program
+from megatron.zerobubble.bench.jobs import Job, Program, ScriptJob, TrainerJob
 from megatron.zerobubble.bench.speed_ups import Outcome
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.job.launch import is_turned_off

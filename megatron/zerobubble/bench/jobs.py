@@ -1,35 +1,102 @@
-"""The job that is compared: of the reference trainer by its flags, or any script. What it runs under each contender.
+"""The job that is compared: of the reference trainer by its flags, or any script. What a block of it runs under each contender.
 
-Imports no torch.
+Both loops are run as their users run them. `block` measures them at the calls of their schedules. Imports no torch.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import dataclasses
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.zerobubble.bench.contenders import Contender
-from megatron.zerobubble.bench.programs import Program, Script, TrainerRun
 from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
+from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.overlay import check_supported
 from megatron.zerobubble.plan.partition.layer_costs import Model
 from megatron.zerobubble.plan.partition.layout import costs_of_placements
+from megatron.zerobubble.script import run_script
 from megatron.zerobubble.training.config.settings import Settings
+from megatron.zerobubble.training.models.gpt import forward_step_provider, model_provider
 
 if TYPE_CHECKING:
     from megatron.zerobubble.plan.costs.cost_model import CostModel
     from megatron.zerobubble.plan.ir import Placement
     from megatron.zerobubble.plan.planner import CostsOf
 
-__all__ = ["Job", "ScriptJob", "TrainerJob"]
+__all__ = ["Job", "Program", "Script", "ScriptJob", "TrainerJob", "TrainerRun"]
 
 _CHUNK_FLAG = "--num-virtual-stages-per-pipeline-rank"
 """Megatron-LM's flag for the number of model chunks per rank."""
 _SPREAD = "--pipeline-model-parallel-layout has another number of stages; layers are spread evenly"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerRun:
+    """The reference trainer, which makes its schedule itself."""
+
+    settings: Settings
+    """The job under the contender."""
+
+    name = "the training loop"
+    """In messages."""
+    records_steps = True
+    """Whether optimizer steps are recorded with the passes."""
+
+    @property
+    def zero_bubble(self) -> ZeroBubbleConfig:
+        """The contender's flags."""
+        return self.settings.zero_bubble
+
+    def run(self, launch: Launch) -> None:
+        """Train. All ranks must call it."""
+        from megatron.zerobubble.training.loop import pretrain
+
+        pretrain(
+            self.settings,
+            launch,
+            model_provider=model_provider,
+            forward_step_provider=forward_step_provider,
+            prog="zerobubble bench",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """A training script for megatron-core, as `zerobubble run` runs it; under megatron-core's own schedules as it is."""
+
+    script: str
+    """Its file."""
+    arguments: tuple[str, ...]
+    """Its flags, with the contender's."""
+    zero_bubble: ZeroBubbleConfig
+    """The contender's flags."""
+    on_cpu: bool = False
+    """Whether it runs on the CPU in place of GPUs."""
+
+    @property
+    def name(self) -> str:
+        """In messages."""
+        return Path(self.script).name
+
+    @property
+    def records_steps(self) -> bool:
+        """Whether optimizer steps are recorded with the passes."""
+        return self.zero_bubble.enable_optimizer_post_validation
+
+    def run(self, launch: Launch) -> None:
+        """Run the script as `python SCRIPT` would. All ranks must call it. Its folder is first on the path already."""
+        flags = {field.name: getattr(self.zero_bubble, field.name) for field in dataclasses.fields(self.zero_bubble)}
+        run_script(self.script, self.arguments, launch, flags=argparse.Namespace(**flags), on_cpu=self.on_cpu)
+
+
+Program = TrainerRun | Script
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from megatron.zerobubble.bench.block import BlockResult
 from megatron.zerobubble.bench.contenders import Contender
-from megatron.zerobubble.bench.jobs import Job
-from megatron.zerobubble.bench.programs import Program
+from megatron.zerobubble.bench.jobs import Job, Program
 from megatron.zerobubble.bench.speed_ups import Outcome
 from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.plan.costs.cost_model import CostModel

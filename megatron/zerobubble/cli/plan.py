@@ -13,8 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.zerobubble.cli.cost_flags import GivenCosts, read_costs
-from megatron.zerobubble.cli.length_flags import add_unequal_flags
+from megatron.zerobubble.cli.cost_flags import GivenCosts, add_unequal_flags, read_costs
 from megatron.zerobubble.cli.output_files import write_whole
 from megatron.zerobubble.cli.parser import read_text, workers_of
 from megatron.zerobubble.cli.plan_layers import (
