@@ -128,10 +128,10 @@ class MicrobatchCosts(CostLists[tuple[float, ...]]):
         return MicrobatchCosts(**{name: tuple(body[name]) for name in COST_LISTS}, tokens=tuple(tokens))
 
 
-def check_number(name: str, value: object) -> None:
-    """Raise ConfigError unless a cost is a number from 0 to `LARGEST`."""
+def check_number(name: str, value: object, subject: str = "costs") -> None:
+    """Raise ConfigError, which begins with its subject, unless a cost is a number from 0 to `LARGEST`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= LARGEST:
-        raise ConfigError(f"costs: {name} is {quoted(value)}; it must be a finite number from 0 to {LARGEST:g}")
+        raise ConfigError(f"{subject}: {name} is {quoted(value)}; it must be a finite number from 0 to {LARGEST:g}")
 
 
 def check_tokens(tokens: Sequence[object]) -> None:
