@@ -20,6 +20,7 @@ from megatron.zerobubble.training.arguments import settings_from_argv
 __all__ = ["Options", "parse_options"]
 
 _LATER_WARM_UP = 2
+"""Untimed iterations of a contender's later blocks, which load the plan and measure nothing."""
 _EXAMPLE = "'zbv,v-half=--virtual-pipeline-model-parallel-size 2'"
 _TRAIN_ITERS = "1000"
 """--train-iters, if it is not given: it only stretches the learning rate's schedule."""
@@ -44,8 +45,6 @@ class Options:
     """Timed iterations of a block."""
     num_warm_up: int
     """Untimed iterations of a contender's first block."""
-    num_later_warm_up: int
-    """Untimed iterations of its later blocks, which load the plan and measure nothing."""
     directory: Path
     """Where the report and the ranks' output go."""
 
@@ -54,9 +53,13 @@ class Options:
         """Iterations of all blocks together."""
         return sum(self.block_length(number) for number in range(self.rounds)) * len(self.programs)
 
+    def warm_up(self, number: int) -> int:
+        """Untimed iterations of a block of round `number`, from 0."""
+        return self.num_warm_up if number == 0 else _LATER_WARM_UP
+
     def block_length(self, number: int) -> int:
         """Iterations of a block of round `number`, from 0."""
-        return (self.num_warm_up if number == 0 else self.num_later_warm_up) + self.num_timed
+        return self.warm_up(number) + self.num_timed
 
 
 def parse_options(argv: Sequence[str], *, world_size: int, prog: str) -> Options:
@@ -104,7 +107,6 @@ def parse_options(argv: Sequence[str], *, world_size: int, prog: str) -> Options
         rounds=rounds,
         num_timed=num_timed,
         num_warm_up=num_warm_up,
-        num_later_warm_up=_LATER_WARM_UP,
         directory=Path(args.bench_dir),
     )
 

@@ -27,11 +27,6 @@ class Derivation:
         """The lower bound in milliseconds."""
         return math.fsum(value for _, value in self.terms)
 
-    @staticmethod
-    def nothing() -> Derivation:
-        """The bound 0."""
-        return Derivation("nothing", (), ())
-
 
 class Instance:
     """A placement with its costs, number of microbatches and memory limit, as the arguments need them.

@@ -121,10 +121,9 @@ class _Drawing:
 
     def _span(self, span: Span, y: int) -> str:
         left, right = max(self._x(span.start_ms), _LEFT), max(self._x(span.end_ms), _LEFT)
-        what, fill, height = span.activity.value, (SPAN_COLORS | _EXCHANGE_COLORS)[span.activity], _ROW
+        what, fill, height = span.text, (SPAN_COLORS | _EXCHANGE_COLORS)[span.activity], _ROW
         if span.bucket is not None:
-            what += f" bucket {span.bucket.index} of stage {span.bucket.stage}, {span.bucket.num_bytes} bytes"
-            height = _BAR
+            what, height = f"{what}, {span.bucket.num_bytes} bytes", _BAR
         title = f"<title>{what} {span.start_ms - self.begin_ms:.3f}..{span.end_ms - self.begin_ms:.3f} ms</title>"
         return f"<rect x='{left:.2f}' y='{y}' width='{right - left:.2f}' height='{height}' fill='{fill}'>{title}</rect>"
 
