@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.zerobubble.bench.contenders import DEFAULT, WARM_UP, Contender, parse_contenders
-from megatron.zerobubble.bench.jobs import Job, Program, ScriptJob, TrainerJob
+from megatron.zerobubble.bench.jobs import Job, ScriptJob, TrainerJob
 from megatron.zerobubble.bench.speed_ups import Outcome
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.job.launch import is_turned_off
@@ -35,7 +35,7 @@ class Options:
     contenders: tuple[Contender, ...]
     baseline: str
     """Name of the contender that speed-ups are relative to."""
-    programs: dict[str, Program]
+    programs: dict[str, Job]
     """Contender -> what it runs, for those under which the job can run."""
     outcomes: dict[str, Outcome]
     """Contender -> what is known of it: what differs from the job as given, or why the job cannot run under it."""
@@ -172,13 +172,13 @@ def _flags(given: Sequence[str], contenders: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _programs(contenders: Sequence[Contender], job: Job, num_iterations: int, outcomes: dict[str, Outcome]) -> dict[str, Program]:
+def _programs(contenders: Sequence[Contender], job: Job, num_iterations: int, outcomes: dict[str, Outcome]) -> dict[str, Job]:
     """The programs by contender; notes and refusals are written to the outcomes."""
-    programs: dict[str, Program] = {}
+    programs: dict[str, Job] = {}
     for contender in contenders:
         outcome = outcomes[contender.text]
         try:
-            programs[contender.text], outcome.note = job.program(contender, num_iterations=num_iterations)
+            programs[contender.text], outcome.note = job.under(contender, num_iterations=num_iterations)
         except UserError as error:
             outcome.failure = " ".join(str(error).split())
     return programs

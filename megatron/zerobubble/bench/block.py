@@ -31,7 +31,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
 from megatron.zerobubble.bench.contenders import PROFILED, WARM_UP
-from megatron.zerobubble.bench.jobs import Program
+from megatron.zerobubble.bench.jobs import Job
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.job.launch import Launch
@@ -59,7 +59,7 @@ class BlockRequest:
 
     number: int
     """Counts the blocks of the comparison, from 0."""
-    program: Program
+    program: Job
     """The job under the contender."""
     is_first: bool
     """Whether it is the contender's first block, which measures and plans."""

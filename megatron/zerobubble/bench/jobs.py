@@ -1,4 +1,4 @@
-"""The job that is compared: of the reference trainer by its flags, or any script. What a block of it runs under each contender.
+"""The job that is compared: of the reference trainer by its flags, or any script. Under a contender it is a job with other flags.
 
 Both loops are run as their users run them. `block` measures them at the calls of their schedules. Imports no torch.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from megatron.zerobubble.plan.ir import Placement
     from megatron.zerobubble.plan.planner import CostsOf
 
-__all__ = ["Job", "Program", "Script", "ScriptJob", "TrainerJob", "TrainerRun"]
+__all__ = ["Job", "ScriptJob", "TrainerJob"]
 
 _CHUNK_FLAG = "--num-virtual-stages-per-pipeline-rank"
 """Megatron-LM's flag for the number of model chunks per rank."""
@@ -38,20 +38,22 @@ _SPREAD = "--pipeline-model-parallel-layout has another number of stages; layers
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerRun:
+class TrainerJob:
     """The reference trainer, which makes its schedule itself."""
 
     settings: Settings
-    """The job under the contender."""
+    """From the user's flags of pretrain_gpt.py, or those under a contender."""
 
     name = "the training loop"
     """In messages."""
     records_steps = True
     """Whether optimizer steps are recorded with the passes."""
+    loss_causes = "Dropout and --init-by-rank do this."
+    """Why losses may differ."""
 
     @property
     def zero_bubble(self) -> ZeroBubbleConfig:
-        """The contender's flags."""
+        """The zero-bubble flags."""
         return self.settings.zero_bubble
 
     def run(self, launch: Launch) -> None:
@@ -66,66 +68,23 @@ class TrainerRun:
             prog="zerobubble bench",
         )
 
-
-@dataclass(frozen=True, kw_only=True)
-class Script:
-    """A training script for megatron-core, as `zerobubble run` runs it; under megatron-core's own schedules as it is."""
-
-    script: str
-    """Its file."""
-    arguments: tuple[str, ...]
-    """Its flags, with the contender's."""
-    zero_bubble: ZeroBubbleConfig
-    """The contender's flags."""
-    on_cpu: bool = False
-    """Whether it runs on the CPU in place of GPUs."""
-
-    @property
-    def name(self) -> str:
-        """In messages."""
-        return Path(self.script).name
-
-    @property
-    def records_steps(self) -> bool:
-        """Whether optimizer steps are recorded with the passes."""
-        return self.zero_bubble.enable_optimizer_post_validation
-
-    def run(self, launch: Launch) -> None:
-        """Run the script as `python SCRIPT` would. All ranks must call it. Its folder is first on the path already."""
-        flags = {field.name: getattr(self.zero_bubble, field.name) for field in dataclasses.fields(self.zero_bubble)}
-        run_script(self.script, self.arguments, launch, flags=argparse.Namespace(**flags), on_cpu=self.on_cpu)
-
-
-Program = TrainerRun | Script
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerJob:
-    """The user's flags of pretrain_gpt.py."""
-
-    settings: Settings
-    """As given."""
-
-    loss_causes = "Dropout and --init-by-rank do this."
-    """Why losses may differ."""
-
-    def program(self, contender: Contender, *, num_iterations: int) -> tuple[Program, str | None]:
-        """A contender's program, for at least so many iterations, and a note with each difference from the job as given.
+    def under(self, contender: Contender, *, num_iterations: int) -> tuple[Job, str | None]:
+        """The job under a contender, for at least so many iterations, and a note with each difference from the job as given.
 
         Raises:
             UserError: the job cannot run under it.
         """
         try:
-            return TrainerRun(settings=contender.settings(self.settings, num_iterations=num_iterations)), None
+            return TrainerJob(settings=contender.settings(self.settings, num_iterations=num_iterations)), None
         except UserError:
             if self.settings.parallel.pipeline_model_parallel_layout is None:
                 raise
             with contextlib.suppress(UserError):
                 spread = contender.settings(self.settings.without_layout(), num_iterations=num_iterations)
-                return TrainerRun(settings=spread), _SPREAD
+                return TrainerJob(settings=spread), _SPREAD
             raise
 
-    def costs_of(self, costs: CostModel, measured: Program, wanted: Program | None) -> CostsOf:
+    def costs_of(self, costs: CostModel, measured: Job, wanted: Job | None) -> CostsOf:
         """Placement -> costs, from those of one placement. It raises PlanError where they cannot be derived.
 
         Args:
@@ -133,8 +92,8 @@ class TrainerJob:
             measured: what was profiled.
             wanted: divides the layers over the stages; None: evenly.
         """
-        assert isinstance(measured, TrainerRun)
-        assert wanted is None or isinstance(wanted, TrainerRun)
+        assert isinstance(measured, TrainerJob)
+        assert wanted is None or isinstance(wanted, TrainerJob)
         own, layers = measured.settings.placement, (wanted.settings if wanted else self.settings.without_layout()).stage_layers
         held = measured.settings.stage_layers(own)
         others = costs_of_placements(Model.measured(("layer",) * held.num_layers, held, costs), layers, links=costs.links)
@@ -153,14 +112,14 @@ class TrainerJob:
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptJob:
-    """The user's script and its flags."""
+    """A training script for megatron-core, as `zerobubble run` runs it; under megatron-core's own schedules as it is."""
 
     script: str
     """Its file."""
     arguments: tuple[str, ...]
-    """Its flags as given, without zero-bubble flags."""
+    """Its flags, without zero-bubble flags."""
     zero_bubble: ZeroBubbleConfig
-    """The zero-bubble flags as given."""
+    """The zero-bubble flags."""
     flags: Mapping[str, str] = field(default_factory=dict)
     """Contender -> the flags that the script needs under it, such as a number of chunks; those missing here get Megatron-LM's."""
     on_cpu: bool = False
@@ -170,18 +129,32 @@ class ScriptJob:
     has_unequal_lengths = False
     has_full_sequences = True
 
-    def program(self, contender: Contender, *, num_iterations: int) -> tuple[Program, str | None]:
+    @property
+    def name(self) -> str:
+        """In messages."""
+        return Path(self.script).name
+
+    @property
+    def records_steps(self) -> bool:
+        """Whether optimizer steps are recorded with the passes."""
+        return self.zero_bubble.enable_optimizer_post_validation
+
+    def run(self, launch: Launch) -> None:
+        """Run the script as `python SCRIPT` would. All ranks must call it. Its folder is first on the path already."""
+        flags = {field.name: getattr(self.zero_bubble, field.name) for field in dataclasses.fields(self.zero_bubble)}
+        run_script(self.script, self.arguments, launch, flags=argparse.Namespace(**flags), on_cpu=self.on_cpu)
+
+    def under(self, contender: Contender, *, num_iterations: int) -> tuple[Job, str | None]:
         """See `TrainerJob`. How long the script trains is its own."""
         zero_bubble = contender.zero_bubble(self.zero_bubble)
         check_supported(zero_bubble)
         chunks = contender.num_chunks_per_rank
         default = f"{_CHUNK_FLAG} {chunks}" if chunks > 1 else ""
         words = shlex.split(self.flags.get(contender.text, default))
-        arguments = (*self.arguments, *words)
-        program = Script(script=self.script, arguments=arguments, zero_bubble=zero_bubble, on_cpu=self.on_cpu)
-        return program, f"with {shlex.join(words)}" if words else None
+        job = dataclasses.replace(self, arguments=(*self.arguments, *words), zero_bubble=zero_bubble)
+        return job, f"with {shlex.join(words)}" if words else None
 
-    def costs_of(self, costs: CostModel, measured: Program, wanted: Program | None) -> CostsOf:
+    def costs_of(self, costs: CostModel, measured: Job, wanted: Job | None) -> CostsOf:
         """See `TrainerJob`. Layers are spread as in the stages that were profiled, which may be merged."""
 
         def costs_of(placement: Placement) -> CostModel:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from megatron.zerobubble.bench.block import BlockResult
 from megatron.zerobubble.bench.contenders import Contender
-from megatron.zerobubble.bench.jobs import Job, Program
+from megatron.zerobubble.bench.jobs import Job
 from megatron.zerobubble.bench.speed_ups import Outcome
 from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
@@ -36,7 +36,7 @@ class FirstBlock:
     """A contender and the result of its first block."""
 
     contender: Contender
-    program: Program
+    program: Job
     """What it runs."""
     result: BlockResult
 
@@ -136,7 +136,7 @@ def _simulated(block: FirstBlock, blocks: Sequence[FirstBlock], job: Job) -> Sim
         return None
 
 
-def _source(blocks: Sequence[FirstBlock]) -> tuple[CostModel, Program] | None:
+def _source(blocks: Sequence[FirstBlock]) -> tuple[CostModel, Job] | None:
     """The medians of the costs of all contenders on the placement with the most stages, and what ran on it; None if nothing was
     profiled."""
     known = [(block, block.costs, block.plan().placement) for block in blocks if block.costs is not None]
