@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 from megatron.zerobubble.job import watchdog
 from megatron.zerobubble.job.error_file import read_error_file
 from megatron.zerobubble.job.heartbeats import published
+from megatron.zerobubble.job.launch import read_launch
 from megatron.zerobubble.job.watchdog import Watchdog
 from megatron.zerobubble.plan.communication import Message, Payload
 from megatron.zerobubble.plan.ir import Op
@@ -45,11 +47,9 @@ class Rank:
         self.dog = Watchdog(
             self.watch,
             store,  # type: ignore[arg-type]
-            rank=rank,
-            world_size=world_size,
+            replace(read_launch({}), rank=rank, world_size=world_size, error_file=error_file),
             limit_s=limit_s,
-            first_limit_s=first_limit_s,
-            error_file=error_file,
+            timeout_s=first_limit_s / 0.9,
             leave=self._leave,
         )
 

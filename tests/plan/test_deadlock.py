@@ -21,6 +21,7 @@ from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.transforms import forward_only
 from tests.plan.test_communication import placements, random_plan
 from tests.support.hazards import Queues, finishes, first_ops, ops_of, single
+from tests.support.plans import text_of
 from tests.support.program_checker import check
 from tests.support.programs import FAMILIES
 
@@ -70,7 +71,7 @@ def random_costs(placement: Placement, seed: int) -> CostModel:
 
 def assert_ends(program: Program, seed: int = 0) -> None:
     """It ends sequentially, and therefore under every hazard; that it does is asserted as well."""
-    text = program.plan.to_text()
+    text = text_of(program.plan)
     assert stuck_ranks(program) == (), text
     everywhere = set(ops_of(program))
     for queues in (single, some_queues(seed), some_queues(seed + 1)):
@@ -105,7 +106,7 @@ def test_every_family_ends_with_a_fence(name: str) -> None:
         if any(op.kind is not OpKind.F for row in plan.ops for op in row):
             for seed, costs in enumerate((None, *(random_costs(plan.placement, seed) for seed in range(6)))):
                 program = place_communication(plan, costs=costs, fence=speculative_forwards(plan))
-                assert stuck_ranks(program) == (), f"costs of seed {seed}\n{plan.to_text()}"
+                assert stuck_ranks(program) == (), f"costs of seed {seed}\n{text_of(plan)}"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ bubble papers' own flags where those exist. `__post_init__` checks what can be c
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +20,7 @@ from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT
 from megatron.zerobubble.plan.registry import known_schedules, parse_max_pending_backward, schedule_info, schedule_spec
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
+from megatron.zerobubble.plan.simulate import read_plan
 
 __all__ = ["ZeroBubbleConfig"]
 
@@ -265,7 +265,7 @@ class ZeroBubbleConfig:
     @property
     def plan(self) -> Plan | None:
         """The plan of the --zero-bubble-load-plan file; None without the flag. Raises as `plan_costs`."""
-        return None if self._given is None else self._given.plan
+        return self._given[0]
 
     @property
     def plan_costs(self) -> CostModel | None:
@@ -275,21 +275,23 @@ class ZeroBubbleConfig:
             ConfigError: the file cannot be read.
             PlanError: it is not a plan, or its costs do not fit its stages.
         """
-        return None if self._given is None else self._given.costs
+        return self._given[1]
 
     @cached_property
-    def _given(self) -> _GivenPlan | None:
+    def _given(self) -> tuple[Plan | None, CostModel | None]:
         """The --zero-bubble-load-plan file, read once."""
         if self.zero_bubble_load_plan is None:
-            return None
+            return None, None
         try:
-            given = _GivenPlan.parse(Path(self.zero_bubble_load_plan).read_bytes())
-            if given.plan.assignment or (given.costs is not None and given.costs.per_microbatch is not None):
+            plan, costs = read_plan(Path(self.zero_bubble_load_plan).read_bytes())
+            if costs is not None:
+                costs.check_fits(plan.placement)
+            if plan.assignment or (costs is not None and costs.per_microbatch is not None):
                 raise PlanError(
                     "it plans microbatches of certain lengths, and a run plans each iteration for its own; plan without "
                     "--microbatch-tokens"
                 )
-            return given
+            return plan, costs
         except OSError as error:
             raise ConfigError(f"--zero-bubble-load-plan {self.zero_bubble_load_plan}: {error.strerror}") from None
         except (PlanError, ConfigError) as error:
@@ -377,23 +379,6 @@ class ZeroBubbleConfig:
             return parse_max_pending_backward(self.zero_bubble_max_pending_backward, num_ranks)
         except ConfigError as error:
             raise ConfigError(f"--zero-bubble-max-pending-backward: {error}") from None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _GivenPlan:
-    """A parsed plan file."""
-
-    plan: Plan
-    costs: CostModel | None
-
-    @staticmethod
-    def parse(text: bytes) -> _GivenPlan:
-        plan, body = Plan.from_json(text), json.loads(text)
-        if "costs" not in body:
-            return _GivenPlan(plan=plan, costs=None)
-        costs = CostModel.from_json(body["costs"])
-        costs.check_fits(plan.placement)
-        return _GivenPlan(plan=plan, costs=costs)
 
 
 def _schedule_names() -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import gc
 import logging
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from megatron.zerobubble.job.exit import exit_with_error
 from megatron.zerobubble.job.failure import JobGuard
 from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.job.rendezvous import announce_exit, connect
-from megatron.zerobubble.job.watchdog import watchdog
+from megatron.zerobubble.job.watchdog import Watchdog
 from megatron.zerobubble.mcore.compat import destroy_model_parallel
 from megatron.zerobubble.profiling.marks import Marks
 from megatron.zerobubble.runtime.watch import Watch
@@ -112,9 +113,9 @@ def pretrain(
         values = values_of(settings, launch)
     except UserError as error:
         leave(error, before_exit=partial(announce_exit, launch))
-    timeout_minutes = settings.parallel.distributed_timeout_minutes
+    timeout_s = 60.0 * settings.parallel.distributed_timeout_minutes
     try:
-        connection = connect(launch, timeout_s=60.0 * timeout_minutes)
+        connection = connect(launch, timeout_s=timeout_s)
         check_same_settings(values, settings, launch, connection)
     except UserError as error:
         leave(error)
@@ -122,7 +123,9 @@ def pretrain(
     world_size = 0 if settings.watchdog_s is None else launch.world_size
     guard = JobGuard(connection.of(), launch.rank, error_file=launch.error_file, world_size=world_size)
     guard.doing = watch.last
-    dog = watchdog(launch, connection.of(), watch, limit_s=settings.watchdog_s, timeout_minutes=timeout_minutes)
+    dog: AbstractContextManager[object] = nullcontext()
+    if settings.watchdog_s is not None:
+        dog = Watchdog(watch, connection.of(), launch, limit_s=settings.watchdog_s, timeout_s=timeout_s)
     with guard, watch.phase("is between two phases"), dog:
         with watch.phase("joins the job"):
             job = join_job(settings, launch, host, connection=connection, watch=watch)
