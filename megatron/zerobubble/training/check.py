@@ -54,7 +54,6 @@ def written(settings: Settings) -> list[Target]:
     return [
         Target("--save", settings.checkpoint.save),
         Target("--metrics-jsonl", settings.logging.metrics_jsonl, is_file=True),
-        Target("--data-cache-path", settings.data.data_cache_path, is_also_read=True),
         *settings.zero_bubble.written,
     ]
 

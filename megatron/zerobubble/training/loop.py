@@ -155,8 +155,7 @@ class _Run:
         self.settings = training_state.settings
         self.job = job
         self.reads_by_chunk = [chunk_reads(chunk, training_state.settings) for chunk in training_state.chunks]
-        reads, is_first = any(self.reads_by_chunk), job.launch.local_rank == 0
-        self.datasets: Datasets = build_datasets(self.settings, tokenizer, reads=reads, is_first_of_host=is_first)
+        self.datasets: Datasets = build_datasets(self.settings, tokenizer, reads=any(self.reads_by_chunk))
         run = self.settings.run
         self.early_exit = EarlyExit(job.store, handles_signal=run.exit_signal_handler, after_minutes=run.exit_duration_in_mins)
         self.run_id = job.attempt.job

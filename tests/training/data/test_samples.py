@@ -157,7 +157,7 @@ def batches(given: Settings) -> list[dict[str, Any]]:
     return list(iterator)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("flags", [(), ("--num-workers", "1"), ("--no-mmap-bin-files",)])
+@pytest.mark.parametrize("flags", [(), ("--num-workers", "1")])
 def test_a_batch_names_the_document(tmp_path: Path, flags: tuple[str, ...]) -> None:
     """6 iterations of 8 samples of 32 tokens read 1536 of 2000 tokens."""
     found = None

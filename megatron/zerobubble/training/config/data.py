@@ -31,8 +31,6 @@ class DataConfig:
     """Proportions of training, validation and test documents, separated by commas. Default: 969, 30, 1."""
     mock_data: bool = False
     """Train on synthetic data instead of --data-path."""
-    data_cache_path: str | None = None
-    """Directory to cache sample indices in. Default: beside the dataset."""
     num_workers: int = 0
     """Data loader processes per rank; 0 loads samples in the rank's own process."""
     reset_position_ids: bool = False
@@ -41,8 +39,6 @@ class DataConfig:
     """Mask attention across end-of-document tokens."""
     eod_mask_loss: bool = False
     """Mask the loss of end-of-document tokens."""
-    mmap_bin_files: bool = True
-    """Read .bin files through file pointers. By default they are memory-mapped."""
     variable_seq_lengths: bool = False
     """Make each document a sample of its own length, and pad a microbatch to its longest sample instead of --seq-length. Longer
     documents become several samples."""

@@ -113,7 +113,6 @@ class DocumentDataset(Dataset[dict[str, Any]]):
         self, index: DatasetIndex, documents: range, *, size: int, settings: Settings, config: Any, split: Split
     ) -> None:
         self._seed = settings.run.seed
-        self._mmap = settings.data.mmap_bin_files
         self.config = config
         """As given."""
         self.dataset_path = index.prefix
@@ -191,7 +190,7 @@ class DocumentDataset(Dataset[dict[str, Any]]):
     @functools.cached_property
     def _tokens(self) -> IndexedDataset:
         """Opened when a sample is read, which ranks in the middle of a pipeline never do."""
-        return IndexedDataset(self.dataset_path, mmap=self._mmap)
+        return IndexedDataset(self.dataset_path)
 
     def _rows(self, numbers: Array) -> Array:
         """The rows of samples."""

@@ -12,7 +12,7 @@ Shapes: b microbatch size, s sequence length on this rank, S whole sequence leng
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +24,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import get_attr_wrapped_model
 from torch.utils.data import DataLoader
 
-from megatron.zerobubble.errors import DataError
 from megatron.zerobubble.mcore.attention.sequence_parts import WHOLE, SequenceParts, slices
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.documents import document_dataset
-from megatron.zerobubble.training.data.index_files import write_index_files
 from megatron.zerobubble.training.data.microbatch_lengths import ConsumedSamples, padded_length
 from megatron.zerobubble.training.data.token_ids import checked_batches, vocabulary_size
 
@@ -65,17 +63,16 @@ class Batch:
     """With --pack-sequences: where each sequence begins in the row, in `thd` format."""
 
 
-def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool, is_first_of_host: bool = True) -> Datasets:
-    """Build (or load from the cache) the sample indices. All ranks must call this: the first of each host writes them for it.
+def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool) -> Datasets:
+    """Build the sample indices, in the memory of each rank that reads samples. All ranks must call this.
 
     Args:
         settings: paths and splits of the data, and the number of samples.
         tokenizer: provides the token ids of end of document and padding.
         reads: whether this rank reads samples.
-        is_first_of_host: whether this is the first rank of its host.
 
     Raises:
-        DataError: no document of a split has a token with a label, or the cache cannot be written.
+        DataError: no document of a split has a token with a label.
     """
     data, run = settings.data, settings.run
     sizes = [max(1, iterations * settings.global_batch_size) for iterations in (run.train_iters, run.eval_iters)]
@@ -87,8 +84,7 @@ def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool, is_first_
         sequence_length=settings.model.seq_length,
         blend=None if data.data_path is None else ([data.data_path], None),
         split=None if data.data_path is None else data.split_text,
-        path_to_cache=data.data_cache_path,
-        mmap_bin_files=data.mmap_bin_files,
+        path_to_cache="",  # in memory; None is a directory beside the dataset, which rank 0 alone writes
         tokenizer=tokenizer,
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
@@ -100,33 +96,13 @@ def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool, is_first_
         config.split_matrix = [train, valid if run.eval_iters > 0 else None, None]
     dataset_class = MockGPTDataset if data.mock_data else GPTDataset
     logging.getLogger("megatron.core.datasets.gpt_dataset").setLevel(logging.ERROR)  # warns of indices that it builds in memory
-
-    def build() -> Any:
-        if data.data_cache_path is not None or not data.mock_data:
-            write_index_files(dataset_class, [*sizes, 1], config, is_first_of_host=is_first_of_host)
-        return BlendedMegatronDatasetBuilder(dataset_class, [*sizes, 1], lambda: reads, config).build()
-
-    built = _built(build)
+    built = BlendedMegatronDatasetBuilder(dataset_class, [*sizes, 1], lambda: reads, config).build()
     for dataset in built:
         if dataset is not None:
             # megatron-core keeps the first sample's loss mask for the others, and then masks that sample's padding tokens in it:
             # at those places no other sample counts any more, so the loss depends on where the process began to read.
             dataset.masks_and_position_ids_are_cacheable = False
     return Datasets(built[0], built[1])
-
-
-def _built(build: Callable[[], Any]) -> Any:
-    """What `build` returns. Raises DataError if the cache cannot be written, for which megatron-core has no class of its own."""
-    try:
-        return build()
-    except Exception as error:
-        cause = error if isinstance(error, OSError) else error.__cause__
-        if not isinstance(cause, OSError):
-            raise
-        raise DataError(
-            f"the sample indices cannot be written or read: {cause.filename or 'the cache'}: {cause.strerror or cause}; give "
-            "--data-cache-path DIR, a directory that can be written and that all ranks of a host see"
-        ) from error
 
 
 @dataclass(frozen=True)
