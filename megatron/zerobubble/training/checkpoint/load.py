@@ -38,7 +38,7 @@ from megatron.zerobubble.training.checkpoint.contents import (
 from megatron.zerobubble.training.checkpoint.directory import existing_directory, tracked_iteration
 from megatron.zerobubble.training.checkpoint.inspect import COMMON_FILE, inspect_checkpoint
 from megatron.zerobubble.training.checkpoint.manifest import Manifest
-from megatron.zerobubble.training.checkpoint.optimizer_kinds import OptimizerKind, ask_for, stored_kind, translate
+from megatron.zerobubble.training.checkpoint.optimizer_parts import assembled, by_part, check_same_kind
 from megatron.zerobubble.training.checkpoint.shared import check_all_hosts_see, run_on_rank_0
 from megatron.zerobubble.training.checkpoint.torch_optimizer import load_state, prepare_to_load
 from megatron.zerobubble.training.checkpoint.verification import check_run, verify_checkpoint
@@ -158,7 +158,7 @@ def _load_from(training_state: TrainingState, directory: Path, manifest: Manifes
         if loads_optimizer:
             prepare_to_load(optimizer)
             own = optimizer.sharded_state_dict(dict(wanted), is_loading=True, metadata=dict(SHARDING))
-            wanted[_OWN_OPTIMIZER] = ask_for(own, common=common["optimizer"], optimizer=optimizer)
+            wanted[_OWN_OPTIMIZER] = by_part(own)
         if loads_rng:
             wanted["rng"] = sharded_rng_states()
         with _quiet_torch():
@@ -229,6 +229,7 @@ def _check_optimizer(common: dict[str, Any], training_state: TrainingState, dire
     """Raise unless the checkpoint has an optimizer state with the schedule of the flags, or the flags override it."""
     if SCHEDULER not in common:
         raise CheckpointError(f"{directory} has no optimizer state; give --no-load-optim, or --finetune to start at iteration 0")
+    check_same_kind(common["optimizer"], training_state.optimizer)
     if training_state.settings.optim.override_opt_param_scheduler:
         return
     for name, value in training_state.scheduler.state_dict().items():
@@ -246,9 +247,7 @@ def _load_optimizer(training_state: TrainingState, state: dict[str, Any], *, ask
     """
     optimizer, common = training_state.optimizer, state["optimizer"]
     groups = [(group["max_lr"], group["min_lr"]) for group in optimizer.param_groups]
-    load_state(optimizer, translate(state[_OWN_OPTIMIZER], asked=asked, common=common, optimizer=optimizer))
-    if stored_kind(common) is OptimizerKind.PLAIN:
-        optimizer.reload_model_params()  # which are its master weights
+    load_state(optimizer, assembled(state[_OWN_OPTIMIZER], asked=asked, common=common, optimizer=optimizer))
     if training_state.settings.optim.override_opt_param_scheduler:
         for group, (max_lr, min_lr) in zip(optimizer.param_groups, groups, strict=True):
             group["max_lr"], group["min_lr"] = max_lr, min_lr
