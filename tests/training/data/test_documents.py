@@ -172,7 +172,7 @@ def test_a_batch_is_padded_to_its_longest_sample(prefix: str) -> None:
 def test_a_middle_stage_gets_where_documents_begin(prefix: str) -> None:
     given = settings(prefix, "--pack-sequences", micro=1)
     iterator = chunk_iterators(dataset(given), given, reads_by_chunk=[True], consumed=0, rank=0, on_gpu=False)
-    batch = next_batch(iterator, device=torch.device("cpu"), embeds=False, is_last_stage=False, needs_mask=False)
+    batch = next_batch(iterator, device=torch.device("cpu"), embeds=False, is_last_stage=False)
     assert batch.tokens is None
     packed = batch.packed_seq_params
     assert packed is not None
@@ -256,8 +256,6 @@ def test_equal_lengths_are_known_without_a_dataset(prefix: str) -> None:
         ("--pack-sequences --multi-latent-attention", "--pack-sequences does not go with --multi-latent-attention"),
         ("--pack-sequences --mtp-num-layers 1 --position-embedding-type rope", "does not go with --mtp-num-layers"),
         ("--pack-sequences --attention-backend local", "--pack-sequences does not go with --attention-backend local, which has"),
-        ("--pack-sequences --eod-mask-loss", "--eod-mask-loss is for samples that run across documents, and --pack-sequences"),
-        ("--variable-seq-lengths --reset-position-ids", "--reset-position-ids is for samples that run across documents, and"),
         ("--pad-length-multiple 4", "--pad-length-multiple 4 needs --variable-seq-lengths"),
         ("--pad-length-multiple 0", "--pad-length-multiple 0 must be greater than 0"),
         ("--variable-seq-lengths --pad-length-multiple 5", "--seq-length 32 is not divisible by --pad-length-multiple 5, .* 30"),

@@ -67,22 +67,21 @@ def test_a_microbatch_is_never_short() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "last", "mask", "names"),
+    ("first", "last", "names"),
     [
-        (True, False, False, {"tokens", "position_ids"}),
-        (False, True, False, {"labels", "loss_mask"}),
-        (True, True, False, {"tokens", "position_ids", "labels", "loss_mask"}),
-        (False, False, True, {"attention_mask"}),
+        (True, False, {"tokens", "position_ids"}),
+        (False, True, {"labels", "loss_mask"}),
+        (True, True, {"tokens", "position_ids", "labels", "loss_mask"}),
     ],
 )
-def test_a_stage_gets_what_it_needs(first: bool, last: bool, mask: bool, names: set[str]) -> None:
+def test_a_stage_gets_what_it_needs(first: bool, last: bool, names: set[str]) -> None:
     sample = {name: torch.zeros(1) for name in Batch.__dataclass_fields__}
-    batch = next_batch(iter([sample]), device=torch.device("cpu"), embeds=first, is_last_stage=last, needs_mask=mask)
+    batch = next_batch(iter([sample]), device=torch.device("cpu"), embeds=first, is_last_stage=last)
     assert {name for name in Batch.__dataclass_fields__ if getattr(batch, name) is not None} == names
 
 
 def test_a_stage_in_the_middle_reads_nothing() -> None:
-    batch = next_batch(None, device=torch.device("cpu"), embeds=False, is_last_stage=False, needs_mask=False)
+    batch = next_batch(None, device=torch.device("cpu"), embeds=False, is_last_stage=False)
     assert batch == Batch()
 
 

@@ -33,12 +33,6 @@ class DataConfig:
     """Train on synthetic data instead of --data-path."""
     num_workers: int = 0
     """Data loader processes per rank; 0 loads samples in the rank's own process."""
-    reset_position_ids: bool = False
-    """Restart position ids after each end-of-document token."""
-    reset_attention_mask: bool = False
-    """Mask attention across end-of-document tokens."""
-    eod_mask_loss: bool = False
-    """Mask the loss of end-of-document tokens."""
     variable_seq_lengths: bool = False
     """Make each document a sample of its own length, and pad a microbatch to its longest sample instead of --seq-length. Longer
     documents become several samples."""
@@ -70,20 +64,8 @@ class DataConfig:
         if self.pad_length_multiple > 1 and not self.variable_seq_lengths:
             raise ConfigError(f"--pad-length-multiple {self.pad_length_multiple} needs --variable-seq-lengths")
         flag = self.document_flag
-        if flag is None:
-            return
-        if self.mock_data:
+        if flag is not None and self.mock_data:
             raise ConfigError(f"{flag} reads documents, and --mock-data has none; give --data-path")
-        others = {
-            "--reset-position-ids": self.reset_position_ids,
-            "--reset-attention-mask": self.reset_attention_mask,
-            "--eod-mask-loss": self.eod_mask_loss,
-        }
-        for other, is_given in others.items():
-            if is_given:
-                raise ConfigError(
-                    f"{other} is for samples that run across documents, and {flag} keeps documents apart; leave it out"
-                )
 
     def check_documents(self, optim: OptimConfig) -> None:
         """Raise ConfigError for flags that do not go with samples that are documents."""

@@ -6,7 +6,7 @@ A run that continues from a checkpoint continues in the data where it stopped.
 
 The ranks of a context-parallel group read the same samples, too, and each takes its slices of every sequence.
 
-Shapes: b microbatch size, s sequence length on this rank, S whole sequence length (s times the context-parallel size).
+Shapes: b microbatch size, s sequence length on this rank.
 """
 
 from __future__ import annotations
@@ -57,8 +57,6 @@ class Batch:
     """[b, s], int64: the next token ids, for the stage that computes the loss."""
     loss_mask: torch.Tensor | None = None
     """[b, s], float32: 1 for tokens whose loss counts, else 0."""
-    attention_mask: torch.Tensor | None = None
-    """[b, 1, s, S], bool, True where attention is forbidden. None: causal."""
     packed_seq_params: PackedSeqParams | None = None
     """With --pack-sequences: where each sequence begins in the row, in `thd` format."""
 
@@ -86,10 +84,10 @@ def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool) -> Datase
         split=None if data.data_path is None else data.split_text,
         path_to_cache="",  # in memory; None is a directory beside the dataset, which rank 0 alone writes
         tokenizer=tokenizer,
-        reset_position_ids=data.reset_position_ids,
-        reset_attention_mask=data.reset_attention_mask,
-        eod_mask_loss=data.eod_mask_loss,
-        create_attention_mask=data.reset_attention_mask,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
     )
     if config.split_matrix is not None:  # splits that are not read are not built
         train, valid, _ = config.split_matrix
@@ -140,11 +138,10 @@ def _padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
 def chunk_reads(chunk: Any, settings: Settings) -> bool:
     """Whether a chunk reads samples.
 
-    The first stage reads tokens, the last one labels, and all stages a special mask or where packed documents begin.
+    The first stage reads tokens, the last one labels, and all stages where packed documents begin.
     """
     stage = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
-    data = settings.data
-    return bool(stage.pre_process or stage.post_process or data.reset_attention_mask or data.pack_sequences)
+    return bool(stage.pre_process or stage.post_process or settings.data.pack_sequences)
 
 
 def chunk_iterators(
@@ -204,7 +201,6 @@ def next_batch(
     device: torch.device,
     embeds: bool,
     is_last_stage: bool,
-    needs_mask: bool,
     parts: SequenceParts = WHOLE,
 ) -> Batch:
     """Read the next microbatch and copy the tensors that the stage needs, in the slices of this rank, to the device.
@@ -214,7 +210,6 @@ def next_batch(
         device: device of the tensors.
         embeds: whether the stage embeds tokens: the first one, and one with MTP layers.
         is_last_stage: whether the stage computes the loss.
-        needs_mask: whether the stage needs an attention mask, which is not simply causal (--reset-attention-mask).
         parts: which slices of a sequence this rank holds; by default all of it.
     """
     if iterator is None:
@@ -225,9 +220,7 @@ def next_batch(
         wanted += ["tokens", "position_ids"]
     if is_last_stage:
         wanted += ["labels", "loss_mask"]
-    if needs_mask:
-        wanted += ["attention_mask"]
-    own = {name: slices(sample[name], parts, dim=2 if name == "attention_mask" else 1) for name in wanted}
+    own = {name: slices(sample[name], parts, dim=1) for name in wanted}
     packed = _packed(sample["cu_seqlens"], device) if "cu_seqlens" in sample else None
     return Batch(**{name: tensor.to(device, non_blocking=True) for name, tensor in own.items()}, packed_seq_params=packed)
 

@@ -74,13 +74,10 @@ def forward_step_provider(setup: ModelSetup) -> ForwardStep:
             device=setup.device,
             embeds=stage.pre_process or stage.mtp_process,
             is_last_stage=stage.post_process,
-            needs_mask=setup.settings.data.reset_attention_mask,
             parts=parts,
         )
         packed = {} if batch.packed_seq_params is None else {"packed_seq_params": batch.packed_seq_params}
-        output = chunk(
-            batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels, loss_mask=batch.loss_mask, **packed
-        )
+        output = chunk(batch.tokens, batch.position_ids, None, labels=batch.labels, loss_mask=batch.loss_mask, **packed)
         return output, partial(loss_function, batch.loss_mask, shared_over=shared)
 
     return forward_step
