@@ -32,6 +32,7 @@ from megatron.zerobubble.training.checkpoint.torch_optimizer import is_torch_opt
 __all__ = ["assembled", "by_part", "check_same_kind"]
 
 _DISTRIBUTED, _PLAIN, _MIXED = "distributed optimizer", "plain fp32 optimizer", "plain optimizer with master weights"
+_MASTER_WEIGHTS = "fp32_from_fp16_params"
 _OWN_TO_A_GROUP = ("params", "wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "pre_wd_mult", "pre_lr_mult")
 """The entries in which the parameter groups of a model differ."""
 
@@ -73,9 +74,10 @@ def assembled(loaded: dict[int, Any], *, asked: dict[int, Any], common: dict[Any
     step, parts = _step(stored[0]), {}
     for index, part in enumerate(parts_of(optimizer)):
         shared = copy.deepcopy(stored.get(index)) or _for_experts(stored[0], _groups(asked[index]))
+        shared.pop(_MASTER_WEIGHTS, None)  # empty lists, if the first rank has none of them
         parts[index] = state = merge(shared, loaded.get(index, {}))
-        if not isinstance(part, DistributedOptimizer | FP32Optimizer):  # empty lists are not in a checkpoint
-            state.setdefault("fp32_from_fp16_params", [[] for _ in _groups(state)])
+        if not isinstance(part, DistributedOptimizer | FP32Optimizer):
+            state.setdefault(_MASTER_WEIGHTS, [[] for _ in _groups(state)])
         if step is not None:
             _set_step(state, step, part)
     return parts if len(parts) > 1 else parts[0]

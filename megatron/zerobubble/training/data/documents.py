@@ -164,22 +164,6 @@ class DocumentDataset(Dataset[dict[str, Any]]):
             "cu_seqlens": torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)),
         }
 
-    def find(self, number: int, size: int) -> tuple[str, int, int, int] | None:
-        """Where a sample has a token outside of a vocabulary of `size`.
-
-        Returns:
-            Path prefix, document, position in it, and the token; None if there is none.
-        """
-        row = int(self._rows(np.asarray(number)))
-        for place in range(int(self._starts[row]), int(self._starts[row + 1])):
-            tokens = _ids(self._read(place))
-            bad = (tokens < 0) | (tokens >= size)
-            if bad.any():
-                where = int(np.argmax(bad))
-                position = int(self._pieces.begin[place]) + where
-                return self.dataset_path, int(self._pieces.document[place]), position, int(tokens[where])
-        return None
-
     def _read(self, place: int) -> Array:
         """The tokens of a piece and its last label: [length + 1] int64."""
         pieces = self._pieces

@@ -187,9 +187,10 @@ def chunk_iterators(
                 generator=torch.Generator(),  # its own: reading samples must not advance the rank's generator
             )
         )
-        if settings.data.mock_data:
+        if settings.data.data_path is None:
             return loader
-        return checked_batches(loader, sampler, dataset, size=vocabulary_size(settings, dataset.config.tokenizer))
+        size = vocabulary_size(settings, dataset.config.tokenizer)
+        return checked_batches(loader, prefix=settings.data.data_path, size=size)
 
     iterators = [iterate() if reads else None for reads in reads_by_chunk]
     return iterators if len(iterators) > 1 else iterators[0]
