@@ -24,8 +24,8 @@ pytestmark = [
     ),
     pytest.mark.claims(
         "Layers",
-        "experts, a shared expert, an MTP layer and optimistic steps in whole jobs: ZBV against stock 1F1B; auxiliary losses on "
-        "the progress line and in `--metrics-jsonl`; with expert parallelism 2 saved, continued bit for bit, and "
+        "experts, a shared expert, an MTP layer and optimistic steps in whole jobs: ZBV against stock 1F1B; "
+        "with expert parallelism 2 saved, continued bit for bit, and "
         "under ZB-H2 without it (`make test-slow`)",
         "works, 1e-4 (other layout 1e-3)",
     ),
@@ -53,13 +53,13 @@ POST_VALIDATED = ["--enable-zero-bubble", "--enable-optimizer-post-validation"]
 
 
 def _losses(path: Path) -> list[dict[str, float]]:
-    names = ("loss", "grad_norm", "seq_load_balancing_loss", "mtp_1 loss")
+    names = ("loss", "grad_norm")
     return [{name: fields[name] for name in names} for _, fields in sorted(metrics(path).items())]
 
 
 def _printed(said: str) -> list[list[float]]:
     """Losses and gradient norm of each progress line."""
-    names = ("lm loss", "seq_load_balancing_loss", "mtp_1 loss", "grad norm")
+    names = ("lm loss", "grad norm")
     found = re.findall(".*".join(rf"\| {name}: (\S+) " for name in names), said)
     return [list(map(float, values)) for values in found]
 
@@ -124,12 +124,11 @@ MODEL: list[Any] = [
 ]
 HEAD = ["--mtp-num-layers", 1, "--position-embedding-type", "rope"]
 EARLY_V = ["--zero-bubble-v-schedule", "--enable-optimizer-post-validation"]
-EXTRAS = ("load_balancing_loss", "global_load_balancing_loss", "z_loss")
 
 
 def _told(path: Path) -> list[dict[str, float]]:
     """The metrics of each iteration, without times."""
-    names = ("loss", "grad_norm", *EXTRAS, "mtp_1 loss")
+    names = ("loss", "grad_norm")
     return [{name: fields[name] for name in names if name in fields} for _, fields in sorted(metrics(path).items())]
 
 
@@ -147,18 +146,10 @@ def test_experts_and_an_mtp_layer_under_zbv_and_stock_1f1b(corpus: str, tmp_path
     flags = [*MODEL, *HEAD, "--data-path", corpus]
     zbv, stock = tmp_path / "zbv.jsonl", tmp_path / "stock.jsonl"
     saves = ["--save", tmp_path / "save", "--save-interval", 2]
-    said = train([*flags, *EARLY_V, *saves, "--metrics-jsonl", zbv])
+    train([*flags, *EARLY_V, *saves, "--metrics-jsonl", zbv])
     train([*flags, "--load", tmp_path / "save", "--ckpt-step", 2, "--metrics-jsonl", stock])
     _assert_equal(_told(stock), _told(zbv)[2:], rel=1e-4)
     assert _told(zbv)[-1]["loss"] < _told(zbv)[0]["loss"] - 0.3, "it learns"
-    pattern = r"iteration +\d/ +6 .*" + "".join(rf"\| {name}: (\S+) " for name in (*EXTRAS, "mtp_1 loss"))
-    lines = re.findall(pattern, said)
-    assert len(lines) == 6, said
-    for balance, over_all, logits, further in lines:
-        assert 0.9 < float(balance) < 2.0, "1 is a load that is spread evenly, 4 all tokens to one expert"
-        assert 0.9 < float(over_all) < 2.0
-        assert 0.0 < float(logits) < 10.0
-        assert 3.0 < float(further) < 6.0
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ pytestmark = [
     ),
     pytest.mark.claims(
         "Layers",
-        "`--attention-backend flash`, `unfused`, `local`, `auto`; whole jobs with `auto` and `local`, masked by document",
+        "`--attention-backend flash`, `unfused`, `local`, `auto`; whole jobs with `auto` and `local`",
         "works, 1e-5 after six steps",
     ),
 ]

@@ -17,7 +17,7 @@ class LoggingConfig:
     """Iterations between progress lines in the log."""
     metrics_jsonl: str | None = field(default=None, metadata={"metavar": "FILE"})
     """File to write one JSON object per iteration to, with its loss, learning rate and time. Objects are written at every
-    progress line; means over its iterations, such as auxiliary losses, are in the last one. A continued run appends."""
+    progress line. A continued run appends."""
 
     def __post_init__(self) -> None:
         positive(self, "log_interval")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -61,7 +61,6 @@ def progress_line(
     settings: Settings,
     records: Sequence[IterationRecord],
     *,
-    aux_losses: Mapping[str, float],
     num_corrected: int,
 ) -> str:
     """The line about the iterations since the last one.
@@ -69,7 +68,6 @@ def progress_line(
     Args:
         settings: the run.
         records: the iterations, with their loss and time; at least one.
-        aux_losses: means of other losses.
         num_corrected: optimistic steps that validation has corrected since the run began.
     """
     last, train_iters = records[-1], settings.run.train_iters
@@ -84,7 +82,6 @@ def progress_line(
         f"learning rate: {result.lr:.6E}",
         f"global batch size: {settings.global_batch_size:5d}",
         f"lm loss: {sum(losses) / len(losses):.6E}",
-        *(f"{name}: {value:.6E}" for name, value in aux_losses.items()),
         f"loss scale: {float(result.loss_scale) if settings.precision.fp16 else 1.0:.1f}",
     ]
     if result.grad_norm is not None:
