@@ -73,7 +73,7 @@ def load_checkpoint(training_state: TrainingState) -> RestoredProgress | None:
         training_state: changed in place.
 
     Returns:
-        Progress of the run that saved it; None with --finetune, or if the --save directory has no checkpoint yet.
+        Progress of the run that saved it; None if the --save directory has no checkpoint yet.
 
     Raises:
         CheckpointError: it is missing, damaged, contains more than data, or belongs to another model.
@@ -115,11 +115,11 @@ def verified(training_state: TrainingState, iteration: int) -> tuple[Path, Manif
     return directory, manifest
 
 
-def load_verified(training_state: TrainingState, directory: Path, manifest: Manifest | None) -> RestoredProgress | None:
+def load_verified(training_state: TrainingState, directory: Path, manifest: Manifest | None) -> RestoredProgress:
     """Load a checkpoint that `verified` returned. All ranks must call this.
 
     Returns:
-        Progress of the run that saved it; None with --finetune.
+        Progress of the run that saved it.
 
     Raises:
         CheckpointError: it belongs to another model, or cannot be read after all.
@@ -131,7 +131,7 @@ def load_verified(training_state: TrainingState, directory: Path, manifest: Mani
             raise
         raise CheckpointError(f"{directory} cannot be loaded into this model: {_reason(error)}") from error
     _log.info("loaded %s", directory)
-    return None if training_state.settings.checkpoint.finetune else restored
+    return restored
 
 
 def _reason(error: BaseException) -> str:
@@ -148,14 +148,12 @@ def _load_from(training_state: TrainingState, directory: Path, manifest: Manifes
     if flags.verify_checkpoint:
         check_run(manifest, header.get("run"), directory)
     _check_model(header, training_state, directory)
-    loads_optimizer = flags.load_optim and not flags.finetune
-    if loads_optimizer:
+    if flags.load_optim:
         _check_optimizer(common, training_state, directory)
-    same_layout = header["layout"] == layout_of(training_state)
-    loads_rng = flags.load_rng and not flags.finetune and same_layout
+    loads_rng = header["layout"] == layout_of(training_state)
     with training_state.on_host():
         wanted = model_state(training_state)
-        if loads_optimizer:
+        if flags.load_optim:
             prepare_to_load(optimizer)
             own = optimizer.sharded_state_dict(dict(wanted), is_loading=True, metadata=dict(SHARDING))
             wanted[_OWN_OPTIMIZER] = by_part(own)
@@ -165,13 +163,13 @@ def _load_from(training_state: TrainingState, directory: Path, manifest: Manifes
             state = dist_checkpointing.load(wanted, str(directory), strict=StrictHandling.RAISE_UNEXPECTED)
         for name, stage in named_stages(training_state):
             stage.load_state_dict(state[name])
-        if loads_optimizer:
+        if flags.load_optim:
             _load_optimizer(training_state, state | {"optimizer": common["optimizer"]}, asked=wanted[_OWN_OPTIMIZER])
         else:
             optimizer.reload_model_params()
     if loads_rng:
         set_rng_states(state["rng"])
-    elif flags.load_rng and not flags.finetune:
+    else:
         _log.info("the layout differs from the checkpoint's: dropout continues with newly seeded generators")
     return RestoredProgress(header["iteration"], header["consumed_samples"])
 
@@ -228,7 +226,7 @@ def _check_model(header: dict[str, Any], training_state: TrainingState, director
 def _check_optimizer(common: dict[str, Any], training_state: TrainingState, directory: Path) -> None:
     """Raise unless the checkpoint has an optimizer state with the schedule of the flags, or the flags override it."""
     if SCHEDULER not in common:
-        raise CheckpointError(f"{directory} has no optimizer state; give --no-load-optim, or --finetune to start at iteration 0")
+        raise CheckpointError(f"{directory} has no optimizer state; give --no-load-optim")
     check_same_kind(common["optimizer"], training_state.optimizer)
     if training_state.settings.optim.override_opt_param_scheduler:
         return
