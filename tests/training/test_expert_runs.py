@@ -34,7 +34,7 @@ pytestmark = [
 
 ATTENTION: list[Any] = [
     *("--multi-latent-attention", "--q-lora-rank", 24, "--kv-lora-rank", 16, "--qk-head-dim", 8, "--qk-pos-emb-head-dim", 4),
-    *("--v-head-dim", 6, "--qk-layernorm", "--rotary-scaling-factor", 4, "--original-max-position-embeddings", 8),
+    *("--v-head-dim", 6, "--qk-layernorm"),
 ]
 EXPERTS: list[Any] = [
     *("--num-experts", 8, "--moe-layer-freq", "[0]+[1]*3", "--moe-ffn-hidden-size", 16, "--moe-router-topk", 2),

@@ -67,8 +67,7 @@ def test_defaults_are_megatron_lms() -> None:
     config = transformer_config(settings(MLA), on_gpu=False, layout=None)
     assert (config.multi_latent_attention, config.q_lora_rank, config.kv_lora_rank) == (True, None, 32)
     assert (config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim) == (128, 64, 128)
-    assert (config.rope_type, config.rotary_scaling_factor, config.mscale, config.mscale_all_dim) == ("yarn", 1.0, 1.0, 0.0)
-    assert (config.original_max_position_embeddings, config.beta_fast, config.beta_slow) == (4096, 32, 1)
+    assert config.rope_type == "rope", "Megatron-LM's is yarn, which scales to longer sequences"
     assert (config.normalization, config.apply_rope_fusion) == ("LayerNorm", False)
 
 
@@ -79,13 +78,6 @@ def test_every_flag_reaches_the_configuration() -> None:
         "qk_head_dim": 8,
         "qk_pos_emb_head_dim": 4,
         "v_head_dim": 6,
-        "rope_type": "yarn",
-        "rotary_scaling_factor": 4.0,
-        "original_max_position_embeddings": 128,
-        "beta_fast": 16.0,
-        "beta_slow": 2.0,
-        "mscale": 0.7,
-        "mscale_all_dim": 0.5,
         "rotary_base": 500,
         "rotary_percent": 0.5,
     }
@@ -317,9 +309,7 @@ def test_the_schedule_of_the_learning_rate(flags: str, warmup: int, decay: int) 
         (P2 + "--recompute-modules mlp", "--recompute-modules needs --recompute-granularity selective"),
         (P2 + "--recompute-granularity selective --recompute-modules mpl", "'mpl' is unknown; choose from core_attn"),
         ("--kv-lora-rank 16", "--kv-lora-rank needs --multi-latent-attention"),
-        ("--rope-type yarn", "--rope-type needs --multi-latent-attention"),
         ("--recompute-granularity selective --recompute-modules mla_up_proj", "mla_up_proj needs --multi-latent-attention"),
-        (MLA + "--rope-type linear", "invalid choice: 'linear'"),
         (MLA + "--kv-lora-rank 0", "--kv-lora-rank 0 must be greater than 0"),
         (MLA + "--qk-pos-emb-head-dim 5", "--qk-pos-emb-head-dim 5 is odd"),
         (MLA + "--group-query-attention --num-query-groups 2", "does not go with --group-query-attention"),

@@ -90,10 +90,7 @@ def _lengths(settings: Settings) -> dict[str, Any]:
 
 
 def _latent_attention(settings: Settings) -> dict[str, Any]:
-    mla = settings.mla
-    if not mla.multi_latent_attention:
-        return {}
-    return {name: value for name, value in dataclasses.asdict(mla).items() if (name, value) != ("rope_type", None)}
+    return {**dataclasses.asdict(settings.mla), "rope_type": "rope"} if settings.mla.multi_latent_attention else {}
 
 
 def _experts(settings: Settings) -> dict[str, Any]:
