@@ -1,7 +1,8 @@
 """`pretrain`: from checked settings to a trained model.
 
 Phases, in order: choose the device; join the job; make process groups; build the datasets and the model; load a checkpoint;
-iterate; evaluate; save; log a summary. User errors that need no other rank are reported before the process group is initialized.
+iterate; evaluate; save; log the pipeline's report. User errors that need no other rank are reported before the process group is
+initialized.
 """
 
 from __future__ import annotations
@@ -43,8 +44,7 @@ from megatron.zerobubble.training.initialize import (
     set_up_logging,
 )
 from megatron.zerobubble.training.metrics.logger import MetricsLogger
-from megatron.zerobubble.training.metrics.progress_line import IterationRecord
-from megatron.zerobubble.training.metrics.run_summary import description, summary_lines
+from megatron.zerobubble.training.metrics.progress_line import IterationRecord, description, schedule_name
 from megatron.zerobubble.training.same_settings import check_same_settings, values_of
 from megatron.zerobubble.training.setup import build_training_state
 from megatron.zerobubble.training.step import ForwardStepProvider, ModelProvider, StepResult, Trainer, TrainingState, evaluate
@@ -175,7 +175,7 @@ class _Run:
         )
 
     def run(self) -> None:
-        """Iterate, evaluate, save, log a summary."""
+        """Iterate, evaluate, save, log the pipeline's report."""
         _log.info("%s", description(self.settings, on_cpu=self.job.host.enabled))
         phase = self.job.watch.phase
         with collecting_by_hand(is_manual=self.settings.run.manual_gc), phase("trains, between the passes of two iterations"):
@@ -188,7 +188,9 @@ class _Run:
             self._evaluate()  # nothing was trained
         self._save()
         self.engine.write_plan()
-        self._summarize()
+        self.engine.report()
+        self.engine.show_balance()
+        _log.info("done: %d iterations, schedule: %s", self.progress.iteration, schedule_name(self.settings))
         self.metrics.close()
         self.early_exit.close()
         self.training_state.close()
@@ -290,22 +292,6 @@ class _Run:
             rank=parallel_state.get_data_parallel_rank(),
             on_gpu=not self.job.host.enabled,
         )
-
-    def _summarize(self) -> None:
-        """Log the pipeline's report and, as the last thing, a table of the run. All ranks must call this."""
-        replanner, seen = self.engine.replanner, self.engine.report()
-        memory = None if replanner is None else replanner.memory
-        self.engine.show_balance()
-        lines = summary_lines(
-            self.settings,
-            self.metrics.totals,
-            iteration=self.progress.iteration,
-            seen=seen,
-            memory=memory,
-            on_cpu=self.job.host.enabled,
-        )
-        for line in lines:
-            _log.info("%s", line)
 
 
 def _tear_down(job: Job) -> None:

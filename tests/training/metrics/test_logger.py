@@ -195,15 +195,6 @@ def test_only_rank_0_writes(jsonl: Path) -> None:
     assert not jsonl.exists()
 
 
-def test_speed_leaves_out_the_first_iteration(logger: MetricsLogger) -> None:
-    logger.add(replace(record(1), elapsed_ms=lambda: 100_000.0))
-    logger.log()
-    assert logger.totals.num_timed == 0
-    logger.add(record(2))
-    logger.log()
-    assert (logger.totals.num_timed, logger.totals.seconds, logger.totals.tokens_per_s) == (1, 0.5, 64.0)
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -1,1 +1,1 @@
-"""Logging: progress lines, JSON lines, the summary of a run."""
+"""Logging: progress lines, JSON lines."""

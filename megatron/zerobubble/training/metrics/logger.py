@@ -16,7 +16,6 @@ from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.metrics.json_lines import JsonLines
 from megatron.zerobubble.training.metrics.progress_line import IterationRecord, progress_line
-from megatron.zerobubble.training.metrics.run_summary import Totals
 from megatron.zerobubble.training.step import MeanLoss, StepResult, mean_losses
 
 __all__ = ["MetricsLogger"]
@@ -38,8 +37,6 @@ class MetricsLogger:
         self._pending: list[IterationRecord] = []
         self._num_corrected = 0
         self._has_reported_without_loss = False
-        self.totals = Totals()
-        """For the summary of the run."""
         path = settings.logging.metrics_jsonl
         self._jsonl = None if path is None or rank != 0 else JsonLines(path, is_continued=start_iteration > 0)
 
@@ -77,11 +74,9 @@ class MetricsLogger:
             losses = mean_losses(torch.stack([record.result.loss for record in records]))
             for record, loss in zip(records, losses, strict=True):
                 record.loss, record.seconds = loss.value, record.elapsed_ms() / 1000.0
-                self.totals.add(tokens=record.tokens, seconds=record.seconds, loss=loss.value)
             _log.info("%s", progress_line(self._settings, records, num_corrected=self._num_corrected))
         objects = [record.to_json(self._settings) for record in records]
         if validation_loss is not None:
-            self.totals.last_validation_loss = validation_loss
             if not objects:
                 objects = [{"iteration": iteration, "schedule": self._settings.zero_bubble.schedule}]
             objects[-1]["validation_loss"] = validation_loss
