@@ -39,7 +39,7 @@ def check_settings(settings: Settings, *, is_first: bool = True) -> None:
     settings.fp8.check(model, settings.precision)
     data.check_documents(settings.optim)
     data.check_lengths(model, settings.moe, parallel, zero_bubble)
-    data.check_packing(model, settings.mla, parallel, micro_batch_size=settings.batch.micro_batch_size)
+    data.check_packing(model, settings.mla, parallel)
     settings.optim.check(parallel, train_iters=settings.run.train_iters)
     settings.optim.check_sharding(parallel, model, zero_bubble, ranks=settings.gradient_reduction_size)
     check_data(settings, reads_all=is_first)
@@ -53,7 +53,7 @@ def written(settings: Settings) -> list[Target]:
     """The files and directories that a run writes."""
     return [
         Target("--save", settings.checkpoint.save),
-        Target("--metrics-jsonl", settings.logging.metrics_jsonl, is_file=True),
+        Target("--metrics-jsonl", settings.run.metrics_jsonl, is_file=True),
         *settings.zero_bubble.written,
     ]
 

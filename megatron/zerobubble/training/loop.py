@@ -169,7 +169,7 @@ class _Run:
         evaluates = run.eval_iters > 0
         self.actions = (
             _Action(self._evaluate, interval=run.eval_interval if evaluates else None, at_end=evaluates),
-            _Action(self.metrics.log, interval=self.settings.logging.log_interval, at_end=True),
+            _Action(self.metrics.log, interval=self.settings.run.log_interval, at_end=True),
             _Action(self._save, interval=self.settings.checkpoint.save_interval),
             _Action(gc.collect, interval=run.manual_gc_interval or None),
         )
@@ -211,7 +211,7 @@ class _Run:
 
     def _iterate(self, data_iterator: Any) -> None:
         settings = self.settings
-        self.engine.begin(num_microbatches=settings.num_microbatches, micro_batch_size=settings.batch.micro_batch_size)
+        self.engine.begin(num_microbatches=settings.num_microbatches, micro_batch_size=settings.data.micro_batch_size)
         begin = self.marks.now()
         results = self.trainer.iterate(data_iterator)
         end = self.marks.now()

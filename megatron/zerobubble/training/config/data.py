@@ -1,4 +1,4 @@
-"""Datasets: the flags of the group "Data"."""
+"""Datasets and batch sizes: the flags of the group "Data"."""
 
 from __future__ import annotations
 
@@ -25,6 +25,10 @@ _DEFAULT_SPLIT = "969, 30, 1"
 class DataConfig:
     """Data."""
 
+    micro_batch_size: int
+    """Samples per microbatch."""
+    global_batch_size: int | None = None
+    """Samples per iteration, over all microbatches and data-parallel ranks. Default: one microbatch per data-parallel rank."""
     data_path: str | None = field(default=None, metadata={"metavar": "PREFIX"})
     """Path prefix of an indexed dataset, without .bin and .idx. --split divides it."""
     split: str | None = None
@@ -44,7 +48,8 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         not_negative(self, "num_workers")
-        positive(self, "pad_length_multiple")
+        positive(self, "micro_batch_size", "global_batch_size", "pad_length_multiple")
+        at_most(self, 2**31 - 1, "micro_batch_size", "global_batch_size")
         at_most(self, 1024, "num_workers")
         weights = re.split(r"[,/]\s*", self.split_text.strip())
         are_numbers = len(weights) <= 3 and all(re.fullmatch(r"\d*\.?\d+", weight.strip()) for weight in weights)
@@ -91,7 +96,7 @@ class DataConfig:
         if moe.num_experts is not None and moe.moe_token_dispatcher_type == "allgather" and (sends or shares):
             raise ConfigError("--variable-seq-lengths does not go with --moe-token-dispatcher-type allgather; choose alltoall")
 
-    def check_packing(self, model: ModelConfig, mla: MlaConfig, parallel: ParallelConfig, *, micro_batch_size: int) -> None:
+    def check_packing(self, model: ModelConfig, mla: MlaConfig, parallel: ParallelConfig) -> None:
         """Raise ConfigError for flags that --pack-sequences does not go with."""
         context = parallel.context_parallel_size
         problems = {
@@ -100,9 +105,9 @@ class DataConfig:
             "--mtp-num-layers": model.mtp_num_layers,
             "--attention-backend local, which has no packed sequences; choose auto": model.attention_backend == "local",
         }
-        if self.pack_sequences and micro_batch_size != 1:
+        if self.pack_sequences and self.micro_batch_size != 1:
             raise ConfigError(
-                f"--pack-sequences puts several documents into one row: give --micro-batch-size 1, not {micro_batch_size}"
+                f"--pack-sequences puts several documents into one row: give --micro-batch-size 1, not {self.micro_batch_size}"
             )
         if self.pack_sequences:
             refuse("--pack-sequences does not go with", problems)

@@ -64,7 +64,7 @@ def check_layers(settings: Settings) -> None:
 
 def check_batch(settings: Settings) -> None:
     """Raise unless the batch divides into microbatches that the schedule can run."""
-    micro, data_parallel = settings.batch.micro_batch_size, settings.data_parallel_size
+    micro, data_parallel = settings.data.micro_batch_size, settings.data_parallel_size
     step = micro * data_parallel
     if settings.global_batch_size % step:
         raise ConfigError(

@@ -173,7 +173,7 @@ def chunk_iterators(
         sampler = ConsumedSamples(
             consumed=consumed,
             total=len(dataset),
-            micro_batch_size=settings.batch.micro_batch_size,
+            micro_batch_size=settings.data.micro_batch_size,
             rank=rank,
             num_ranks=settings.data_parallel_size,
         )

@@ -37,7 +37,7 @@ class MetricsLogger:
         self._pending: list[IterationRecord] = []
         self._num_corrected = 0
         self._has_reported_without_loss = False
-        path = settings.logging.metrics_jsonl
+        path = settings.run.metrics_jsonl
         self._jsonl = None if path is None or rank != 0 else JsonLines(path, is_continued=start_iteration > 0)
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ def description(settings: Settings, *, on_cpu: bool) -> str:
         f"training with {schedule_name(settings)}: {settings.world_size} ranks = {settings.pipeline_size} pipeline x "
         f"{settings.parallel.tensor_model_parallel_size} tensor x {f'{context} context x ' if context > 1 else ''}"
         f"{settings.data_parallel_size} data, "
-        f"{settings.num_microbatches} microbatches of {settings.batch.micro_batch_size} x "
+        f"{settings.num_microbatches} microbatches of {settings.data.micro_batch_size} x "
         f"{'at most ' if settings.data.variable_seq_lengths else ''}{settings.model.seq_length} "
         f"tokens, {settings.precision.name} on {'CPU' if on_cpu else 'GPU'}"
     )
