@@ -224,8 +224,8 @@ def _training_state(optimizer: _Optimizer) -> TrainingState:
     passes: Callable[..., Any] = lambda **_: reports  # noqa: E731
     hooks = SimpleNamespace(watch=None, before_gradients=None)
     recorder = SimpleNamespace(span=lambda _: nullcontext())
-    model, batch = SimpleNamespace(seq_length=1), SimpleNamespace(micro_batch_size=1)
-    sizes: Any = SimpleNamespace(model=model, batch=batch, num_microbatches=1, global_batch_size=1)
+    model, data = SimpleNamespace(seq_length=1), SimpleNamespace(micro_batch_size=1)
+    sizes: Any = SimpleNamespace(model=model, data=data, num_microbatches=1, global_batch_size=1)
     return TrainingState(
         settings=sizes,
         chunks=[],
