@@ -10,11 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.training.config import model as checks
 from megatron.zerobubble.training.config.moe import layer_pattern
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.initialize import choose_device
 from megatron.zerobubble.training.models import mcore_config
 from megatron.zerobubble.training.models.mcore_config import ddp_config, transformer_config
 from tests.support.apex_double import APEX
@@ -161,21 +159,14 @@ STOCK_2 = P2 + "--global-batch-size 8 --use-distributed-optimizer --zero-bubble-
 
 
 def test_they_reach_megatron_core_and_the_schedule() -> None:
-    made = settings(SHARD_2 + "--ddp-bucket-size 1000 --ddp-average-in-collective")
+    made = settings(SHARD_2 + "--ddp-bucket-size 1000")
     assert made.schedule_spec.shard_gradients == 2
     config = ddp_config(made)
-    assert (config.bucket_size, config.average_in_collective, config.grad_reduce_in_fp32) == (1000, True, False)
+    assert (config.bucket_size, config.grad_reduce_in_fp32) == (1000, False)
     assert not ddp_config(settings("--bf16 --grad-reduce-in-bf16")).grad_reduce_in_fp32
     assert ddp_config(settings("--bf16")).grad_reduce_in_fp32
     assert ddp_config(settings("--accumulate-allreduce-grads-in-fp32")).grad_reduce_in_fp32
     assert settings(SHARD).schedule_spec.shard_gradients is None
-
-
-@pytest.mark.claims("Parallelism", "`--ddp-average-in-collective`", "NCCL only, not tried; rejected on gloo")
-def test_gloo_cannot_average() -> None:
-    made = settings("--ddp-average-in-collective --distributed-backend gloo")
-    with pytest.raises(ConfigError, match="gloo sums and cannot average; leave it out"):
-        choose_device(made, Launch(rank=0, local_rank=0, ranks_on_host=4, world_size=4, has_threads_set=True))
 
 
 FLAG = "--transformer-impl transformer_engine --pipeline-model-parallel-size 4"
@@ -325,7 +316,6 @@ def test_the_schedule_of_the_learning_rate(flags: str, warmup: int, decay: int) 
         (SHARD_2.replace("--untie-embeddings-and-output-weights ", ""), "gradients 2 needs --untie-embeddings"),
         (SHARD_2 + "--pipeline-model-parallel-size 4", "shards over data-parallel ranks, and there is 1"),
         ("--ddp-bucket-size 1000", "--ddp-bucket-size needs --overlap-grad-reduce"),
-        ("--ddp-average-in-collective --calculate-per-token-loss", "averages over ranks and .* over tokens; leave one"),
     ],
 )
 def test_flags_that_exclude_each_other(flags: str, message: str) -> None:

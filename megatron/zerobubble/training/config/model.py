@@ -96,13 +96,8 @@ class ModelConfig:
     future token. Default: none."""
     gradient_accumulation_fusion: bool = True
     """Do not fuse gradient accumulation into the wgrad GEMM. By default Apex's kernel does, on GPUs where Apex is installed."""
-    masked_softmax_fusion: bool = True
-    """With --attention-backend local: do not use Apex's fused attention softmax. By default it is used on GPUs where Apex is
-    installed."""
     bias_gelu_fusion: bool = True
     """Do not fuse bias and GELU into one kernel. By default they are fused, on GPUs."""
-    bias_swiglu_fusion: bool = True
-    """Do not fuse bias and SwiGLU into one kernel. By default they are fused, on GPUs."""
     bias_dropout_fusion: bool = True
     """Do not fuse bias, dropout and residual into one kernel. By default they are fused, on GPUs."""
 

@@ -41,8 +41,6 @@ class MoeConfig:
     moe_shared_expert_intermediate_size: int | None = None
     """Intermediate width of the shared expert, which processes every token. Needs --disable-bias-linear. Default: no shared
     expert."""
-    moe_shared_expert_gate: bool = False
-    """Gate the output of the shared expert per token."""
     moe_router_topk: int = 2
     """Number of experts per token."""
     moe_router_load_balancing_type: tuple[str, ...] = ("aux_loss",)

@@ -78,11 +78,6 @@ class OptimConfig:
                 f"the learning rate warm-up of {warmup:g} iterations must be shorter than the decay of {decay} "
                 "(--lr-decay-iters, by default --train-iters)"
             )
-        if parallel.ddp_average_in_collective and self.calculate_per_token_loss:
-            raise ConfigError(
-                "--ddp-average-in-collective averages over ranks and --calculate-per-token-loss over tokens; "
-                "leave one of them out"
-            )
 
     def check_sharding(self, parallel: ParallelConfig, model: ModelConfig, zero_bubble: ZeroBubbleConfig, *, ranks: int) -> None:
         """Raise ConfigError unless --zero-bubble-shard-gradients can be done. `ranks`: over which a gradient is reduced."""

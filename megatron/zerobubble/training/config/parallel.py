@@ -51,8 +51,6 @@ class ParallelConfig:
     ddp_bucket_size: int | None = None
     """Parameters per bucket of the data-parallel gradient reduction, with --overlap-grad-reduce or --zero-bubble-shard-gradients.
     Default: megatron-core's."""
-    ddp_average_in_collective: bool = False
-    """Average gradients in the data-parallel collective instead of scaling them before it. Not with gloo."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Process group backend: nccl on GPUs; gloo on CPUs, or if several ranks share a GPU, with transfers through host memory.
     Default: nccl if CUDA is available, else gloo."""
