@@ -49,7 +49,7 @@ __all__ = ["RestoredProgress", "latest_iteration", "load_checkpoint", "load_veri
 _log = logging.getLogger(__name__)
 
 _OF_ODD_CONTENT = (KeyError, IndexError, ValueError, TypeError, AttributeError, RuntimeError, AssertionError, OSError)
-"""What torch, megatron-core and the code here raise on content that is not what was saved."""
+"""What torch, megatron-core and the code here raise on content that was not verified, and is not what was saved."""
 _OWN_OPTIMIZER = "optimizer of this rank"
 """Key of the optimizer's sharded tensors, apart from the common state, whose parts may be those of another rank."""
 
@@ -100,7 +100,7 @@ def verified(training_state: TrainingState, iteration: int) -> tuple[Path, Manif
     """Verify and inspect the checkpoint of an iteration in the --load directory; nothing is loaded. All ranks must call this.
 
     Returns:
-        The arguments of `load_verified`: the checkpoint's directory, and its manifest, if there is one.
+        The arguments of `load_verified`: the checkpoint's directory, and its manifest; None with --no-verify-checkpoint.
 
     Raises:
         CheckpointError: it is missing, damaged, not seen by a host, or contains more than data.
@@ -145,8 +145,8 @@ def _load_from(training_state: TrainingState, directory: Path, manifest: Manifes
     flags, optimizer = training_state.settings.checkpoint, training_state.optimizer
     common = _load_common(directory)
     header = _header_of(common, directory)
-    if flags.verify_checkpoint:
-        check_run(manifest, header.get("run"), directory)
+    if manifest is not None:
+        check_run(manifest, header["run"], directory)
     _check_model(header, training_state, directory)
     if flags.load_optim:
         _check_optimizer(common, training_state, directory)
@@ -175,19 +175,13 @@ def _load_from(training_state: TrainingState, directory: Path, manifest: Manifes
 
 
 def _header_of(common: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """The header of a checkpoint; what is read from the common state has the right types."""
+    """The header of a checkpoint of this format."""
     header: dict[str, Any] = common.get("header", {})
     if header.get("format") != FORMAT:
         raise CheckpointError(
             f"{directory} has format {quoted(header.get('format'))}; this version reads {FORMAT!r} (those of Megatron-LM's loop "
             "load there, under zerobubble run)"
         )
-    kinds = {"iteration": int, "consumed_samples": int, "layout": dict, "model": dict}
-    read = [(name, header.get(name), kind) for name, kind in kinds.items()]
-    read += [(name, common[name], dict) for name in ("optimizer", SCHEDULER) if name in common]
-    for name, value, kind in read:
-        if type(value) is not kind or (isinstance(value, int) and value < 0):
-            raise CheckpointError(f"{directory} is damaged: {name} in its common state is {quoted(value)}")
     return header
 
 
