@@ -7,7 +7,6 @@ initialized.
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -36,7 +35,6 @@ from megatron.zerobubble.training.data.microbatch_lengths import num_tokens
 from megatron.zerobubble.training.data.samples import Datasets, build_datasets, chunk_iterators, chunk_reads
 from megatron.zerobubble.training.data.token_ids import check_small_dataset
 from megatron.zerobubble.training.early_exit import EarlyExit
-from megatron.zerobubble.training.garbage import collecting_by_hand
 from megatron.zerobubble.training.initialize import (
     Job,
     choose_device,
@@ -171,14 +169,13 @@ class _Run:
             _Action(self._evaluate, interval=run.eval_interval if evaluates else None, at_end=evaluates),
             _Action(self.metrics.log, interval=self.settings.run.log_interval, at_end=True),
             _Action(self._save, interval=self.settings.checkpoint.save_interval),
-            _Action(gc.collect, interval=run.manual_gc_interval or None),
         )
 
     def run(self) -> None:
         """Iterate, evaluate, save, log the pipeline's report."""
         _log.info("%s", description(self.settings, on_cpu=self.job.host.enabled))
         phase = self.job.watch.phase
-        with collecting_by_hand(is_manual=self.settings.run.manual_gc), phase("trains, between the passes of two iterations"):
+        with phase("trains, between the passes of two iterations"):
             self._train()
         with phase("ends the run"):
             self._end()
@@ -249,8 +246,6 @@ class _Run:
         """Evaluate, unless little time is left. Always on the same samples, so that validation losses are comparable."""
         if self.early_exit.is_urgent:
             return
-        if self.settings.run.manual_gc:
-            gc.collect()
         with self.job.watch.phase("evaluates, between two passes"):
             loss = evaluate(self.training_state, self._iterators(self.datasets.valid, consumed=0))
         self.progress.evaluated_iteration = self.progress.iteration
