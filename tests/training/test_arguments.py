@@ -242,15 +242,6 @@ def test_data_must_be_there(tmp_path: Path) -> None:
         settings(f"--data-path {tmp_path}/absent", base=base)
 
 
-def test_data_of_another_vocabulary_is_refused(corpus: str) -> None:
-    base = BASE.replace("--mock-data", f"--data-path {corpus}")
-    assert settings(base=base).data.data_path == corpus
-    with pytest.raises(DataError, match=r"--vocab-size 512 does not match the data.* 256; give --vocab-size 256"):
-        settings("--vocab-size 512", base=base)
-    with pytest.raises(DataError, match=r"--tokenizer-type NullTokenizer does not match the data.* ByteLevelTokenizer"):
-        settings("--tokenizer-type NullTokenizer --vocab-size 256", base=base)
-
-
 @pytest.mark.claims("Long runs", "a dataset whose `--split` leaves no document for what is read", "rejected")
 def test_a_split_that_is_read_has_documents(corpus: str) -> None:
     """megatron-core would search an empty split for samples forever. Test samples are never read."""

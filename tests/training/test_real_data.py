@@ -76,7 +76,7 @@ def test_a_host_with_its_own_copy_of_the_data_builds_its_own_indices(tmp_path: P
     for number in range(2):
         folder = tmp_path / f"host {number}"
         folder.mkdir()
-        for suffix in (".bin", ".idx", ".corpus.json"):
+        for suffix in (".bin", ".idx"):
             shutil.copy(f"{corpus}{suffix}", folder / f"code{suffix}")
         flags.append([*shared, "--data-path", str(folder / "code"), "--metrics-jsonl", str(tmp_path / f"{number}.jsonl")])
     for code, said in two_hosts((flags[0], flags[1]), tmp_path):

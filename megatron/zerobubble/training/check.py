@@ -6,8 +6,7 @@ from megatron.zerobubble.errors import DataError
 from megatron.zerobubble.flags.targets import Target, check_targets
 from megatron.zerobubble.training.config import schedule
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.data.corpus import read_corpus_info, split_documents
-from megatron.zerobubble.training.data.index import DatasetIndex, check_dataset, file_bytes
+from megatron.zerobubble.training.data.index import DatasetIndex, check_dataset, split_documents
 
 __all__ = ["check_settings"]
 
@@ -59,7 +58,7 @@ def written(settings: Settings) -> list[Target]:
 
 
 def check_data(settings: Settings, *, reads_all: bool) -> None:
-    """Raise unless the dataset is whole, was made with the tokenizer of the run, and every split that is read has samples.
+    """Raise unless the dataset is whole, and every split that is read has samples.
 
     Args:
         settings: the flags.
@@ -69,10 +68,6 @@ def check_data(settings: Settings, *, reads_all: bool) -> None:
     if prefix is None:
         return
     index = check_dataset(prefix, reads_all=reads_all)
-    info = read_corpus_info(prefix)
-    if info is not None:
-        info.check_matches(settings.tokenizer.tokenizer_type, settings.tokenizer.known_vocab_size)
-        info.check_index(index, bin_bytes=file_bytes(index.bin_path))
     splits = split_documents(index.num_sequences, settings.data.split_weights)
     _check_splits(settings, prefix, splits)
     if reads_all and settings.data.reads_documents:

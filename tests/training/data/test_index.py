@@ -14,7 +14,6 @@ import pytest
 
 from megatron.zerobubble.errors import DataError
 from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
-from megatron.zerobubble.training.data.corpus import CorpusInfo, corpus_info_path, read_corpus_info
 from megatron.zerobubble.training.data.index import check_dataset
 from tests.training.launch import ROOT, environment
 
@@ -23,8 +22,8 @@ with quiet_third_parties():
 
 pytestmark = pytest.mark.claims(
     "Long runs",
-    "damaged datasets: header, version, dtype, lengths, pointers, document boundaries, sizes of `.idx` and `.bin`, "
-    "`.corpus.json`: one line before any process group; tokens outside of the vocabulary: document and position",
+    "damaged datasets: header, version, dtype, lengths, pointers, document boundaries, sizes of `.idx` and `.bin`: "
+    "one line before any process group; tokens outside of the vocabulary: document and position",
     "rejected",
     also=("training/data/test_samples.py",),
 )
@@ -144,35 +143,6 @@ def test_names_that_no_file_can_have() -> None:
     for prefix in ("x" * 300, "a\0b"):
         with pytest.raises(DataError, match=r"cannot be read: File name too long|does not exist"):
             check_dataset(prefix, reads_all=True)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[]",
-        "null",
-        '{"vocab_size": 1}',
-        '{"tokenizer_type": "A", "vocab_size": "256", "num_documents": 1, "num_tokens": 1}',
-        '{"tokenizer_type": 1, "vocab_size": 256, "num_documents": 1, "num_tokens": 1}',
-        "[" * 100_000,
-        "\udcff",
-    ],
-)
-def test_a_damaged_description_is_refused(tmp_path: Path, text: str) -> None:
-    prefix = str(tmp_path / "data")
-    corpus_info_path(prefix).write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(DataError, match=r"data\.corpus\.json is damaged") as refused:
-        read_corpus_info(prefix)
-    assert "\n" not in str(refused.value)
-
-
-def test_a_description_of_another_dataset_is_refused(tmp_path: Path) -> None:
-    index = check_dataset(write(tmp_path), reads_all=True)
-    right = {"tokenizer_type": "A", "vocab_size": 256, "num_documents": N, "num_tokens": sum(LENGTHS)}
-    CorpusInfo(**right).check_index(index, bin_bytes=32)
-    for changed in ({"num_tokens": 17}, {"num_documents": 3}):
-        with pytest.raises(DataError, match=r"corpus\.json counts .* and the dataset has 4 with 16"):
-            CorpusInfo(**right | changed).check_index(index, bin_bytes=32)
 
 
 def test_sizes_are_checked_without_numpy_or_torch(tmp_path: Path) -> None:

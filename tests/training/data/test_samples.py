@@ -13,7 +13,7 @@ from megatron.zerobubble.errors import DataError
 from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
 from megatron.zerobubble.training.arguments import settings_from_argv
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.data.corpus import CorpusInfo, corpus_info_path, read_corpus_info, split_documents
+from megatron.zerobubble.training.data.index import split_documents
 from tests.training.launch import TINY_BATCH, TINY_MODEL
 
 with quiet_third_parties():
@@ -83,17 +83,6 @@ def test_a_stage_gets_what_it_needs(first: bool, last: bool, names: set[str]) ->
 def test_a_stage_in_the_middle_reads_nothing() -> None:
     batch = next_batch(None, device=torch.device("cpu"), embeds=False, is_last_stage=False)
     assert batch == Batch()
-
-
-def test_corpus_info_is_read_back(tmp_path: Path) -> None:
-    info = CorpusInfo(tokenizer_type="ByteLevelTokenizer", vocab_size=256, num_documents=2, num_tokens=10)
-    prefix = str(tmp_path / "data")
-    assert read_corpus_info(prefix) is None, "data of other tools has none"
-    corpus_info_path(prefix).write_text(info.to_json())
-    assert read_corpus_info(prefix) == info
-    corpus_info_path(prefix).write_text("{")
-    with pytest.raises(DataError, match="is damaged"):
-        read_corpus_info(prefix)
 
 
 @pytest.mark.parametrize("num_documents", [1, 3, 50, 499, 500])

@@ -26,8 +26,7 @@ from torch.utils.data import Dataset
 
 from megatron.zerobubble.errors import DataError
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.data.corpus import split_documents
-from megatron.zerobubble.training.data.index import DatasetIndex, check_dataset
+from megatron.zerobubble.training.data.index import DatasetIndex, check_dataset, split_documents
 
 __all__ = ["DocumentDataset", "document_dataset", "next_fit"]
 

@@ -21,6 +21,7 @@ The header and the sizes of both files cost two reads and no import. The full ch
 
 from __future__ import annotations
 
+import itertools
 import os
 import struct
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from megatron.zerobubble.errors import DataError
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["DatasetIndex", "check_dataset", "file_bytes", "read_index"]
+__all__ = ["DatasetIndex", "check_dataset", "file_bytes", "read_index", "split_documents"]
 
 _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -146,6 +147,21 @@ def check_dataset(prefix: str, *, reads_all: bool) -> DatasetIndex:
             f"files is cut short, damaged or of another dataset; {_REMEDY}"
         )
     return index
+
+
+def split_documents(num_documents: int, weights: tuple[float, ...]) -> tuple[range, ...]:
+    """The numbers of the documents in each split, as megatron-core cuts them.
+
+    megatron-core rounds the boundaries between splits, so that a small proportion of few documents may be empty. On an empty
+    split it never terminates: it repeats the split until there are enough tokens.
+
+    Args:
+        num_documents: documents of the dataset.
+        weights: proportions of the splits, in any unit; not all of them 0.
+    """
+    shares = itertools.accumulate((weight / sum(weights) for weight in weights), initial=0.0)
+    cuts = [round(share * float(num_documents)) for share in shares]
+    return tuple(range(begin, end) for begin, end in itertools.pairwise(cuts))
 
 
 def file_bytes(path: Path) -> int:
