@@ -187,7 +187,6 @@ def test_batch_and_data_parallelism() -> None:
         ("--overlap-param-gather", 4, "needs --use-distributed-optimizer and --overlap-grad-reduce"),
         ("--hidden-size 66", 4, "--hidden-size 66 does not divide over --num-attention-heads 4"),
         ("--group-query-attention --num-query-groups 3", 4, "does not divide over --num-query-groups 3"),
-        ("--max-position-embeddings 32", 4, "--max-position-embeddings 32 is less than --seq-length 64"),
         ("--bf16 --fp16", 4, "--bf16 and --fp16 are both given"),
         ("--loss-scale 8", 4, "--loss-scale needs --fp16"),
         ("--clip-grad -1", 4, "--clip-grad -1.0 must not be negative"),

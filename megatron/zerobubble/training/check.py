@@ -21,8 +21,7 @@ def check_settings(settings: Settings, *, is_first: bool = True) -> None:
 
     Raises:
         ConfigError: flags contradict each other, do not fit the number of ranks, or name a file that cannot be written.
-        DataError: the dataset is missing or damaged, has a split without documents, or was made with another tokenizer or
-            vocabulary.
+        DataError: the dataset is missing or damaged, or has a split without documents.
         CheckpointError: the checkpoint to load does not exist.
     """
     model, parallel, zero_bubble, data = settings.model, settings.parallel, settings.zero_bubble, settings.data

@@ -77,7 +77,6 @@ def test_every_flag_reaches_the_configuration() -> None:
         "qk_pos_emb_head_dim": 4,
         "v_head_dim": 6,
         "rotary_base": 500,
-        "rotary_percent": 0.5,
     }
     flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
     config = transformer_config(
