@@ -29,7 +29,7 @@ def batch(micro: int, size: int) -> list[str]:
 
 
 ONE_BY_ONE = ["--variable-seq-lengths", *batch(1, NUM_SAMPLES)]
-PADDED = ["--variable-seq-lengths", "--pad-length-multiple", "4", *batch(2, NUM_SAMPLES), *P2]
+PADDED = ["--variable-seq-lengths", *batch(2, NUM_SAMPLES), *P2]
 PACKED = ["--pack-sequences", *batch(1, NUM_ROWS), *P2]
 
 

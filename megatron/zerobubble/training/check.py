@@ -35,7 +35,7 @@ def check_settings(settings: Settings, *, is_first: bool = True) -> None:
     settings.mla.check(model, parallel)
     settings.moe.check(model, parallel, zero_bubble, world_size=settings.world_size)
     data.check_documents(settings.optim)
-    data.check_lengths(model, settings.moe, parallel, zero_bubble)
+    data.check_lengths(settings.moe, parallel, zero_bubble)
     data.check_packing(model, settings.mla, parallel)
     settings.optim.check(parallel, train_iters=settings.run.train_iters)
     settings.optim.check_sharding(parallel, model, zero_bubble, ranks=settings.gradient_reduction_size)

@@ -93,10 +93,9 @@ STOCK_2 = P2 + "--global-batch-size 8 --use-distributed-optimizer --zero-bubble-
 
 
 def test_they_reach_megatron_core_and_the_schedule() -> None:
-    made = settings(SHARD_2 + "--ddp-bucket-size 1000")
+    made = settings(SHARD_2)
     assert made.schedule_spec.shard_gradients == 2
-    config = ddp_config(made)
-    assert (config.bucket_size, config.grad_reduce_in_fp32) == (1000, False)
+    assert not ddp_config(made).grad_reduce_in_fp32
     assert not ddp_config(settings("--bf16 --grad-reduce-in-bf16")).grad_reduce_in_fp32
     assert ddp_config(settings("--bf16")).grad_reduce_in_fp32
     assert ddp_config(settings("--accumulate-allreduce-grads-in-fp32")).grad_reduce_in_fp32
@@ -249,7 +248,6 @@ def test_the_schedule_of_the_learning_rate(flags: str, warmup: int, decay: int) 
         (SHARD_2.replace("--use-distributed-optimizer ", ""), "gradients 2 needs --use-distributed-optimizer"),
         (SHARD_2.replace("--untie-embeddings-and-output-weights ", ""), "gradients 2 needs --untie-embeddings"),
         (SHARD_2 + "--pipeline-model-parallel-size 4", "shards over data-parallel ranks, and there is 1"),
-        ("--ddp-bucket-size 1000", "--ddp-bucket-size needs --overlap-grad-reduce"),
     ],
 )
 def test_flags_that_exclude_each_other(flags: str, message: str) -> None:

@@ -40,15 +40,13 @@ class DataConfig:
     variable_seq_lengths: bool = False
     """Make each document a sample of its own length, and pad a microbatch to its longest sample instead of --seq-length. Longer
     documents become several samples."""
-    pad_length_multiple: int = 1
-    """With --variable-seq-lengths: pad microbatches to a multiple of this many tokens."""
     pack_sequences: bool = False
     """Pack several documents into each sample of at most --seq-length tokens. No document attends to another one. Without
     --variable-seq-lengths samples are padded to --seq-length."""
 
     def __post_init__(self) -> None:
         not_negative(self, "num_workers")
-        positive(self, "micro_batch_size", "global_batch_size", "pad_length_multiple")
+        positive(self, "micro_batch_size", "global_batch_size")
         at_most(self, 2**31 - 1, "micro_batch_size", "global_batch_size")
         at_most(self, 1024, "num_workers")
         weights = re.split(r"[,/]\s*", self.split_text.strip())
@@ -66,8 +64,6 @@ class DataConfig:
             raise ConfigError("no data: give --data-path PREFIX (see tools/preprocess_data.py), or --mock-data")
 
     def _check_documents(self) -> None:
-        if self.pad_length_multiple > 1 and not self.variable_seq_lengths:
-            raise ConfigError(f"--pad-length-multiple {self.pad_length_multiple} needs --variable-seq-lengths")
         flag = self.document_flag
         if flag is not None and self.mock_data:
             raise ConfigError(f"{flag} reads documents, and --mock-data has none; give --data-path")
@@ -81,16 +77,10 @@ class DataConfig:
                 "it they weigh the same; add it"
             )
 
-    def check_lengths(self, model: ModelConfig, moe: MoeConfig, parallel: ParallelConfig, zero_bubble: ZeroBubbleConfig) -> None:
+    def check_lengths(self, moe: MoeConfig, parallel: ParallelConfig, zero_bubble: ZeroBubbleConfig) -> None:
         """Raise ConfigError for flags that --variable-seq-lengths does not go with."""
         if not self.variable_seq_lengths:
             return
-        multiple, seq_length = self.pad_length_multiple, model.seq_length
-        if seq_length % multiple:
-            raise ConfigError(
-                f"--seq-length {seq_length} is not divisible by --pad-length-multiple {multiple}, to which samples are padded; "
-                f"{seq_length // multiple * multiple or multiple} would be"
-            )
         sends = zero_bubble.schedule == "stock" and parallel.pipeline_model_parallel_size > 1  # which then refuse that dispatcher
         shares = moe.expert_model_parallel_size > 1  # by ranks with other microbatches
         if moe.num_experts is not None and moe.moe_token_dispatcher_type == "allgather" and (sends or shares):

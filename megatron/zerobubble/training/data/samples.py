@@ -68,9 +68,6 @@ def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool) -> Datase
         settings: paths and splits of the data, and the number of samples.
         tokenizer: provides the token ids of end of document and padding.
         reads: whether this rank reads samples.
-
-    Raises:
-        DataError: no document of a split has a token with a label.
     """
     data, run = settings.data, settings.run
     sizes = [max(1, iterations * settings.global_batch_size) for iterations in (run.train_iters, run.eval_iters)]

@@ -134,7 +134,6 @@ def ddp_config(settings: Settings) -> DistributedDataParallelConfig:
     return DistributedDataParallelConfig(
         **_same_named(DistributedDataParallelConfig, settings.parallel),
         grad_reduce_in_fp32=settings.precision.reduce_grads_in_fp32,
-        bucket_size=settings.parallel.ddp_bucket_size,
     )
 
 
