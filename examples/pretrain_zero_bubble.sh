@@ -18,7 +18,7 @@
 #   MAX_RESTARTS                        times that torchrun starts all ranks again after a failure, from the latest checkpoint
 #   HIDDEN_SIZE LAYERS ATTENTION_HEADS SEQ_LENGTH MICRO_BATCH_SIZE GLOBAL_BATCH_SIZE TRAIN_ITERS LR
 #   MODEL=deepseek-like                 multi-latent attention, experts with a shared one behind a dense layer, an MTP layer
-#   TRANSFORMER_IMPL=transformer_engine Transformer Engine's layers, on GPUs
+#   TRANSFORMER_IMPL=transformer_engine Transformer Engine's layers, on GPUs; FP8_FORMAT=hybrid or e4m3 with them
 #   ATTENTION_BACKEND                   auto, flash, fused, unfused or local
 #   DATA_PATH (or DATASET)              path prefix of an indexed dataset (tools/preprocess_data.py)
 #   RUN_DIR                             directory of checkpoints and metrics; runs/<schedule> by default
@@ -115,6 +115,7 @@ elif [[ -n "${MODEL:-}" ]]; then
     exit 2
 fi
 [[ -n "${TRANSFORMER_IMPL:-}" ]] && model+=(--transformer-impl "$TRANSFORMER_IMPL")
+[[ -n "${FP8_FORMAT:-}" ]] && model+=(--fp8-format "$FP8_FORMAT")
 [[ -n "${ATTENTION_BACKEND:-}" ]] && model+=(--attention-backend "$ATTENTION_BACKEND")
 data="${DATA_PATH:-${DATASET:-$here/data/python-stdlib}}"
 run="${RUN_DIR:-$here/runs/$name${MODEL:+-$MODEL}}"

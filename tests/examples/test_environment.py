@@ -168,12 +168,12 @@ def test_an_unknown_model_is_an_error(cluster: Cluster) -> None:
 
 
 def test_kinds_of_layers_have_switches(cluster: Cluster) -> None:
-    started(cluster, GPUS="0", TRANSFORMER_IMPL="transformer_engine", ATTENTION_BACKEND="unfused")
+    started(cluster, GPUS="0", TRANSFORMER_IMPL="transformer_engine", FP8_FORMAT="hybrid", ATTENTION_BACKEND="unfused")
     arguments = cluster.rank_arguments(None)
-    switches = {"--transformer-impl": "transformer_engine", "--attention-backend": "unfused"}
+    switches = {"--transformer-impl": "transformer_engine", "--fp8-format": "hybrid", "--attention-backend": "unfused"}
     assert {flag: arguments[arguments.index(flag) + 1] for flag in switches} == switches
 
 
 def test_without_switches_the_trainer_chooses_the_layers(cluster: Cluster) -> None:
     started(cluster, GPUS="0")
-    assert not {"--transformer-impl", "--attention-backend"} & set(cluster.rank_arguments(None))
+    assert not {"--transformer-impl", "--fp8-format", "--attention-backend"} & set(cluster.rank_arguments(None))

@@ -1,4 +1,4 @@
-"""Whole jobs of `pretrain_gpt.py --transformer-impl transformer_engine` on Transformer Engine's real Python, in bf16."""
+"""Whole jobs of `pretrain_gpt.py --transformer-impl transformer_engine` on Transformer Engine's real Python, in FP8."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
+from tests.support.transformer_engine import chosen_version
 from tests.training.launch import ROOT, TINY_BATCH, TINY_MODEL, launch, metrics
 
 pytestmark = pytest.mark.claims(
     "Layers",
-    "whole jobs in bf16 with Transformer Engine's layers and Adam: ZB-H1 is saved, and continues under ZB-H1 and on one rank "
-    "without a pipeline; ZBV, also with optimistic steps (`make test-slow`)",
+    "whole jobs in FP8 with delayed scaling and Transformer Engine's Adam: ZB-H1 is saved, and continues under ZB-H1 and on "
+    "one rank without a pipeline, with the scales and their histories; ZBV, also with optimistic steps, with tensorwise "
+    "scaling (`make test-slow`)",
     "works, the losses bit for bit (norms without a pipeline 1e-5)",
 )
 
@@ -27,10 +30,16 @@ ENGINE += [
     "4",
     "--clip-grad",
     "0",
+    "--fp8-format",
+    "hybrid",
 ]
 ENGINE += ["--untie-embeddings-and-output-weights"]  # the gradient of tied ones is a sum in another order
+DELAYED = ["--fp8-amax-history-len", "4", "--fp8-amax-compute-algo", "max"]
+TENSORWISE = ["--fp8-recipe", "tensorwise"]
 H1 = ["--pipeline-model-parallel-size", "2", "--enable-zero-bubble"]
 ZBV = ["--pipeline-model-parallel-size", "2", "--zero-bubble-v-schedule"]
+LEAVE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
+"""Transformer Engine 2.20 asks for leave to load what it pickled itself: the scales and their histories."""
 
 
 class Run:
@@ -55,15 +64,19 @@ def _saved(folder: Path, flags: list[Any]) -> tuple[Path, Run]:
 @pytest.fixture(scope="module")
 def saved(engine_wheel: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
     """ZB-H1 with a checkpoint after two of four iterations."""
-    return _saved(tmp_path_factory.mktemp("engine"), H1)
+    return _saved(tmp_path_factory.mktemp("engine"), [*H1, *DELAYED])
 
 
 @pytest.mark.parametrize(("flags", "num_ranks"), [(H1, 2), ([], 1)], ids=["zb-h1", "no pipeline"])
 @pytest.mark.slow
-def test_a_continued_run_has_the_same_losses(saved: tuple[Path, Run], tmp_path: Path, flags: list[str], num_ranks: int) -> None:
-    """Bit for bit, also without a pipeline. The norm is summed in another order there: 1e-5."""
+def test_a_continued_run_has_the_same_losses(
+    saved: tuple[Path, Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], num_ranks: int
+) -> None:
+    """Bit for bit, also without a pipeline: the checkpoint has the scales of each layer, and W in a pass of its own reads the
+    operands that were quantized with them. The norm is summed in another order there: 1e-5."""
     checkpoints, whole = saved
-    continued = Run(tmp_path, [*flags, "--load", checkpoints, "--ckpt-step", "2"], num_ranks)
+    monkeypatch.setenv(LEAVE, "1")
+    continued = Run(tmp_path, [*flags, *DELAYED, "--load", checkpoints, "--ckpt-step", "2"], num_ranks)
     for iteration, (loss, norm) in continued.results.items():
         assert loss == whole.results[iteration][0]
         assert norm == pytest.approx(whole.results[iteration][1], rel=1e-5 if num_ranks == 1 else 0.0)
@@ -71,9 +84,20 @@ def test_a_continued_run_has_the_same_losses(saved: tuple[Path, Run], tmp_path: 
 
 
 @pytest.mark.slow
+def test_without_leave_to_load_scales_the_reason_is_one_line(saved: tuple[Path, Run], tmp_path: Path) -> None:
+    if Version(chosen_version()) < Version("2.20"):
+        pytest.skip("this release loads what it pickled without asking")
+    done = launch([*ENGINE, *H1, *DELAYED, "--load", saved[0]], num_ranks=2, script=SCRIPT)
+    assert done.returncode != 0
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("pretrain.py: error:") or "error: /" in line]
+    assert LEAVE in line
+
+
+@pytest.mark.slow
 def test_v_and_optimistic_steps(engine_wheel: None, tmp_path: Path) -> None:
-    checkpoints, whole = _saved(tmp_path / "zb-h1", H1)
-    loaded = [*ZBV, "--load", checkpoints, "--ckpt-step", "2"]
+    """With tensorwise scaling; delayed scales of two chunks advance with the forwards of both."""
+    checkpoints, whole = _saved(tmp_path / "zb-h1", [*H1, *TENSORWISE])
+    loaded = [*ZBV, *TENSORWISE, "--load", checkpoints, "--ckpt-step", "2"]
     found = Run(tmp_path / "zbv", loaded, 2)
     assert [found.results[iteration][0] for iteration in (3, 4)] == [whole.results[iteration][0] for iteration in (3, 4)]
     clipped = [*loaded, "--clip-grad", "1e-2"]

@@ -34,6 +34,7 @@ def check_settings(settings: Settings, *, is_first: bool = True) -> None:
     settings.run.check(model, parallel)
     settings.mla.check(model, parallel)
     settings.moe.check(model, parallel, zero_bubble, world_size=settings.world_size)
+    settings.fp8.check(model, settings.precision)
     data.check_documents(settings.optim)
     data.check_lengths(settings.moe, parallel, zero_bubble)
     data.check_packing(model, settings.mla, parallel)

@@ -166,7 +166,7 @@ FP8 = [
 
 @pytest.mark.claims(
     "Layers",
-    "FP8 by Transformer Engine, with delayed and tensorwise scaling: W reads the operands that F and B quantized",
+    "FP8 (`--fp8-format`, `--fp8-recipe delayed` and `tensorwise`): W reads the operands that F and B quantized",
     "works, bit for bit, with torch's float8 casts; FP8 GEMMs are **not run here** (operands are multiplied in float32)",
 )
 @pytest.mark.parametrize("case", FP8, ids=str)

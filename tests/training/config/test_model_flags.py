@@ -1,4 +1,4 @@
-"""Flags of experts, MTP layers, multi-latent attention, Transformer Engine and gradients, and flags that are not ours: what
+"""Flags of experts, MTP layers, multi-latent attention, FP8, Transformer Engine and gradients, and flags that are not ours: what
 they become, and the errors before a job starts.
 """
 
@@ -12,6 +12,7 @@ import pytest
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.training.config import model as checks
 from megatron.zerobubble.training.config.moe import layer_pattern
+from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.models import mcore_config
 from megatron.zerobubble.training.models.mcore_config import ddp_config, transformer_config
 from tests.support.apex_double import APEX
@@ -87,6 +88,70 @@ def test_every_flag_reaches_the_configuration() -> None:
     assert config.recompute_modules == ["mla_up_proj", "core_attn"]
 
 
+ENGINE = "--transformer-impl transformer_engine --pipeline-model-parallel-size 4 --enable-zero-bubble --bf16"
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine as if it were installed."""
+    found = SimpleNamespace(util=SimpleNamespace(find_spec=lambda _: object()), metadata=importlib.metadata)
+    monkeypatch.setattr(checks, "importlib", found)
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "2.20.2")
+
+
+def parse(flags: str) -> Settings:
+    return settings(f"{ENGINE} {flags}", world_size=4)
+
+
+@pytest.mark.usefixtures("engine")
+def test_without_a_format_megatron_cores_defaults_stay() -> None:
+    assert parse("").fp8.model_options() == {}
+
+
+@pytest.mark.claims(
+    "Layers",
+    "`--fp8-recipe mxfp8`, `blockwise`, `custom`; experts in FP8",
+    "the flags arrive at megatron-core; **not run here**",
+)
+@pytest.mark.usefixtures("engine")
+def test_what_the_flags_become() -> None:
+    options = parse("--fp8-format hybrid --fp8-amax-history-len 16 --fp8-amax-compute-algo max").fp8.model_options()
+    history = {"fp8_amax_history_len": 16, "fp8_amax_compute_algo": "max"}
+    assert options == {"fp8": "hybrid", "fp8_recipe": "delayed", **history}
+    from megatron.core.transformer import TransformerConfig
+
+    assert set(options) <= set(TransformerConfig.__dataclass_fields__)
+
+
+@pytest.mark.claims(
+    "Layers",
+    "FP8 flags that contradict each other; Transformer Engine missing, too old, or with `--distributed-backend gloo`",
+    "rejected",
+    also=("training/config/test_model_flags.py",),
+)
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (f"{ENGINE} --fp8-recipe tensorwise", "--fp8-recipe needs --fp8-format e4m3 or hybrid"),
+        (
+            f"{ENGINE} --fp8-format hybrid --fp8-recipe tensorwise --fp8-amax-history-len 2",
+            "--fp8-amax-history-len has no effect",
+        ),
+        (f"{ENGINE} --fp8-format hybrid --fp8-amax-history-len 0", "--fp8-amax-history-len 0 must be greater than 0"),
+        (
+            f"{ENGINE} --fp8-format hybrid --recompute-granularity selective --recompute-modules layernorm",
+            "with --fp8-recipe delayed",
+        ),
+        ("--fp8-format hybrid --bf16", "--fp8-format hybrid needs --transformer-impl transformer_engine, not local"),
+        ("--fp8-format hybrid --transformer-impl transformer_engine", "--fp8-format hybrid needs --bf16 or --fp16"),
+    ],
+)
+@pytest.mark.usefixtures("engine")
+def test_what_does_not_go_together_in_fp8(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        settings(flags, world_size=4)
+
+
 SHARD = P2 + "--global-batch-size 8 --zero-bubble-v-schedule --use-distributed-optimizer --untie-embeddings-and-output-weights "
 SHARD_2 = SHARD + "--zero-bubble-shard-gradients 2 "
 STOCK_2 = P2 + "--global-batch-size 8 --use-distributed-optimizer --zero-bubble-shard-gradients 2"
@@ -105,7 +170,6 @@ def test_they_reach_megatron_core_and_the_schedule() -> None:
 FLAG = "--transformer-impl transformer_engine --pipeline-model-parallel-size 4"
 
 
-@pytest.mark.claims("Layers", "Transformer Engine missing, too old, or with `--distributed-backend gloo`", "rejected")
 def test_it_has_to_be_installed() -> None:
     with pytest.raises(ConfigError, match=r"which is not installed: pip install 'transformer-engine\[pytorch\]>=2\.8\.0'"):
         settings(FLAG, world_size=4)

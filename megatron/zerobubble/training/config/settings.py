@@ -13,6 +13,7 @@ from megatron.zerobubble.plan.registry import placement_of, schedule_info
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.training.config.checkpoints import CheckpointConfig
 from megatron.zerobubble.training.config.data import DataConfig
+from megatron.zerobubble.training.config.fp8 import Fp8Config
 from megatron.zerobubble.training.config.mla import MlaConfig
 from megatron.zerobubble.training.config.model import ModelConfig, PrecisionConfig
 from megatron.zerobubble.training.config.moe import MoeConfig, layer_pattern
@@ -45,6 +46,8 @@ class Settings:
     """Optimizer and learning rate."""
     precision: PrecisionConfig
     """Precision and loss scaling."""
+    fp8: Fp8Config
+    """GEMMs in FP8."""
     data: DataConfig
     """Datasets and batch sizes."""
     tokenizer: TokenizerConfig
