@@ -79,7 +79,7 @@ def test_only_the_passes_and_the_step_are_left_of_the_job() -> None:
     flags = "--train-iters 5000 --eval-iters 7 --save out --exit-duration-in-mins 3 --metrics-jsonl x"
     own = of("zb-h1", flags)
     assert (own.run.train_iters, own.run.eval_iters, own.run.exit_duration_in_mins) == (9, 0, None)
-    assert own.checkpoint.save is own.logging.metrics_jsonl is None
+    assert own.checkpoint.save is own.run.metrics_jsonl is None
     assert own.optim.lr_decay_iters == 5000, "the learning rate is the whole job's"
 
 

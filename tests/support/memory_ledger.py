@@ -20,6 +20,7 @@ from megatron.zerobubble.plan.simulate import peak_memory
 from megatron.zerobubble.profiling.activation_memory import MemoryMeter
 from megatron.zerobubble.profiling.profile import combine, unit_bytes
 from megatron.zerobubble.profiling.profiler import Profiler
+from tests.support.after_each_op import after_each_op
 from tests.support.gpt import Case, Trainer
 
 PEAK_TOLERANCE = 0.05
@@ -122,7 +123,7 @@ def train_watched(rank: int, case: Case, num_iterations: int, warmup: int, leaks
             if op.microbatch == 0:
                 leaked.append(torch.empty(100))
 
-        trainer.schedule.hooks.observe = leak
+        after_each_op(trainer.schedule, leak)
     found = watch(trainer.schedule, iterate, num_microbatches=case.num_microbatches, num_iterations=num_iterations, warmup=warmup)
     trainer.close()
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,8 +18,6 @@ from megatron.zerobubble.job.launch import Launch, read_launch
 from megatron.zerobubble.mcore.cpu import malloc as host_heap
 from megatron.zerobubble.training import initialize
 from megatron.zerobubble.training.arguments import settings_from_argv
-from megatron.zerobubble.training.config.run_control import RunConfig
-from megatron.zerobubble.training.garbage import collecting_by_hand
 from megatron.zerobubble.training.initialize import choose_device, computes, join_job
 from megatron.zerobubble.training.step import LOSS, Trainer, TrainingState
 
@@ -31,7 +28,6 @@ pytestmark = [
         "the options arrive at torch, in doubles; **not run on a GPU**",
         also=("runtime/test_p2p.py",),
     ),
-    pytest.mark.claims("Long runs", "`--manual-gc`, `--manual-gc-interval`", "works"),
     pytest.mark.claims(
         "Long runs",
         "an iteration without a wait for the device: no timer that synchronizes, the loss scale read with the losses",
@@ -168,27 +164,6 @@ def test_an_early_torch_gives_nccls_memory_back_as_later_ones_do(
     assert os.environ.get(name) == expected
 
 
-@pytest.mark.parametrize("is_manual", [False, True])
-def test_python_chooses_when_to_collect_unless_asked_not_to(is_manual: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    collected: list[int] = []
-    monkeypatch.setattr(gc, "collect", lambda: collected.append(1))
-    with collecting_by_hand(is_manual=is_manual):
-        assert gc.isenabled() is not is_manual
-        assert len(collected) == is_manual
-    assert gc.isenabled()
-
-
-def test_after_an_error_python_chooses_again() -> None:
-    with pytest.raises(ZeroDivisionError), collecting_by_hand(is_manual=True):
-        raise ZeroDivisionError
-    assert gc.isenabled()
-
-
-def test_its_interval_needs_it() -> None:
-    with pytest.raises(ConfigError, match="needs --manual-gc"):
-        RunConfig(train_iters=1, manual_gc_interval=5)
-
-
 READS = {"item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__index__"}
 
 
@@ -224,8 +199,8 @@ def _training_state(optimizer: _Optimizer) -> TrainingState:
     passes: Callable[..., Any] = lambda **_: reports  # noqa: E731
     hooks = SimpleNamespace(watch=None, before_gradients=None)
     recorder = SimpleNamespace(span=lambda _: nullcontext())
-    model, batch = SimpleNamespace(seq_length=1), SimpleNamespace(micro_batch_size=1)
-    sizes: Any = SimpleNamespace(model=model, batch=batch, num_microbatches=1, global_batch_size=1)
+    model, data = SimpleNamespace(seq_length=1), SimpleNamespace(micro_batch_size=1)
+    sizes: Any = SimpleNamespace(model=model, data=data, num_microbatches=1, global_batch_size=1)
     return TrainingState(
         settings=sizes,
         chunks=[],

@@ -32,13 +32,13 @@ pytestmark = [
     ),
     pytest.mark.claims(
         "Layers",
-        "`--attention-backend flash`, `unfused`, `local`, `auto`; whole jobs with `auto` and `local`, masked by document",
+        "`--attention-backend flash`, `unfused`, `local`, `auto`; whole jobs with `auto` and `local`",
         "works, 1e-5 after six steps",
     ),
 ]
 
 
-FLAGS = [*NO_DROPOUT, *LAYER, "--disable-bias-linear", "--eod-mask-loss", "--clip-grad", "0.5", "--use-distributed-optimizer"]
+FLAGS = [*NO_DROPOUT, *LAYER, "--disable-bias-linear", "--clip-grad", "0.5", "--use-distributed-optimizer"]
 SHARED = ["--context-parallel-size", "2"]
 OPTIMISTIC = ["--zero-bubble-schedule", "zb", "--enable-optimizer-post-validation", "--post-validation-patience", "0"]
 MEASURING = ["--zero-bubble-pipeline-timers-start-iter", "2", "--zero-bubble-pipeline-timers-end-iter", "3"]
@@ -141,8 +141,8 @@ def test_torchs_attention_is_the_default() -> None:
 
 @pytest.mark.sampled(0.4, group="whole jobs")
 def test_jobs_with_and_without_torchs_attention_learn_the_same(corpus: str, tmp_path: Path) -> None:
-    """1e-5 after six steps: the sums of the softmax are made in another order. One job masks documents, as the data says."""
-    zbv = ["--pipeline-model-parallel-size", "2", "--zero-bubble-v-schedule", "--reset-attention-mask"]
+    """1e-5 after six steps: the sums of the softmax are made in another order."""
+    zbv = ["--pipeline-model-parallel-size", "2", "--zero-bubble-v-schedule"]
     model = [*TINY_MODEL, "--group-query-attention", "--num-query-groups", "2", "--position-embedding-type", "rope"]
     fixed = ["--attention-dropout", "0", "--hidden-dropout", "0", "--train-iters", "6", "--data-path", corpus]
     losses = {}

@@ -9,12 +9,10 @@ import struct
 import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
-from megatron.zerobubble.errors import DataError
 from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
 from megatron.zerobubble.training import config
 from megatron.zerobubble.training.arguments import settings_from_argv
@@ -25,7 +23,6 @@ from tests.training.test_same_settings import two_hosts
 from tools.preprocess_data import Document, preprocess
 
 with quiet_third_parties():
-    from megatron.zerobubble.training.data import index_files
     from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer
     from megatron.zerobubble.training.data.samples import build_datasets
 
@@ -70,35 +67,6 @@ class _WithPadding:
         return getattr(self._tokenizer, name)
 
 
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, corpus: str) -> None:
-    """By default it is a directory with the name of the dataset, without a suffix."""
-    prefix = tmp_path / "docs"
-    for suffix in (".bin", ".idx"):
-        shutil.copy(f"{corpus}{suffix}", f"{prefix}{suffix}")
-    prefix.write_text("in the way")
-    given = settings("--data-path", str(prefix), "--split", "80,20")
-    with pytest.raises(DataError, match=r"sample indices cannot be written or read: .*docs.*: .*; give --data-cache-path DIR"):
-        build_datasets(given, build_tokenizer(given.tokenizer), reads=True)
-
-
-def test_a_killed_job_leaves_no_half_of_an_index(tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = settings("--data-path", corpus, "--split", "80,20", "--data-cache-path", str(tmp_path))
-    tokenizer = build_tokenizer(given.tokenizer)
-    with monkeypatch.context() as patch:
-        patch.setattr(index_files.np, "save", mock.Mock(side_effect=[None, KeyboardInterrupt]))
-        with pytest.raises(KeyboardInterrupt):
-            build_datasets(given, tokenizer, reads=True)
-    assert len(list(tmp_path.iterdir())) == 1, "a whole one"
-    for file in tmp_path.iterdir():
-        file.unlink()
-    first = build_datasets(given, tokenizer, reads=True).train
-    assert len(list(tmp_path.iterdir())) == 8, "of two splits"
-    with monkeypatch.context() as patch:
-        patch.setattr(index_files.np, "save", mock.Mock(side_effect=AssertionError("it is there")))
-        again = build_datasets(given, tokenizer, reads=True).train
-    assert all(torch.equal(first[number]["tokens"], again[number]["tokens"]) for number in range(64))
-
-
 @pytest.mark.claims("Long runs", "a dataset of which each host has its own copy", "works, losses bit for bit")
 def test_a_host_with_its_own_copy_of_the_data_builds_its_own_indices(tmp_path: Path, corpus: str) -> None:
     """Two hosts with a rank each, of which none sees the other's directory; the losses are those of one host."""
@@ -108,7 +76,7 @@ def test_a_host_with_its_own_copy_of_the_data_builds_its_own_indices(tmp_path: P
     for number in range(2):
         folder = tmp_path / f"host {number}"
         folder.mkdir()
-        for suffix in (".bin", ".idx", ".corpus.json"):
+        for suffix in (".bin", ".idx"):
             shutil.copy(f"{corpus}{suffix}", folder / f"code{suffix}")
         flags.append([*shared, "--data-path", str(folder / "code"), "--metrics-jsonl", str(tmp_path / f"{number}.jsonl")])
     for code, said in two_hosts((flags[0], flags[1]), tmp_path):

@@ -103,10 +103,7 @@ def test_a_run_learns_and_logs(stock: Job) -> None:
         "iteration        6/       6 | consumed samples:           48",
         f"validation loss at iteration 6: {stock.metrics[6]['validation_loss']:.4f} (ppl ",
         "done: 6 iterations, schedule: megatron-core's own 1F1B schedule",
-        "tokens per second",
         "of iteration 4 (",
-        f"  loss        {stock.metrics[6]['loss']:.4f} (last iteration), {stock.metrics[6]['validation_loss']:.4f} (validation)",
-        f"  checkpoint  {stock.checkpoints / 'iter_0000006'}",
     ):
         assert part in stock.said, stock.said
 
@@ -123,7 +120,7 @@ def test_the_baseline_is_traced_and_drawn(stock: Job) -> None:
     plan = Plan.from_json((folder / "plan-4.json").read_text())
     assert (plan.schedule, plan.num_ranks, plan.num_microbatches) == ("1f1b", 2, 4)
     (entry,) = json.loads((folder / "report.json").read_text())["iterations"]
-    assert f"  bubble      {entry['measured']['bubble_rate']:.1%} (iteration 4; " in stock.said
+    assert f"bubble: {entry['measured']['bubble_rate']:.1%} of iteration 4 (" in stock.said
     assert all(rank["measured"]["optimizer_ms"] > 0.0 for rank in entry["ranks"])
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert sum(event.get("cat") in ("F", "BW") for event in events) == 2 * 2 * 4

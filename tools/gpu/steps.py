@@ -70,7 +70,7 @@ class Machine:
 
     def model(self, *, is_large: bool, pipeline: int) -> tuple[str, ...]:
         """Flags of the model and the device."""
-        device = ("--distributed-backend", "gloo" if self.rehearses else "nccl", "--manual-gc")
+        device = ("--distributed-backend", "gloo" if self.rehearses else "nccl")
         hidden, heads, tokens = ("4096", "32", "4096") if is_large else ("2048", "16", "2048")
         if self.rehearses:
             hidden, heads, tokens = "32", "4", "32"

@@ -16,7 +16,7 @@ from megatron.zerobubble.flags.require import at_most, not_negative, one_of, pos
 from megatron.zerobubble.flags.targets import Target
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT
 from megatron.zerobubble.plan.registry import known_schedules, parse_max_pending_backward, schedule_info, schedule_spec
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
@@ -352,12 +352,13 @@ class ZeroBubbleConfig:
                 the schedule's own.
 
         Raises:
-            ConfigError: --zero-bubble-max-pending-backward is malformed, or the schedule does not support these sizes.
+            ConfigError: --zero-bubble-max-pending-backward is malformed, or the schedule does not support these sizes, or the
+                plan of the --zero-bubble-load-plan file is for other ones.
             PlanError: the --zero-bubble-load-plan file is not a plan.
         """
         if self.schedule == AUTO and memory_limit is None:
             memory_limit = AUTO_MEMORY_LIMIT
-        return schedule_spec(
+        spec = schedule_spec(
             self.family(num_chunks),
             num_ranks=num_ranks,
             num_chunks=num_chunks,
@@ -366,6 +367,13 @@ class ZeroBubbleConfig:
             shard_gradients=self.zero_bubble_shard_gradients,
             loaded_plan=self.plan,
         )
+        if self.plan is not None and self.plan.placement != spec.placement:
+            raise ConfigError(
+                f"--zero-bubble-load-plan {self.zero_bubble_load_plan}: the plan's stages are on ranks "
+                f"{_listed(self.plan.placement)}, those of schedule {self.schedule} on {num_ranks} pipeline ranks on "
+                f"{_listed(spec.placement)}; choose another schedule, pipeline size or plan"
+            )
+        return spec
 
     def max_pending_microbatches(self, *, num_ranks: int) -> int | None:
         """--zero-bubble-max-pending-backward in microbatches on `num_ranks` pipeline ranks; None if not given.
@@ -379,6 +387,10 @@ class ZeroBubbleConfig:
             return parse_max_pending_backward(self.zero_bubble_max_pending_backward, num_ranks)
         except ConfigError as error:
             raise ConfigError(f"--zero-bubble-max-pending-backward: {error}") from None
+
+
+def _listed(placement: Placement) -> str:
+    return f"{', '.join(map(str, placement.stage_to_rank))} ({placement.name} placement)"
 
 
 def _schedule_names() -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from megatron.zerobubble.mcore.post_validation.token_count import TokenCount
 from megatron.zerobubble.plan.ir import OpKind
 from megatron.zerobubble.runtime.watch import Watch
 from tests.optimizer.support import BASE
+from tests.support.after_each_op import after_each_op
 from tests.support.gpt import Case, Trainer, _destroy_groups
 from tests.support.ranks import RankPool
 
@@ -145,7 +146,7 @@ def _first_rank_steps_first(rank: int, case: Case) -> list[str | None]:
         if pipeline_rank == slowest and op == last_op:
             store.wait([f"{case} {iteration} {replica}" for replica in range(4 // case.num_ranks)], PATIENCE)
 
-    schedule.hooks.observe = wait
+    after_each_op(schedule, wait)
     watch = schedule.hooks.watch = Watch(torch.device("cpu"))
     total, reported = TokenCount.total, []
 

@@ -108,20 +108,6 @@ def test_a_foreign_format_is_named(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("common", "expected"),
-    [([1, 2], "the content of the common state is a list"), ({"header": "x"}, "the header of the common state is a str")],
-)
-def test_a_common_state_of_another_type_is_named(common: Any, expected: str, checkpoint: Path, tmp_path: Path) -> None:
-    torch.save(common, checkpoint / "common.pt")
-    with pytest.raises(CheckpointError, match=rf"common\.pt is damaged: {expected}, not a dict"):
-        inspect_checkpoint(checkpoint)
-    newer = write(tmp_path / "newer", {"weight": torch.ones(2), "common_state/shard_0_1": [common]})
-    (newer / "common.pt").unlink()
-    with pytest.raises(CheckpointError, match=rf"is damaged: {expected}, not a dict"):
-        inspect_checkpoint(newer)
-
-
-@pytest.mark.parametrize(
     ("place", "message"),
     [
         (".metadata", r"it contains posix\.mkdir"),
