@@ -130,7 +130,7 @@ def test_without_a_gpu_the_error_names_the_flag(script: Path, capsys: pytest.Cap
     assert "add --cpu before it" in text
 
 
-@pytest.mark.sampled(0.25, group="whole jobs")
+@pytest.mark.sampled(0.15, group="whole jobs")
 def test_a_rank_that_fails_ends_with_its_reason(tmp_path: Path) -> None:
     script = tmp_path / "fails.py"
     script.write_text(

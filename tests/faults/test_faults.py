@@ -69,7 +69,7 @@ def test_a_damaged_file_is_named(number: int, saved: Path, tmp_path: Path, capsy
     assert said.count("\n") == 1
 
 
-@pytest.mark.sampled(0.25, group="whole jobs")
+@pytest.mark.sampled(0.15, group="whole jobs")
 def test_a_damaged_checkpoint_is_not_loaded(saved: Path, tmp_path: Path) -> None:
     """Every rank would read it; the line that names the file is the last one."""
     folder = tmp_path / "job"

@@ -72,7 +72,7 @@ def stock(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     return folder, train([*JOB, *files])
 
 
-@pytest.mark.sampled(0.4, group="whole jobs")
+@pytest.mark.sampled(0.15, group="whole jobs")
 def test_zero_bubble_prints_the_losses_of_stock_1f1b(stock: tuple[Path, str], corpus: str, tmp_path: Path) -> None:
     """From the first iteration on, with optimistic steps. The MTP layer uses the head a second time, and W adds the two
     gradients one after the other: the unprinted digits agree to 1e-5."""
@@ -88,7 +88,7 @@ def test_zero_bubble_prints_the_losses_of_stock_1f1b(stock: tuple[Path, str], co
         assert mine == pytest.approx(yours, rel=1e-5)
 
 
-@pytest.mark.sampled(0.4, group="whole jobs")
+@pytest.mark.sampled(0.15, group="whole jobs")
 def test_a_checkpoint_continues_under_v(stock: tuple[Path, str], corpus: str, tmp_path: Path) -> None:
     """Saved by stock 1F1B, continued by ZBV, with the experts' bias: without it other experts would be chosen."""
     folder, _ = stock
@@ -139,7 +139,7 @@ def _assert_equal(ours: list[dict[str, float]], theirs: list[dict[str, float]], 
         assert mine == pytest.approx(yours, rel=rel), iteration
 
 
-@pytest.mark.sampled(0.4, group="whole jobs")
+@pytest.mark.sampled(0.15, group="whole jobs")
 def test_experts_and_an_mtp_layer_under_zbv_and_stock_1f1b(corpus: str, tmp_path: Path) -> None:
     """Tied embeddings, three router losses, optimistic steps. Stock 1F1B continues from iteration 2, where both have the same
     weights; gradients of the tied weight are summed in another order, which grows over the steps: 1e-4. Under the default --split

@@ -46,7 +46,7 @@ MEASURING += ["--zero-bubble-planning-seconds", "0.1"]
 NAMES = ("loss", "grad_norm", "validation_loss")
 
 
-@pytest.mark.sampled(0.4, group="whole jobs")
+@pytest.mark.sampled(0.15, group="whole jobs")
 def test_shared_sequences_train_as_whole_ones(corpus: str, tmp_path: Path) -> None:
     """megatron-core's 1F1B on shared sequences; there, too, a searched schedule with optimistic steps that are rolled back and a
     new plan; and its checkpoint, continued on whole sequences. Not the same bits: sums over a sequence are taken in two parts,
@@ -111,7 +111,7 @@ def unpipelined(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("num_ranks", "flags"),
     [(2, "--zero-bubble-v-schedule"), *(pytest.param(4, flags, marks=pytest.mark.slow) for flags in ON_FOUR)],
 )
-@pytest.mark.sampled(0.4, group="whole jobs")
+@pytest.mark.sampled(0.15, group="whole jobs")
 def test_a_pipeline_has_the_losses_of_the_model_without_one(
     num_ranks: int, flags: str, unpipelined: Path, corpus: str, tmp_path: Path
 ) -> None:
@@ -139,7 +139,7 @@ def test_torchs_attention_is_the_default() -> None:
     assert settings().model.attention_backend == "auto"
 
 
-@pytest.mark.sampled(0.4, group="whole jobs")
+@pytest.mark.sampled(0.15, group="whole jobs")
 def test_jobs_with_and_without_torchs_attention_learn_the_same(corpus: str, tmp_path: Path) -> None:
     """1e-5 after six steps: the sums of the softmax are made in another order. One job masks documents, as the data says."""
     zbv = ["--pipeline-model-parallel-size", "2", "--zero-bubble-v-schedule", "--reset-attention-mask"]

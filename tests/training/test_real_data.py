@@ -100,6 +100,7 @@ def test_a_killed_job_leaves_no_half_of_an_index(tmp_path: Path, corpus: str, mo
 
 
 @pytest.mark.claims("Long runs", "a dataset of which each host has its own copy", "works, losses bit for bit")
+@pytest.mark.sampled(0.25, group="two hosts")
 def test_a_host_with_its_own_copy_of_the_data_builds_its_own_indices(tmp_path: Path, corpus: str) -> None:
     """Two hosts with a rank each, of which none sees the other's directory; the losses are those of one host."""
     shared = [*RUN, *ZERO_BUBBLE, "--split", "80,20"]

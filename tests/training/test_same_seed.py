@@ -13,7 +13,7 @@ import pytest
 
 from tests.training.launch import TINY_BATCH, TINY_MODEL, metrics, train
 
-ITERATIONS = 50
+ITERATIONS = 25
 RUN = [*TINY_MODEL, "--num-layers", "8", *TINY_BATCH, "--lr", "1e-3", "--train-iters", ITERATIONS, "--eval-iters", "0"]
 RUN += ["--split", "100,0,0", "--clip-grad", "0"]
 NO_DROPOUT = ["--hidden-dropout", "0", "--attention-dropout", "0"]
@@ -60,13 +60,13 @@ def losses(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Losses:
 def test_a_pipeline_has_the_losses_of_the_model_without_one(losses: Losses) -> None:
     alone = losses(1, (*NO_DROPOUT,))
     assert len(alone) == ITERATIONS
-    assert alone[-1] < alone[0] - 0.5, "it learns, so that the weights matter"
+    assert alone[-1] < alone[0] - 0.2, "it learns, so that the weights matter"
     assert losses(STOCK[0], (*STOCK[1], *NO_DROPOUT)) == pytest.approx(alone, rel=1e-6)
 
 
 @pytest.mark.claims(
     "Planning and measuring",
-    "the same `--seed` under stock 1F1B, interleaved, ZB-H1, ZB-H2, ZBV, V-Half, p 2 and 4: 50 iterations, the same losses "
+    "the same `--seed` under stock 1F1B, interleaved, ZB-H1, ZB-H2, ZBV, V-Half, p 2 and 4: 25 iterations, the same losses "
     "bit for bit; p 1, TP 2, DP 2, clipped: 1e-6",
     "works",
 )

@@ -241,7 +241,7 @@ def two_hosts(flags: tuple[list[str], list[str]], folder: Path) -> list[tuple[in
     return [(code, (folder / f"{number}").read_text()) for number, code in enumerate(codes)]
 
 
-@pytest.mark.sampled(0.34, group="two hosts")
+@pytest.mark.sampled(0.25, group="two hosts")
 def test_each_of_two_hosts_ends_with_the_line(tmp_path: Path) -> None:
     ended = two_hosts(([*MOCK, "--lr", "0.5"], [*MOCK, "--lr", "0.25"]), tmp_path)
     texts = []
@@ -253,7 +253,7 @@ def test_each_of_two_hosts_ends_with_the_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [0, 1], ids=["the host of the rendezvous", "the other host"])
-@pytest.mark.sampled(0.34, group="two hosts")
+@pytest.mark.sampled(0.25, group="two hosts")
 def test_a_host_with_a_wrong_flag_ends_the_other_one(tmp_path: Path, wrong: int) -> None:
     """With its reason on both; the timeout of the job is far longer than this test's."""
     own = [*MOCK, "--distributed-timeout-minutes", "30"]
