@@ -30,7 +30,6 @@ from megatron.zerobubble.plan.communication import (
 from megatron.zerobubble.plan.dependencies import requirements, result_of
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
 from megatron.zerobubble.plan.registry import build_plan
-from megatron.zerobubble.plan.transforms import forward_only
 from megatron.zerobubble.plan.validate import validate
 from tests.support.plans import receive_buffers
 from tests.support.program_checker import check, check_posts, check_retires
@@ -85,25 +84,6 @@ def test_an_iteration_can_be_discarded_at_the_fence(name: str, p: int) -> None:
 
 
 # -- families of the registry -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("p", range(2, 7))
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.sampled(0.34)
-def test_every_family_keeps_its_promises(name: str, p: int) -> None:
-    for m in range(1, 2 * p + 2):
-        for plan in plans(name, p, m):
-            for lookahead in (None, 0, 1, 3):
-                program = place_communication(plan, lookahead=lookahead)
-                check(program)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_evaluation(name: str) -> None:
-    for p in range(2, 6):
-        plan = forward_only(build_plan(name, num_ranks=p, num_microbatches=2 * p))
-        program = place_communication(plan)
-        check(program)
 
 
 @pytest.mark.parametrize("p", range(2, 9))

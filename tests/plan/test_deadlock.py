@@ -65,9 +65,12 @@ def random_costs(placement: Placement, seed: int) -> CostModel:
 
 @pytest.mark.parametrize("name", [info.name for info in known_schedules()])
 @pytest.mark.sampled(0.23)
-def test_every_family_ends(name: str) -> None:
-    for plan in plans(name, 4 if name == "zb-w" else 8):
-        assert stuck_ranks(place_communication(plan)) == (), plan.to_text()
+def test_every_family_keeps_the_promises_of_a_program_and_ends(name: str) -> None:
+    for number, plan in enumerate(plans(name, 4 if name == "zb-w" else 8)):
+        program = place_communication(plan)
+        check(program)
+        assert stuck_ranks(program) == (), plan.to_text()
+        check(place_communication(plan, lookahead=(0, 1, 3)[number % 3]))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
