@@ -27,6 +27,7 @@ pytestmark = pytest.mark.claims(
     "Precision and the optimizer",
     "fp32, bf16, fp16; main gradients in fp32 or the weights' precision; constant and dynamic loss scale with overflows",
     "works, bit for bit",
+    also=("mcore/test_pairwise.py",),
 )
 
 
@@ -116,19 +117,6 @@ def test_clipping(four_ranks: RankPool, base: Case) -> None:
 FIRST_SCALE = 2.0**30
 """Overflows in every gradient."""
 BF16, FP16 = torch.bfloat16, torch.float16
-
-
-@pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=str)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(BF16, 0.0), (FP16, 2.0**-10)])
-@pytest.mark.sampled(0.25)
-def test_main_gradients_in_the_weights_precision(four_ranks: RankPool, base: Case, dtype: torch.dtype, tolerance: float) -> None:
-    """Every addition is rounded to 16 bits on both sides, microbatch by microbatch in one order. In fp16 the smallest numbers
-    have fewer bits, and dividing by the number of data-parallel replicas (2, and 4 in the reference) loses some: a last bit,
-    2^-10."""
-    case = replace(base, dtype=dtype, reduce_in_fp32=False, adam_eps=1.0)
-    for difference in four_ranks.run(compare, case):
-        assert max(difference.gradients, difference.weights) <= tolerance, difference
-        assert difference.losses <= 10 * tolerance, difference
 
 
 @pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=str)
