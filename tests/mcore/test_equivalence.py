@@ -241,7 +241,6 @@ def test_sequence_parallel_is_tensor_parallel(four_ranks: RankPool, base: Case) 
     "tensor parallel 2; B's tensor-parallel all-reduce overlaps with a deferred wgrad GEMM (in flight on gloo; time on a GPU "
     "not measured)",
     "works, bit for bit",
-    also=("wgrad/test_sharing.py",),
 )
 @pytest.mark.parametrize("case", [TP_ZBV, TP_ZB_H2, sequence_parallel(TP_ZBV)], ids=str)
 @pytest.mark.sampled(0.33)
