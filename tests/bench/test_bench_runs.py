@@ -242,17 +242,6 @@ def test_ranks_that_srun_started_need_no_torchrun(tmp_path: Path) -> None:
     assert set(rows(tmp_path)["zb-h1"]["seconds"]) == {"0", "1"}
 
 
-@pytest.mark.sampled(0.15, group="whole jobs")
-def test_a_contender_that_fails_is_a_row(tmp_path: Path) -> None:
-    """There is no GPU to run on, which each rank finds out when it begins the block."""
-    flags = ["--contenders", "zb-h1,zbv", "--rounds", "3", "--timed-iters", "1", "--distributed-backend", "nccl"]
-    result = bench(tmp_path, *flags)
-    assert result.returncode == 1
-    assert "zb-h1, round 1: failed: --distributed-backend nccl needs a GPU per rank" in result.stderr
-    assert "zbv: --distributed-backend nccl needs a GPU per rank" in result.stdout
-    assert "no contender has ended a block; the ranks' output is in" in result.stdout
-
-
 def test_wrong_flags_are_one_line_before_any_rank_starts() -> None:
     start = [
         sys.executable,

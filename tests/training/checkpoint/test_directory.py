@@ -151,17 +151,6 @@ def errors(done: Any) -> list[str]:
     return [line for line in done.stderr.splitlines() if line.startswith("error: ")]
 
 
-def test_a_save_directory_that_a_host_does_not_see_is_refused_before_a_model_is_built(tmp_path: Path, hosts: list[Path]) -> None:
-    done = run(tmp_path, "--save", "checkpoints")
-    assert done.returncode != 0
-    (line,) = errors(done)
-    assert "--save checkpoints" in line
-    assert f"{os.uname().nodename} (rank 1): No such file or directory" in line
-    assert "directory that all hosts share" in line
-    assert "model:" not in done.stdout
-    assert list((hosts[0] / "checkpoints").iterdir()) == []
-
-
 def test_hosts_save_by_a_link_and_do_not_load_what_one_of_them_does_not_see(tmp_path: Path, hosts: list[Path]) -> None:
     """Whether files are verified or not."""
     (tmp_path / "shared").mkdir()
