@@ -18,8 +18,7 @@ import torch.distributed as dist
 from megatron.zerobubble.profiling.profiler import Profiler
 from megatron.zerobubble.training.models import mcore_config
 from megatron.zerobubble.wgrad import sharing
-from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, addmm_accumulate
-from tests.support.gpt import Case, Tensors, Trainer, assert_near, assert_same_bits, compare, unpipelined
+from tests.support.gpt import Case, Tensors, Trainer, assert_near, assert_same_bits, compare
 from tests.support.ranks import RankPool
 from tests.training.test_arguments import settings
 
@@ -156,40 +155,6 @@ def steps_of(case: Case, initial: Tensors | None = None) -> tuple[list[float], T
     after = trainer.snapshot()
     trainer.close()
     return scales, before, after
-
-
-@pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
-@pytest.mark.sampled(0.25)
-def test_kernels_that_accumulate_inside(four_ranks: RankPool, base: Case, dtype: torch.dtype) -> None:
-    """As fused kernels on a GPU: the wgrad GEMM accumulates in the fp32 main gradient before rounding. In fp32 only the order of
-    the sum differs; in bf16 a result that the reference rounds to 8 bits is not rounded: 2^-8 of it."""
-    tolerance = 1e-5 if dtype is torch.float32 else 2.0**-7
-    for error, num_gemms in four_ranks.run(with_addmm, replace(base, dtype=dtype, num_steps=1)):
-        assert 0 < error < tolerance if dtype is BF16 else error < tolerance
-        assert num_gemms > 0
-
-
-def with_addmm(rank: int, case: Case) -> tuple[float, int]:
-    """Largest difference of a gradient, relative to its largest entry, and the number of GEMMs that the kernel ran."""
-    initial, expected = unpipelined(case.unpipelined)
-    trainer = Trainer(case, initial)
-    assert trainer.built.store is not None
-    shapes = []
-
-    def accumulate(accumulator: torch.Tensor, grad_output: torch.Tensor, input_: torch.Tensor) -> None:
-        assert accumulator.dtype is torch.float32
-        assert input_.dtype is case.dtype
-        shapes.append(accumulator.shape)
-        addmm_accumulate(accumulator, grad_output.float(), input_.float())  # the CPU has no addmm of mixed dtypes
-
-    trainer.built.store.kernel = WgradKernel(KernelKind.ADDMM, accumulate)
-    actual = trainer.train().gradients
-    trainer.close()
-    errors = [
-        float((actual[name] - expected.gradients[name]).abs().max() / expected.gradients[name].abs().max()) for name in actual
-    ]
-    return max(errors), len(shapes)
 
 
 @pytest.mark.parametrize(
