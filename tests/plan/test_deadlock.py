@@ -69,7 +69,7 @@ def test_every_family_keeps_the_promises_of_a_program_and_ends(name: str) -> Non
     for number, plan in enumerate(plans(name, 4 if name == "zb-w" else 8)):
         program = place_communication(plan)
         check(program)
-        assert stuck_ranks(program) == (), plan.to_text()
+        assert stuck_ranks(program) == (), plan
         check(place_communication(plan, lookahead=(0, 1, 3)[number % 3]))
 
 
@@ -101,7 +101,7 @@ def test_any_valid_plan_ends_with_any_costs(placement: Placement, num_microbatch
     plan = random_plan(placement, num_microbatches, seed)
     program = place_communication(plan, costs=random_costs(placement, seed))
     check(program)
-    assert stuck_ranks(program) == (), plan.to_text()
+    assert stuck_ranks(program) == (), plan
 
 
 @settings(max_examples=10)

@@ -14,7 +14,8 @@ from tests.training.launch import ROOT, TINY_BATCH, TINY_MODEL, launch, metrics
 pytestmark = pytest.mark.claims(
     "Layers",
     "whole jobs in FP8 with delayed scaling and Transformer Engine's Adam: ZB-H1 is saved, and continues under ZB-H1 and on "
-    "one rank without a pipeline, with the scales and their histories (`make test-slow`)",
+    "one rank without a pipeline, with the scales and their histories; ZBV, also with optimistic steps, with tensorwise "
+    "scaling (`make test-slow`)",
     "works, the losses bit for bit (norms without a pipeline 1e-5)",
 )
 
@@ -34,7 +35,9 @@ ENGINE += [
 ]
 ENGINE += ["--untie-embeddings-and-output-weights"]  # the gradient of tied ones is a sum in another order
 DELAYED = ["--fp8-amax-history-len", "4", "--fp8-amax-compute-algo", "max"]
+TENSORWISE = ["--fp8-recipe", "tensorwise"]
 H1 = ["--pipeline-model-parallel-size", "2", "--enable-zero-bubble"]
+ZBV = ["--pipeline-model-parallel-size", "2", "--zero-bubble-v-schedule"]
 LEAVE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 """Transformer Engine 2.20 asks for leave to load what it pickled itself: the scales and their histories."""
 
@@ -53,12 +56,15 @@ class Run:
         }
 
 
+def _saved(folder: Path, flags: list[Any]) -> tuple[Path, Run]:
+    checkpoints = folder / "checkpoints"
+    return checkpoints, Run(folder, [*flags, "--save", checkpoints, "--save-interval", "2"], 2)
+
+
 @pytest.fixture(scope="module")
 def saved(engine_wheel: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
     """ZB-H1 with a checkpoint after two of four iterations."""
-    folder = tmp_path_factory.mktemp("engine")
-    checkpoints = folder / "checkpoints"
-    return checkpoints, Run(folder, [*H1, *DELAYED, "--save", checkpoints, "--save-interval", "2"], 2)
+    return _saved(tmp_path_factory.mktemp("engine"), [*H1, *DELAYED])
 
 
 @pytest.mark.parametrize(("flags", "num_ranks"), [(H1, 2), ([], 1)], ids=["zb-h1", "no pipeline"])
@@ -85,3 +91,15 @@ def test_without_leave_to_load_scales_the_reason_is_one_line(saved: tuple[Path, 
     assert done.returncode != 0
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("pretrain.py: error:") or "error: /" in line]
     assert LEAVE in line
+
+
+@pytest.mark.slow
+def test_v_and_optimistic_steps(engine_wheel: None, tmp_path: Path) -> None:
+    """With tensorwise scaling; delayed scales of two chunks advance with the forwards of both."""
+    checkpoints, whole = _saved(tmp_path / "zb-h1", [*H1, *TENSORWISE])
+    loaded = [*ZBV, *TENSORWISE, "--load", checkpoints, "--ckpt-step", "2"]
+    found = Run(tmp_path / "zbv", loaded, 2)
+    assert [found.results[iteration][0] for iteration in (3, 4)] == [whole.results[iteration][0] for iteration in (3, 4)]
+    clipped = [*loaded, "--clip-grad", "1e-2"]
+    optimistic = Run(tmp_path / "optimistic", [*clipped, "--enable-optimizer-post-validation"], 2)
+    assert optimistic.results == Run(tmp_path / "synchronous", clipped, 2).results
