@@ -22,7 +22,8 @@ HOSTS_FAULTS ?= 60
 PLAYGROUND ?=
 SOURCES := megatron tools tests pretrain_gpt.py
 
-PYTEST  := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
+# Files begin in the order of tests/conftest.py, the longest first, and not those with the most tests
+PYTEST  := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 QUICK   := not gpu and not multi_gpu and not slow
 
 .DEFAULT_GOAL := help
