@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.cli.progress_bar import track
@@ -26,7 +24,7 @@ from megatron.zerobubble.plan.planner import make_plan
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from megatron.zerobubble.plan.simulate import Simulation, simulate
-from tools.benchmarks.reports import PUBLISHED, Row, markdown_table, mean_and_range, write_json
+from tools.benchmarks.reports import PUBLISHED, Row, markdown_table, mean_and_range, run_report
 
 FORMAT = "zerobubble-interleaved-benchmark/1"
 VIRTUAL_STAGES = (2, 4, 8)
@@ -121,28 +119,17 @@ the number of rows with a shorter makespan. Every row is in [interleaved.json](d
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison."""
-    parser = Parser(
-        prog="python -m tools.benchmarks.interleaved",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="python -m tools.benchmarks.interleaved", description=__doc__, formatter_class=raw)
     parser.add_argument("--rows", help="rows of published.json, counted from 0 and separated by commas (default: all)")
     parser.add_argument("--effort", choices=[each.value for each in Effort], default="fast", help="as for zerobubble plan")
-    parser.add_argument("--json", metavar="FILE", help="write the report as JSON")
-    parser.add_argument("--markdown", metavar="FILE", help="write the report as a page; - prints it (the default)", default="-")
-    args = parser.parse_args(argv)
-    configs = read_configs(str(PUBLISHED), args.rows)
-    todo = [(config, factor) for factor in LINKS for config in configs]
-    effort = Effort(args.effort)
-    rows = [compared(config, factor, effort) for config, factor in track(todo, "rows")]
-    report = {"format": FORMAT, "effort": args.effort, "rows": rows}
-    if args.json:
-        write_json(report, args.json)
-    if args.markdown == "-":
-        sys.stdout.write(markdown(report))
-    else:
-        Path(args.markdown).write_text(markdown(report), encoding="utf-8")
-    return 0
+
+    def measured(args: argparse.Namespace) -> Row:
+        configs, effort = read_configs(str(PUBLISHED), args.rows), Effort(args.effort)
+        todo = [(config, factor) for factor in LINKS for config in configs]
+        return {"effort": args.effort, "rows": [compared(config, factor, effort) for config, factor in track(todo, "rows")]}
+
+    return run_report(parser, argv, FORMAT, measured, markdown)
 
 
 if __name__ == "__main__":
