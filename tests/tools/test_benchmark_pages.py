@@ -86,6 +86,20 @@ def test_readme_says_what_the_results_say() -> None:
     assert "With four and eight virtual stages the lead at 1F1B's memory is 0 to 6 %" in readme
 
 
+def test_long_sequences_change_the_answer_because_w_is_small() -> None:
+    """Simulated again for m = 16; README says the same."""
+    rows = {(row["m"], row["seq_length"]): row for row in REPORT["lengths"]}
+    assert list(rows) == [(m, s) for m in interleaved.MICROBATCHES for s in interleaved.LENGTHS]
+    assert interleaved.long_sequences(16, 131072, interleaved.Effort.FAST) == rows[16, 131072]
+    over = {key: row["v=4"] / row["zbv@1"] for key, row in rows.items()}
+    assert all(over[m, s] < 1 for m in interleaved.MICROBATCHES for s in (1024, 4096))
+    assert all(over[m, 32768] == pytest.approx(1, abs=0.003) for m in interleaved.MICROBATCHES)
+    longest = sorted(over[m, 131072] for m in interleaved.MICROBATCHES)
+    assert max(rows[m, 131072]["zbv@0.5"] for m in interleaved.MICROBATCHES) < 1
+    readme = " ".join((DOCS.parents[1] / "README.md").read_text(encoding="utf-8").split())
+    assert f"at 128k the latter is {longest[0]:.2f} to {longest[-1]:.2f} times as fast" in readme
+
+
 def test_the_page_of_layouts_is_that_of_the_results() -> None:
     body = json.loads((DOCS / "data" / "layouts.json").read_text(encoding="utf-8"))
     assert layouts.markdown(body) == (DOCS / "layouts.md").read_text(encoding="utf-8")
