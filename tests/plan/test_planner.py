@@ -50,8 +50,9 @@ def auto(monkeypatch: pytest.MonkeyPatch, costs_of: CostsOf, limit: float | None
     """The result of `auto`, and its searches in order as (schedule, limit, share of the budget)."""
     searched: Searched = []
 
-    def build(spec: ScheduleSpec, *arguments: Any, options: SearchOptions, **others: Any) -> Any:
+    def build(spec: ScheduleSpec, *arguments: Any, options: SearchOptions | None = None, **others: Any) -> Any:
         if spec.name in planner._SEARCHED:
+            assert options is not None
             assert options.memory_limit is not None
             searched.append((spec.name, options.memory_limit, options.budget / BUDGET))
         return plan_of(spec, *arguments, options=options, **others)
