@@ -196,3 +196,9 @@ def test_what_others_read_of_the_repository_is_current() -> None:
     (hooks,) = (each["hooks"] for each in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"])
     lint = (ROOT / "Makefile").read_text().partition("\nlint:")[2].partition("\n\n")[0]
     assert {hook["entry"].split()[0].rpartition("/")[2] for hook in hooks} == set(re.findall(r"\$\(BIN\)/([\w-]+)", lint))
+
+
+def test_the_readme_is_short() -> None:
+    """At most 900 words, without the addresses of links."""
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(" ".join(line for line in lines if not re.match(r"\[[^]]+\]: ", line)).split()) <= 900
