@@ -67,9 +67,8 @@ def iteration(row: Row, num_ranks: int, num_microbatches: int) -> Row:
 
 def between_passes(costs: CostModel) -> CostModel:
     """Costs where a rank waits for its messages before it goes on, instead of computing beside them."""
-    later = ({name: tuple(value + costs.comm_ms for value in getattr(costs, name))} for name in ("forward_ms", "backward_ms"))
-    forward, backward = later
-    return replace(costs, comm_ms=0.0, **forward, **backward)
+    forward, backward = (tuple(each + costs.comm_ms for each in times) for times in (costs.forward_ms, costs.backward_ms))
+    return replace(costs, comm_ms=0.0, forward_ms=forward, backward_ms=backward)
 
 
 def stock(p: int, m: int, chunks: int, costs_of: CostsOf, *, is_between: bool = False) -> float:
