@@ -74,7 +74,8 @@ class ZeroBubbleConfig:
     profiling and search."""
     zero_bubble_p2p_max_ctas: int | None = None
     """Most CTAs (thread blocks) of a transfer between stages on NCCL: what a waiting receive takes from the kernels beside it.
-    Default: NCCL's choice."""
+    Give a power of two; NCCL rounds others up. Default: 4 if all ranks are on one host, otherwise NCCL's choice (by a model, not
+    run on a GPU: docs/benchmarks/gpu_model.md)."""
     zero_bubble_save_plan: str | None = field(default=None, metadata={"metavar": "FILE"})
     """JSON file to write the last plan of the run to, with the costs it was made for. Read it with zerobubble show."""
     zero_bubble_load_plan: str | None = field(default=None, metadata={"metavar": "FILE"})
