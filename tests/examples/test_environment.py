@@ -41,7 +41,7 @@ def test_on_gpus_the_environment_is_set(cluster: Cluster) -> None:
     environment = started(cluster, GPUS="4")
     assert [environment.get(name) for name in VARIABLES] == ["EAGER", "expandable_segments:True", "32", "16", "16", "4"]
     arguments = " ".join(cluster.rank_arguments(None))
-    assert "--distributed-backend nccl --bf16 --manual-gc --manual-gc-interval 100" in arguments
+    assert "--distributed-backend nccl --bf16" in arguments
 
 
 def test_what_the_user_has_set_stays(cluster: Cluster) -> None:

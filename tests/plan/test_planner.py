@@ -174,7 +174,6 @@ def test_an_order_without_a_search(request: tuple[str, int, int, Placement, Cost
     assert simulation.span_ms >= bound.span_ms * (1 - 1e-9)
     assert simulation.makespan_ms >= bound.makespan_ms * (1 - 1e-9)
     assert Plan.from_json(plan.to_json()) == plan
-    assert Plan.from_text(plan.to_text(), placement=placement, schedule=name, num_microbatches=m) == plan
 
 
 def test_the_schedules_we_know() -> None:

@@ -67,7 +67,7 @@ def iteration(row: Row, num_ranks: int, num_microbatches: int) -> Row:
 
 def between_passes(costs: CostModel) -> CostModel:
     """Costs where a rank waits for its messages before it goes on, instead of computing beside them."""
-    forward, backward = (tuple(each + costs.comm_ms for each in times) for times in (costs.forward_ms, costs.backward_ms))
+    forward, backward = (tuple(value + costs.comm_ms for value in each) for each in (costs.forward_ms, costs.backward_ms))
     return replace(costs, comm_ms=0.0, forward_ms=forward, backward_ms=backward)
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.bounds.schedule_bound import Bound, lower_bound
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import check_at_least_one, check_size, plan_of, schedule_spec
@@ -69,6 +69,13 @@ class Result:
     """For `auto`: the best of the other schedules that were tried; None if the lower bounds rule all of them out."""
     above_limit: Simulation | None = None
     """For `auto`: 1F1B or interleaved 1F1B, if it is faster by 1 % or more and only the memory limit rules it out."""
+
+    @staticmethod
+    def of(plan: Plan, costs: CostModel, memory_limit: float | None = None) -> Result:
+        """A plan under its costs, with the lower bound under a memory limit; None: under the plan's own peak memory."""
+        simulation = simulate(plan, costs)
+        limit = max(simulation.peak_memory) if memory_limit is None else memory_limit
+        return Result(simulation, lower_bound(plan.placement, plan.num_microbatches, costs, limit))
 
     @property
     def name(self) -> str:
@@ -152,8 +159,7 @@ def hand_written(spec: ScheduleSpec, num_microbatches: int, costs_of: CostsOf, o
         plan = plan_of(spec, num_microbatches)
     else:
         plan = MicrobatchPlanner(spec, num_microbatches, options=replace(options, budget=ITERATION_BUDGET)).plan(costs)
-    simulation = simulate(plan, costs)
-    return Result(simulation, lower_bound(plan.placement, num_microbatches, costs, max(simulation.peak_memory)))
+    return Result.of(plan, costs)
 
 
 def pareto(
@@ -187,9 +193,7 @@ def _one(spec: ScheduleSpec, num_microbatches: int, costs_of: CostsOf, options: 
         half = replace(options, budget=0.5 * options.budget)
         planner = MicrobatchPlanner(spec, num_microbatches, costs=costs, options=half, base_options=half)
         plan = planner.plan(costs)
-    simulation = simulate(plan, costs)
-    limit = max(simulation.peak_memory) if options.memory_limit is None else options.memory_limit
-    return Result(simulation, lower_bound(plan.placement, num_microbatches, costs, limit))
+    return Result.of(plan, costs, options.memory_limit)
 
 
 def _auto(num_ranks: int, num_microbatches: int, costs_of: CostsOf, options: SearchOptions) -> Result:

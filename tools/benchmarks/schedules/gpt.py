@@ -9,6 +9,7 @@ ranks that hold embedding and head, which makes no difference as the two are not
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron.zerobubble.mcore.build import build_chunks
 from megatron.zerobubble.mcore.cpu.device import HostDevice
+from megatron.zerobubble.mcore.microbatches.iteration_plans import UnequalOptions
 from megatron.zerobubble.mcore.model.stage_layout import pipeline_layout
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
@@ -82,7 +84,9 @@ class GPTContender:
             built = build_chunks(self._provide, config=self._config, ddp_config=ddp_config, spec=self._spec)
             self._chunks, self._store = built.chunks, built.store
             self._optimizer = get_megatron_optimizer(_optimizer_config(), self._chunks)
-        self._schedule = PipelineSchedule(self._spec, self._chunks, store=built.store, config=self._config)
+        self._schedule = PipelineSchedule(
+            self._spec, self._chunks, store=built.store, config=self._config, unequal=self._unequal_options()
+        )
         self._schedule.recordings.every = 1
 
     def iterate(self, num_microbatches: int) -> None:
@@ -91,8 +95,7 @@ class GPTContender:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
-        tokens, labels = (each.to(self._host.device) for each in text(self._sizes, num_microbatches))
-        iterators = [zip(tokens.chunk(num_microbatches), labels.chunk(num_microbatches), strict=True) for _ in self._chunks]
+        iterators = [self._batches(num_microbatches) for _ in self._chunks]
         self._losses = self._schedule.forward_backward_func(
             forward_step_func=self._forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
@@ -109,6 +112,11 @@ class GPTContender:
         """The ops of the last iteration on the host's clock; empty for megatron-core's own schedules."""
         return self._schedule.recorder.timed_ops()
 
+    @property
+    def schedule(self) -> PipelineSchedule:
+        """The schedule that runs the iterations."""
+        return self._schedule
+
     def loss(self) -> float | None:
         """Mean loss of the last iteration on the rank with the last stage, otherwise None."""
         return sum(float(loss["loss"]) for loss in self._losses) / len(self._losses) if self._losses else None
@@ -116,6 +124,10 @@ class GPTContender:
     def close(self) -> None:
         """Destroy the schedule's process groups. Every rank must call it."""
         self._schedule.close()
+
+    def _unequal_options(self) -> UnequalOptions | None:
+        """How microbatches of unequal length are planned; None: they are equal."""
+        return None
 
     def _set_num_chunks(self) -> None:
         """Set the number of chunks per rank in megatron-core's global state, which its stock schedules read."""
@@ -133,6 +145,10 @@ class GPTContender:
             share_embeddings_and_output_weights=False,
             vp_stage=vp_stage,
         )
+
+    def _batches(self, num_microbatches: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        tokens, labels = (each.to(self._host.device) for each in text(self._sizes, num_microbatches))
+        return zip(tokens.chunk(num_microbatches), labels.chunk(num_microbatches), strict=True)
 
     def _forward_step(self, iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
         tokens, labels = next(iterator)
