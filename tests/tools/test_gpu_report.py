@@ -20,7 +20,7 @@ from tools.gpu.runner import Status, run
 from tools.gpu.steps import Machine, Step, hour, markdown
 
 ROOT = Path(__file__).parents[2]
-EIGHT = Machine(num_ranks=8, has_transformer_engine=True)
+EIGHT = Machine(num_ranks=8, has_fp8=True)
 
 
 def step(name: str, code: str = "", *, num_gpus: int = 1, minutes: float = 1, program: str | None = None) -> Step:
@@ -130,7 +130,7 @@ def test_every_file_with_a_gpu_test_is_in_a_step() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
 def test_steps_have_files_of_their_own_and_fewer_gpus_get_fewer_steps(num_ranks: int) -> None:
-    steps = hour(Machine(num_ranks=num_ranks, has_transformer_engine=True))
+    steps = hour(Machine(num_ranks=num_ranks, has_fp8=True))
     files = [each.files for each in steps]
     assert len(set(files)) == len(files)
     for word in (word for each in steps for word in each.command):

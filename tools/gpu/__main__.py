@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rehearse", action="store_true", help="run every step with tiny sizes on the CPU")
     args = parser.parse_args(argv)
     if args.what == "steps":
-        print(markdown(hour(Machine(num_ranks=8, has_transformer_engine=True))))
+        print(markdown(hour(Machine(num_ranks=8, has_fp8=True))))
         return 0
     num_gpus = machine.num_gpus()
     if not num_gpus and not args.rehearse:
@@ -49,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _machine(args: argparse.Namespace, num_gpus: int) -> Machine:
     if args.rehearse:
-        return Machine(num_ranks=_REHEARSED_RANKS, has_transformer_engine=False, rehearses=True)
-    return Machine(num_ranks=num_gpus, has_transformer_engine=machine.imports("transformer_engine.pytorch"))
+        return Machine(num_ranks=_REHEARSED_RANKS, has_fp8=False, rehearses=True)
+    return Machine(num_ranks=num_gpus, has_fp8=machine.has_fp8())
 
 
 def report_on(steps: Sequence[Step], out: Path, *, num_gpus: int, minutes: float = 60.0, rehearses: bool = False) -> int:

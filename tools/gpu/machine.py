@@ -34,12 +34,19 @@ def imports(name: str) -> bool:
     return subprocess.run(command, capture_output=True, timeout=120, check=False).returncode == 0
 
 
+def has_fp8() -> bool:
+    """Whether Transformer Engine imports and every GPU computes in FP8."""
+    capable = all(torch.cuda.get_device_capability(each) >= (8, 9) for each in range(num_gpus()))
+    return capable and imports("transformer_engine.pytorch")
+
+
 def missing(root: Path) -> Iterator[str]:
     """What would make steps slower, leave them out or let them fail, each with what to do."""
     if num_gpus() and not torch.distributed.is_nccl_available():
         yield "NCCL in this torch: install one that is built for CUDA"
     for name, why in (
         ("transformer_engine.pytorch", "layers are megatron-core's own, and nothing runs in FP8"),
+        ("pytest_timeout", "tests fail: pip install pytest pytest-timeout hypothesis"),
         ("fused_weight_gradient_mlp_cuda", "W adds by torch (apex --wgrad, not needed with Transformer Engine)"),
     ):
         if not imports(name):
