@@ -107,6 +107,7 @@ def test_long_sequences_change_the_answer_because_w_is_small() -> None:
     assert all(over[m, s] < 1 for m in interleaved.MICROBATCHES for s in (1024, 4096))
     assert all(over[m, 32768] == pytest.approx(1, abs=0.003) for m in interleaved.MICROBATCHES)
     longest = sorted(over[m, 131072] for m in interleaved.MICROBATCHES)
+    assert rows[16, 131072]["verdict"] in interleaved.PAGE.read_text(encoding="utf-8")
     assert max(rows[m, 131072]["zbv@0.5"] for m in interleaved.MICROBATCHES) < 1
     assert longest[0] > 1
     assert "at 128k tokens and more, where W is short and interleaved 1F1B with v = 4 wins" in README
@@ -161,6 +162,12 @@ def test_measurements_of_others_are_within_the_tolerance() -> None:
     assert published_gpu.markdown(MEASURED) == (DOCS / "published_gpu.md").read_text(encoding="utf-8")
     between = [row for row in MEASURED["gains"] if row["contender"] == published_gpu.BETWEEN]
     assert (len(MEASURED["iterations"]), len(ZERO_BUBBLE), len(between)) == (16, 42, 12)
+    page = (DOCS / "published_gpu.md").read_text(encoding="utf-8")
+    beyond = [row for row in MEASURED["gains"] if abs(published_gpu.deviation(row)) > 0.06]
+    assert len(beyond) == 6 == page.count("- interleaved 1F1B, ")
+    for row in beyond:
+        deviation = f"{100 * published_gpu.deviation(row):+.1f} %"
+        assert f"- interleaved 1F1B, {row['model']}, p = {row['p']}, m = {row['m']}: {deviation}" in page
     for rows, tolerance in ((MEASURED["iterations"], 0.02), (ZERO_BUBBLE, 0.06), (between, 0.06)):
         assert max(abs(published_gpu.deviation(row)) for row in rows) <= tolerance
     longest, gain = (max(abs(published_gpu.deviation(row)) for row in rows) for rows in (MEASURED["iterations"], ZERO_BUBBLE))

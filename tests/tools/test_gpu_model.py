@@ -79,7 +79,7 @@ def test_a_norm_that_needs_all_sms_waits_for_every_transfer_and_hangs_where_rece
 
 def test_the_page_has_the_table_and_the_chosen_default_is_the_best() -> None:
     page = (ROOT / "docs" / "benchmarks" / "gpu_model.md").read_text(encoding="utf-8")
-    assert gpu_model.table(REPORT) in page
+    assert gpu_model.markdown(REPORT) == page
     for sweep in ("CTAs of a transfer", "CTAs, 10 GB/s each"):
         rows = [row for row in REPORT["rows"] if row["sweep"] == sweep]
         for name, _ in CONTENDERS:

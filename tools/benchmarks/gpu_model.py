@@ -14,7 +14,7 @@ and the program is the one that runs: the plan, and its receives where `place_co
 objective of the planner. What it is used for: the defaults of `--zero-bubble-p2p-max-ctas` and of the margins in
 `examples/gpu_environment.sh`.
 
-  python -m tools.benchmarks.gpu_model --json docs/benchmarks/data/gpu_model.json
+  python -m tools.benchmarks.gpu_model --json docs/benchmarks/data/gpu_model.json --markdown docs/benchmarks/gpu_model.md
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from megatron.zerobubble.plan.communication import Message, Program, place_commu
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import OpKind
 from megatron.zerobubble.plan.registry import build_plan
-from tools.benchmarks.reports import Row, markdown_table, run_report
+from tools.benchmarks.reports import ROOT, Row, markdown_table, run_report, with_tables
 from tools.benchmarks.wgrad.shapes import LayerShape, shape_named
 
 FORMAT = "zerobubble-gpu-model-benchmark/1"
+PAGE = ROOT / "docs" / "benchmarks" / "gpu_model.md"
 CONTENDERS = (("1f1b", None), ("interleaved-1f1b", 4), ("zb-h1", None), ("zbv", None))
 LAUNCHES = {OpKind.F: 51, OpKind.B: 71, OpKind.W: 4, OpKind.BW: 79}
 """Kernels per layer of Llama-3-8B, counted on FakeTensors of a CUDA device: megatron-core's local layers, torch's attention."""
@@ -317,22 +318,22 @@ def measure(args: argparse.Namespace) -> Row:
     return {"rows": rows}
 
 
-def table(report: Row) -> str:
-    """The report as the table of the page."""
+def markdown(report: Row) -> str:
+    """The page with the table of the report."""
     lines, names = [], [name for name, _ in CONTENDERS]
     for row in report["rows"]:
         costs = [f"{100 * (row['ms'][name] / row['free_ms'][name] - 1):+.1f}" for name in names]
         lead = f"{row['ms']['interleaved-1f1b'] / row['ms']['zbv']:.3f}"
         lines.append([row["sweep"], row["label"], *costs, lead])
     heads = ("what", "value", *(f"{name}, %" for name in names), "ZBV over interleaved")
-    return "\n".join(markdown_table(heads, lines))
+    return with_tables(PAGE, [markdown_table(heads, lines)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all cases."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="python -m tools.benchmarks.gpu_model", description=__doc__, formatter_class=raw)
-    return run_report(parser, argv, FORMAT, measure, table)
+    return run_report(parser, argv, FORMAT, measure, markdown)
 
 
 if __name__ == "__main__":

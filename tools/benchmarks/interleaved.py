@@ -25,9 +25,10 @@ from megatron.zerobubble.plan.planner import AUTO, Result, make_plan
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from megatron.zerobubble.plan.simulate import Simulation, simulate
-from tools.benchmarks.reports import PUBLISHED, Row, markdown_table, mean_and_range, run_report
+from tools.benchmarks.reports import PUBLISHED, ROOT, Row, markdown_table, mean_and_range, run_report, with_tables
 
 FORMAT = "zerobubble-interleaved-benchmark/1"
+PAGE = ROOT / "docs" / "benchmarks" / "interleaved.md"
 VIRTUAL_STAGES = (2, 4, 8)
 LIMITS = (1.0, 0.75)
 LINKS = (1.0, 4.0, 16.0)
@@ -114,7 +115,7 @@ def _measures(spans: Simulation, makespans: Simulation) -> dict[str, float]:
 
 
 def markdown(report: Row) -> str:
-    """The report as a page."""
+    """The page with the tables of the report."""
     rows = report["rows"]
     lines = []
     for limit, factor, chunks in itertools.product(LIMITS, LINKS, VIRTUAL_STAGES):
@@ -133,53 +134,7 @@ def markdown(report: Row) -> str:
         cells += [f"{row[name]:.2f}" for name in ("v=2", "v=4", "zbv@1")]
         lengths.append([*cells, f"{row['zbv@1'] / row['v=4']:.2f}", f"{row['zbv@0.5']:.2f}", row["auto"]])
     columns = ("m", "s", "W / F", "v = 2", "v = 4", "ZBV", "ZBV over v = 4", "ZBV at half memory", "`auto` at 1F1B's memory")
-    page = [_INTRODUCTION, *markdown_table(heads, lines), "", _LONG, *markdown_table(columns, lengths), "", _VERDICT]
-    return "\n".join([*page, "```", report["lengths"][len(LENGTHS) - 1]["verdict"], "```", ""])
-
-
-_INTRODUCTION = """\
-# Against interleaved 1F1B
-
-Interleaved 1F1B is what most people run. Here it is next to ZBV on the 21 published sets of profiled times
-([published.json](data/published.json): arXiv 2401.10241, tables 8 and 9). Everything is **simulated**; a real run
-pays what links and kernels really cost ([Compare with 1F1B](../comparing.md)).
-
-```
-python -m tools.benchmarks.interleaved --json docs/benchmarks/data/interleaved.json \\
-    --markdown docs/benchmarks/interleaved.md
-```
-
-- **Makespan** is the iteration time with the synchronous optimizer, **span** the one with post-validation. ZBV is
-  planned for each. Interleaved 1F1B is one order; with megatron-core's optimizer its makespan is what counts.
-- **Links**: a message takes the published time, or 4 or 16 times as long. Interleaving with v virtual stages sends
-  about v times as many messages as 1F1B, a V a little fewer than v = 2. The simulator delays the op that waits for a
-  message, never the rank that sends it.
-
-How many times as fast ZBV is, and what it takes: mean over the rows, smallest to largest in parentheses; *faster on* is
-the number of rows with a shorter makespan. Every row is in [interleaved.json](data/interleaved.json).
-"""
-
-
-_LONG = """\
-## Long sequences
-
-All 21 published rows have s = 1,024. Attention has no weights and so no W: with longer sequences F and B grow, W does
-not, and less is left to fill the bubble with. Here F = sbh(24h + 4s), B = sbh(24h + 8s) and W = sbh(24h) FLOPs per
-layer (arXiv 2401.10241, table 1), h = 8192, p = 8, free links, the synchronous optimizer, plans with `--effort fast`.
-How many times as fast as 1F1B each is:
-"""
-
-_VERDICT = """\
-- **Up to 4k** ZBV at 1F1B's memory is the fastest of these, and at half of it 1.01 to 1.16 times as fast as 1F1B.
-- **At 32k** ZBV and interleaved 1F1B with v = 4 are equal; ZBV takes 1F1B's memory, v = 4 1.22 times that. Half of
-  1F1B's memory costs up to 7 % of its speed.
-- **At 128k do not expect it to pay**: W takes 0.27 of F, interleaved 1F1B with v = 4 is the fastest where 1.22 times
-  1F1B's memory fits, and V schedules at half of the memory are slower than 1F1B. What a zero-bubble schedule is worth
-  there is memory: ZBV takes that of 1F1B and is still faster.
-
-`auto` finds this for your own times, in `zerobubble plan` and in a run after profiling: where interleaved 1F1B would be
-faster and only the memory limit rules it out, it says so. m = 16, s = 128k:
-"""
+    return with_tables(PAGE, [markdown_table(heads, lines), markdown_table(columns, lengths)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

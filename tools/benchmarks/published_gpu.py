@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron.zerobubble.cli.parser import Parser
@@ -30,11 +30,11 @@ from megatron.zerobubble.plan.planner import CostsOf, make_plan
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from megatron.zerobubble.plan.simulate import Simulation, simulate
-from tools.benchmarks.reports import PUBLISHED, ROOT, Row, markdown_table, mean_and_range, run_report
-from tools.docs.wrap import wrapped
+from tools.benchmarks.reports import PUBLISHED, ROOT, Row, markdown_table, mean_and_range, run_report, with_tables
 
 FORMAT = "zerobubble-published-gpu-benchmark/1"
 FACTS = ROOT / "docs" / "benchmarks" / "data" / "published_gpu.json"
+PAGE = ROOT / "docs" / "benchmarks" / "published_gpu.md"
 ITERATION, GAIN = 0.02, 0.06
 """Largest deviations that are within our tolerance: of an iteration of 1F1B, and of a gain over it."""
 OURS = {
@@ -163,15 +163,8 @@ def _cell(row: Row | None) -> str:
     return "" if row is None else f"{row['measured']:.3f} / {row['simulated']:.3f} ({_percent(deviation(row))})"
 
 
-def named(rows: Sequence[Row], tolerance: float, label: Callable[[Row], str]) -> list[str]:
-    """Each row whose deviation is above the tolerance."""
-    far = [f"- {label(row)}: {_percent(deviation(row))}" for row in rows if abs(deviation(row)) > tolerance]
-    return far or ["- none"]
-
-
 def markdown(report: Row) -> str:
-    """The report as a page."""
-    facts = json.loads(FACTS.read_text(encoding="utf-8"))
+    """The page with the tables of the report."""
     iterations, found, guessed = (report[name] for name in ("iterations", "gains", "assumed"))
     uneven = []
     for row in iterations:
@@ -189,59 +182,15 @@ def markdown(report: Row) -> str:
     for row in guessed:
         m = f"{row['m']}{'' if row['is_m_published'] else ' (assumed)'}"
         others.append([row["source"], row["model"], str(row["p"]), m, row["contender"], _cell(row)])
-    lines = [
-        _INTRODUCTION,
-        *("## Iterations of 1F1B", "", facts["vocabulary_parallelism"]["setup"] + ".", ""),
-        *markdown_table(("vocabulary", "sequence", "layers", "measured, ms", "simulated, ms", "deviation"), uneven),
-        *("", f"Deviations above {100 * ITERATION:.0f} %:", ""),
-        *named(iterations, ITERATION, lambda row: f"{row['vocabulary']}, {row['sequence']}, {row['contender']}"),
-        *("", "## Gains over 1F1B", "", _GAINS, ""),
-        *markdown_table(("schedule", "rows", "deviation, %: mean (smallest to largest)"), summary),
-        *("", f"Deviations above {100 * GAIN:.0f} %:", ""),
-        *named(found, GAIN, lambda row: f"{row['contender']}, {row['model']}, p = {row['p']}, m = {row['m']}"),
-        *("", "Measured / simulated (deviation):", "", *markdown_table(("model", "p", "m", *CONTENDERS), models)),
-        *("", "## Without published passes", "", _ASSUMED, ""),
-        *markdown_table(("source", "model", "p", "m", "schedule", "gain: measured / simulated (deviation)"), others),
-        *("", "## Sources", "", *(f"- `{name}`: {body['source']}." for name, body in facts.items() if name != "about"), ""),
-    ]
-    return wrapped("\n".join(lines))
-
-
-_INTRODUCTION = """\
-# Measured by others, simulated by us
-
-**Nothing of this project has run on a GPU.** Others have published what they measured on theirs; here our simulator
-is held against it. It shows how far a *simulated* number of these pages is from a GPU, where passes and links take
-the times that it is given. It shows nothing about our executor: these are other runtimes, other kernels, other code.
-Not simulated: schedules that this project does not have (vocabulary parallelism, offloading).
-
-```
-python -m tools.benchmarks.published_gpu --json docs/benchmarks/data/published_gpu_simulated.json \\
-    --markdown docs/benchmarks/published_gpu.md
-```
-
-A deviation is measured over simulated, less 1. A test holds iterations of 1F1B to 2 %, and gains over 1F1B to 6 %:
-those of interleaved 1F1B with messages between passes.
-"""
-
-_GAINS = """\
-Ratios of published throughputs, against ratios of our simulated times: the span for zero-bubble schedules, whose
-authors ran post-validation, the makespan for the others. Measured gains are below the simulated ones nearly
-everywhere. The simulator has no optimizer step, which takes the same time under every schedule, and its sends and
-receives slow down no kernel; how much of the deviation each of them is was not measured.
-
-Interleaved 1F1B is there twice. The simulator lets messages travel beside passes, and then its gain is up to 8 % too
-large. The measurements fit if every rank waits for its messages between its passes, so that each F and B of a stage
-takes a message longer: with v virtual stages there are v times as many. What a run pays depends on how its transfers
-overlap with its passes."""
-
-_ASSUMED = """\
-F = B = W and free links, the makespan. Where the number of microbatches is not published, it is the multiple of p
-with which the first interleaved 1F1B comes closest to its measured gain. **Nothing is held to a tolerance here**:
-these rows show what a simulator gets wrong without the passes. V-Min's bubble grows when F, B and W differ, which F =
-B = W hides: with the passes of the 1.5B model it is larger than 1F1B's ([published.json](data/published.json)). The
-last three measured gains are above the simulated ones by more than the reading of the figure explains (about 3.5 %);
-we do not know why."""
+    return with_tables(
+        PAGE,
+        [
+            markdown_table(("vocabulary", "sequence", "layers", "measured, ms", "simulated, ms", "deviation"), uneven),
+            markdown_table(("schedule", "rows", "deviation, %: mean (smallest to largest)"), summary),
+            markdown_table(("model", "p", "m", *CONTENDERS), models),
+            markdown_table(("source", "model", "p", "m", "schedule", "gain: measured / simulated (deviation)"), others),
+        ],
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -89,6 +90,16 @@ def run_report(
 def markdown_table(heads: Sequence[str], lines: Iterable[Iterable[str]]) -> list[str]:
     """The lines of a Markdown table."""
     return [f"| {' | '.join(line)} |" for line in (heads, ["---"] * len(heads), *lines)]
+
+
+def with_tables(page: Path, tables: Iterable[Sequence[str]]) -> str:
+    """The text of a page, whose prose is written by hand, with its tables replaced by those that have the same heads."""
+    text = page.read_text(encoding="utf-8")
+    for table in tables:
+        start = text.index(f"{table[0]}\n")
+        end = start + len("".join(itertools.takewhile(lambda line: line.startswith("|"), text[start:].splitlines(True))))
+        text = text[:start] + "".join(f"{line}\n" for line in table) + text[end:]
+    return text
 
 
 def mean_and_range(values: Sequence[float], form: str = ".2f") -> str:
