@@ -51,7 +51,7 @@ def missing(root: Path) -> Iterator[str]:
     ):
         if not imports(name):
             yield f"{name}: {why}"
-    if not imports("megatron.zerobubble.plan.search._core"):
+    if not imports("megatron.zerobubble.plan.search.native"):
         yield "the planner's compiled core: pip install -e . --no-deps --no-build-isolation; searches are slow without it"
     if shutil.which("nsys") is None:
         yield "nsys: the last step is left out"

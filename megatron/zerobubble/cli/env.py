@@ -18,7 +18,7 @@ __all__ = ["described", "main"]
 
 _PACKAGES = ("megatron-core", "transformer-engine", "apex", "flash-attn", "numpy", "matplotlib")
 _PREFIXES = ("CUDA_", "NCCL_", "TORCH_", "PYTORCH_", "NVTE_", "ZERO_BUBBLE")
-_CORE = "megatron.zerobubble.plan.search._core"
+_CORE = "megatron.zerobubble.plan.search.native"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
