@@ -16,7 +16,7 @@ from tests.support.fake_tensors.cases import CASES, Case
 pytestmark = pytest.mark.skipif(guard.compiler() is None, reason="no C++ compiler for the device of FakeTensors")
 
 ON_HOST = ("core/tensor_parallel/random.py:fork", "core/transformer/moe/")
-"""Where megatron-core makes tensors on the host: a check of its random state, and the numbers of tokens per expert."""
+"""Where megatron-core makes tensors on the host: a check of its random state, and the sizes of what experts get."""
 
 
 @pytest.mark.claims(
@@ -38,8 +38,8 @@ def test_passes_launch_hold_and_read_no_more_than_planned(case: Case) -> None:
         assert ops["B"]["kernels"] + ops["W"]["kernels"] <= ops["BW"]["kernels"], stage
         assert ops["W"]["kernels"] == ops["W"]["gemms"], "a W is GEMMs and nothing else"
         for kind in "FBW":
-            reads = [read for read in ops[kind]["reads"] if kind != "F" or not read.startswith(case.reads or ("none",))]
-            assert reads == [], (stage, kind)
+            allowed = case.reads if kind == "F" or (kind == "B" and "--recompute-granularity full" in case.others) else ()
+            assert set(ops[kind]["reads"]) <= set(allowed), (stage, kind)
             assert [made for made in ops[kind]["elsewhere"] if not any(f" at {each}" in made for each in ON_HOST)] == []
     assert ran["reads_around"] == {}
     assert sum(ran["reads_in_step"].values()) == 1, "all statistics at once"

@@ -27,7 +27,7 @@ EXPERTS = (
 )
 
 _ALWAYS = (
-    "--bf16 --attention-dropout 0 --micro-batch-size 1 --init-by-rank --mock-data --eval-iters 0 --lr 1e-4 "
+    "--attention-dropout 0 --micro-batch-size 1 --init-by-rank --mock-data --eval-iters 0 --lr 1e-4 "
     "--train-iters 10 --tokenizer-type NullTokenizer --zero-bubble-watchdog-seconds 0 --no-gradient-accumulation-fusion"
 )
 
@@ -53,7 +53,7 @@ class Case:
     others: str = ""
     """More flags."""
     reads: tuple[str, ...] = ()
-    """What the host may read in passes, by the start of its text."""
+    """What the host may read in F, and in B where F is recomputed."""
 
     @property
     def world_size(self) -> int:
@@ -73,13 +73,13 @@ class Case:
             f"--pipeline-model-parallel-size {self.num_ranks} --tensor-model-parallel-size {self.tensor_parallel} "
             f"--context-parallel-size {self.context_parallel} "
             f"--global-batch-size {self.num_microbatches * self.data_parallel} --zero-bubble-schedule {self.schedule} "
-            f"{_ALWAYS} {self.others}"
+            f"{_ALWAYS} {self.others} {'' if '--fp16' in self.others else '--bf16'}"
         ).split()
 
     @property
     def fused(self) -> Case:
         """The same with the full backward (BW) in place of B and W, in the same placement."""
-        return replace(self, schedule={"zb-h1": "1f1b", "zbv": "1f1b-v"}[self.schedule])
+        return replace(self, schedule="1f1b-v" if self.schedule in ("zbv", "v-half") else "1f1b")
 
 
 _FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -110,6 +110,19 @@ CASES = [
         others=f"--sequence-parallel {_REPLICAS}",
     ),
     Case(name="Llama-3-8B, full recomputation", model=LLAMA_8B, others=_FULL),
+    Case(
+        name="Llama-3-8B, V-Half, fp16, post-validation, recomputed core attention",
+        model=LLAMA_8B,
+        schedule="v-half",
+        others="--fp16 --enable-optimizer-post-validation --recompute-granularity selective",
+    ),
+    Case(
+        name="Llama-3-8B, ZB-H2, the mask of documents",
+        model=LLAMA_8B,
+        schedule="zb-h2",
+        rank=0,
+        others="--reset-attention-mask --reset-position-ids",
+    ),
     Case(
         name="Llama-3-8B, 32k, context parallel 4",
         model=LLAMA_8B,

@@ -130,7 +130,7 @@ class FakeDevice(TorchDispatchMode):
                 continue
             if tensor.device == DEVICE:
                 self._add(storage)
-            elif not func.is_view:
+            elif not func.is_view and tensor.dim():  # else a number
                 self.counts.elsewhere[f"{name} on {tensor.device} at {_place()}"] += 1
         return result
 

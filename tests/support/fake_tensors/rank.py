@@ -143,4 +143,6 @@ def _microbatches(settings: Any) -> Iterator[dict[str, torch.Tensor]]:
     """As the data loader yields them, on the host."""
     shape = settings.batch.micro_batch_size, settings.model.seq_length
     numbers = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "labels", "position_ids")}
+    if settings.data.reset_attention_mask:
+        numbers["attention_mask"] = torch.zeros(shape[0], 1, shape[1], shape[1], dtype=torch.bool)
     return itertools.repeat(numbers | {"loss_mask": torch.ones(shape)})
