@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from megatron.zerobubble.mcore.ddp.wrap import start_first_gathers
+from megatron.zerobubble.mcore.model.dispatchers import token_dispatchers
 from megatron.zerobubble.mcore.post_validation.rewind import Rewind
 from megatron.zerobubble.mcore.post_validation.token_count import TokenCount
 from megatron.zerobubble.mcore.stage_work import ChunkWork, Iteration
@@ -82,6 +83,7 @@ class IterationRunner:
     ) -> None:
         self._spec = spec
         self._chunks = chunks
+        self._dispatchers = [token_dispatchers(chunk) for chunk in chunks]
         self._store = store
         self._config = config
         self._links = links
@@ -157,6 +159,7 @@ class IterationRunner:
             self._device,
             wgrad_group_size=self._spec.shard_gradients or 1,
             on_counted=None if token_count is None else token_count.send,
+            dispatchers=self._dispatchers,
         )
 
     def _executor(self, program: Program, work: ChunkWork, recorder: Recorder | None, hooks: IterationHooks) -> Executor:

@@ -3,10 +3,10 @@
 Forward and backward of one microbatch are megatron-core's own `forward_step` and `backward_step`. They take and return tensors,
 and never communicate along the pipeline.
 
-Memory is freed as early as in stock 1F1B. A stage's output is needed only for its grad_fn once it has been passed to the send, so
-with `config.deallocate_pipeline_outputs` its data is dropped at once; the alias that is sent keeps the storage alive until the
-send has completed. The stage's input is freed after its B (the model, which keeps its last input, is made to drop it), and the
-saved tensors of a wgrad GEMM after its W.
+Memory is freed as early as in stock 1F1B. A stage's output is needed only for its grad_fn once it has been passed to the send,
+so with `config.deallocate_pipeline_outputs` its data is dropped at once; the alias that is sent keeps the storage alive until
+the send has completed. The stage's input is freed after its B (the model, which keeps its last input, is made to drop it, and
+so are dispatchers of experts), and the saved tensors of a wgrad GEMM after its W.
 
 With expert parallelism, F and B of a stage contain collectives between data-parallel replicas of the pipeline; W never does. All
 replicas run the same plan and, with post-validation, come to the same verdicts; docs/adr/0013 shows why that cannot deadlock.
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.mcore.compat import backward_step
 from megatron.zerobubble.mcore.model.aux_loss_scale import set_auxiliary_scales
+from megatron.zerobubble.mcore.model.dispatchers import drop_graphs
 from megatron.zerobubble.mcore.model.rng import ChunkStreams
 from megatron.zerobubble.plan.communication import Message, Payload
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement
@@ -67,6 +68,7 @@ class ChunkWork:
         device: of activations and gradients.
         wgrad_group_size: number of microbatches whose Ws run together; they must be adjacent in the plan.
         on_counted: called with `num_tokens` once it is complete, behind the last F of the last stage.
+        dispatchers: the `token_dispatchers` of each chunk; None: there are none.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class ChunkWork:
         *,
         wgrad_group_size: int = 1,
         on_counted: Callable[[Tensor], None] | None = None,
+        dispatchers: Sequence[Sequence[Any]] | None = None,
     ) -> None:
         self._chunks = chunks
         self._chunk_of = [placement.chunk_of(stage) for stage in range(placement.num_stages)]
@@ -92,6 +95,7 @@ class ChunkWork:
         self._device = device
         self._wgrad_group_size = wgrad_group_size
         self._on_counted = on_counted
+        self._dispatchers = dispatchers or [()] * len(chunks)
         self._inflight: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         self._streams = ChunkStreams(0 if iteration.forward_only else len(chunks), device)
         self._sync: list[_GradSync] = []
@@ -158,6 +162,7 @@ class ChunkWork:
             return None
         # Otherwise the model keeps its input until its next F, and with it, after B, the input's gradient.
         get_attr_wrapped_model(self._chunks[chunk], "set_input_tensor")([None])
+        drop_graphs(self._dispatchers[chunk])
         if op.stage == self._last_stage:
             self.num_tokens += num_tokens
             if last and self._on_counted is not None:
@@ -213,6 +218,7 @@ class ChunkWork:
         self._store.begin(chunk, op.microbatch, fused=op.kind is OpKind.BW)
         grad = self._backward_step(activation, output, gradient, config=self._config)
         self._store.end()
+        drop_graphs(self._dispatchers[chunk])  # of a recomputed F
         if last and op.kind is OpKind.B:  # its W is still to come
             self._sync[chunk].forbid()
         return grad

@@ -79,7 +79,7 @@ class WeightGradStore:
             for entry in entries:
                 for tensor in (entry.grad_output, entry.input):
                     storage = tensor.untyped_storage()
-                    storages[storage.data_ptr()] = storage.nbytes()
+                    storages[storage._cdata] = storage.nbytes()
         return sum(storages.values())
 
     def begin(self, chunk: int, microbatch: int, *, fused: bool) -> None:
