@@ -18,6 +18,7 @@ from megatron.zerobubble.bench.comparison_report import markdown, summary, to_js
 from megatron.zerobubble.bench.speed_ups import Idle, Outcome, Table, interval, speed_up
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.playground.__main__ import DEFAULT_PORT
 from megatron.zerobubble.playground.opened_files import open_file
 
 MIB = 2**20
@@ -184,6 +185,7 @@ def test_the_page_has_the_verdict_on_top_and_opens_the_playground(tmp_path: Path
     assert page.index("zbv is 2.00 times as fast as a&lt;b") < page.index("<table>")
     assert "prefers-color-scheme:dark" in page
     link = html.unescape(re.findall(r"href='([^']+)'", page)[0])
+    assert link.startswith(f"http://127.0.0.1:{DEFAULT_PORT}/?")
     state = parse_qs(urlsplit(link).query)
     assert {name: state[name] for name in ("p", "m", "c")} == {"p": ["2"], "m": ["6"], "c": ["0.5"]}
     assert [len(each.split("_")) for each in state["t"][0].split("~")] == [4] * 5
