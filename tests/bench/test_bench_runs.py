@@ -67,8 +67,8 @@ def rows(folder: Path) -> dict[str, Any]:
 def test_it_ends_with_a_table_and_files(done: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     result, folder = done
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "| contender | ms/iteration | 95 %" in result.stdout
-    assert "2 rounds, 2 timed iterations per block" in result.stdout
+    assert "speed-up [95 %]" in result.stdout
+    assert "2 rounds, 2 timed iterations per block" in (folder / "bench.md").read_text()
     assert {each.name for each in folder.iterdir()} == {"bench.md", "bench.json", "bench.html", "bench.png", "logs"}
     assert "zbv+pv, round 1: " in result.stderr
     assert "left] stock-1f1b, round 2:" in result.stderr
@@ -91,12 +91,17 @@ def test_what_is_measured_and_predicted(done: tuple[subprocess.CompletedProcess[
         row = found[name]
         assert row["predicted_ms"] > 0
         assert 0 <= row["predicted_bubble"] < 1
+        idle = row["idle"]
+        assert 0 <= idle["share"] < 1
+        assert idle["imbalance"] + idle["schedule"] + idle["waiting"] == pytest.approx(idle["share"])
         assert row["activation_bytes"] > 0
         assert row["state_bytes"] > 0
         assert row["allocated_bytes"] is None, "the CPU has no allocator that counts"
         assert row["predicted_activation_bytes"] == pytest.approx(row["activation_bytes"], rel=0.5)
     assert found["stock-1f1b"]["speed_up"]["value"] == 1.0
     assert found["auto"]["ran"] is not None
+    uses = [found[name]["use"] for name in ("stock-1f1b", "auto", "interleaved-1f1b:8")]
+    assert uses == ["", "--zero-bubble-schedule auto", ""], "nothing is added, or it cannot run"
     assert found["interleaved-1f1b:8"]["failure"].startswith("--num-layers 8")
 
 
@@ -118,7 +123,8 @@ def test_of_documents_nothing_is_claimed_that_differs_by_iteration(tmp_path: Pat
 
 def test_the_page_shows_every_contender(done: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     page = (done[1] / "bench.html").read_text()
-    assert page.count("bubble") >= 3
+    assert page.count("idle ") >= 3
+    assert "zerobubble playground" in page
     for name in ("stock-1f1b: ", "zbv+pv: measured", "auto: measured"):
         assert name in page
 
@@ -160,6 +166,8 @@ def test_a_script_runs_unedited_under_every_contender(tmp_path: Path) -> None:
         assert row["tokens_per_s"] == pytest.approx(4 * 2 * 32 / row["ms"]["value"] * 1000)
     assert found["auto"]["ran"] == "zb"
     assert found["zbv+pv"]["note"] == f"with {_CHUNKS}"
+    flags = "--zero-bubble-schedule zbv --enable-optimizer-post-validation"
+    assert found["zbv+pv"]["use"] == f"zerobubble run {flags} {_SCRIPT[1]} ... {_CHUNKS}"
 
 
 @pytest.mark.sampled(0.15, group="whole jobs")
@@ -219,7 +227,7 @@ def test_an_interrupted_comparison_reports_what_it_has(tmp_path: Path) -> None:
     rest, _ = job.communicate(timeout=60)
     output = "".join(lines) + rest
     assert "interrupted: this is what was measured so far" in output
-    assert "| zb-h1 |" in rest, output
+    assert "| zb-h1 " in rest, output
     assert len(rows(tmp_path)["zb-h1"]["seconds"]) >= 1
 
 

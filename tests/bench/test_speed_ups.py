@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import random
 import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from megatron.zerobubble.bench.comparison_report import markdown, to_json
-from megatron.zerobubble.bench.speed_ups import Outcome, Table, interval, speed_up
+from megatron.zerobubble.bench.comparison_report import markdown, summary, to_json, write
+from megatron.zerobubble.bench.speed_ups import Idle, Outcome, Table, interval, speed_up
+from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.playground.__main__ import DEFAULT_PORT
+from megatron.zerobubble.playground.opened_files import open_file
 
 MIB = 2**20
 
@@ -90,6 +98,8 @@ def test_the_verdict_names_the_fastest_with_its_memory() -> None:
     fast = outcome("zbv", *(each / 1.25 for each in QUIET), state_bytes=8 * MIB, activation_bytes=1 * MIB)
     slow = outcome("v-half", *(each / 1.1 for each in QUIET))
     assert table(base, slow, fast).verdict() == "zbv is 1.25 times as fast as stock-1f1b at 0.90 times its memory."
+    fast.use = "--zero-bubble-schedule zbv"
+    assert table(base, slow, fast).verdict().endswith("times its memory. use: --zero-bubble-schedule zbv")
 
 
 def test_the_verdict_knows_when_interleaving_would_do_as_well() -> None:
@@ -150,11 +160,44 @@ def test_losses_are_compared_after_the_same_iterations() -> None:
     assert "differ by 4.0e-02: stock-1f1b 2.500000, zbv 2.600000" in table(base, other).same_losses()
 
 
-def test_the_table_names_failures_and_leaves_empty_columns_out() -> None:
+def test_a_terminal_gets_eight_columns_and_the_verdict_last() -> None:
+    idle = Idle(share=0.2, imbalance=0.12, schedule=0.05, waiting=0.03)
+    fast = outcome("zbv", 1.0, 1.01, 0.99, state_bytes=3 * MIB, activation_bytes=2 * MIB, idle=idle, use="--flag")
+    text = summary(table(outcome("stock-1f1b", *QUIET), fast))
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[:4]]
+    assert rows[0] == [
+        *("contender", "ms [95 %]", "speed-up [95 %]", "predicted", "tokens/s/GPU", "peak GiB", "idle", "same loss?"),
+    ]
+    assert [len(row) for row in rows] == [8] * 4
+    assert rows[3][0] == "zbv"
+    assert rows[3][2].startswith("2 [")
+    assert rows[3][-2:] == ["20.0%", "yes"]
+    assert "Under zbv the mean rank is idle for 12% of the passes" in text
+    assert text.endswith("use: --flag\n")
+
+
+def test_the_page_has_the_verdict_on_top_and_opens_the_playground(tmp_path: Path) -> None:
+    """Its address holds what static/js/state.js reads, and bench.json opens as a file."""
+    costs = CostModel.uniform(Placement.v(2), forward_ms=2.0, backward_ms=2.0, wgrad_ms=1.0, comm_ms=0.5)
+    found = table(outcome("a<b", *QUIET), outcome("zbv", 1.0, 1.01, 0.99), baseline="a<b", num_microbatches=6)
+    files = write(tmp_path, replace(found, costs=costs.to_json()), {"device": "CPU"}, [], title="Compared")
+    page = (tmp_path / "bench.html").read_text()
+    assert page.index("zbv is 2.00 times as fast as a&lt;b") < page.index("<table>")
+    assert "prefers-color-scheme:dark" in page
+    link = html.unescape(re.findall(r"href='([^']+)'", page)[0])
+    assert link.startswith(f"http://127.0.0.1:{DEFAULT_PORT}/?")
+    state = parse_qs(urlsplit(link).query)
+    assert {name: state[name] for name in ("p", "m", "c")} == {"p": ["2"], "m": ["6"], "c": ["0.5"]}
+    assert [len(each.split("_")) for each in state["t"][0].split("~")] == [4] * 5
+    opened = open_file((tmp_path / "bench.json").read_bytes())
+    assert (opened["kind"], opened["num_ranks"], opened["num_microbatches"]) == ("costs", 2, 6)
+    assert tmp_path / "bench.png" in files
+
+
+def test_the_table_names_failures() -> None:
     text = markdown(table(outcome("stock-1f1b", *QUIET), Outcome(name="zbv", failure="CUDA out of memory")), {"date": "today"})
     lines = text.splitlines()
-    assert "bubble" not in lines[0], "nothing of it is known"
-    assert lines[3].split("|")[1:3] == [" zbv ", " failed "]
+    assert [cell.strip() for cell in lines[5].split("|")[1:3]] == ["zbv", "failed"]
     assert "zbv: CUDA out of memory" in lines
     assert "- date: today" in lines
 

@@ -178,7 +178,8 @@ def _programs(contenders: Sequence[Contender], job: Job, num_iterations: int, ou
     for contender in contenders:
         outcome = outcomes[contender.text]
         try:
-            programs[contender.text], outcome.note = job.under(contender, num_iterations=num_iterations)
+            program, outcome.note = job.under(contender, num_iterations=num_iterations)
+            programs[contender.text], outcome.use = program, program.use(contender)
         except UserError as error:
             outcome.failure = " ".join(str(error).split())
     return programs

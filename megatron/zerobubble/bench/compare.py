@@ -20,9 +20,9 @@ import torch
 from megatron.zerobubble.bench.bench_options import Options
 from megatron.zerobubble.bench.bench_progress import BenchProgress
 from megatron.zerobubble.bench.block import BlockRequest, BlockResult
-from megatron.zerobubble.bench.comparison_report import can_draw, markdown, write
+from megatron.zerobubble.bench.comparison_report import can_draw, summary, write
 from megatron.zerobubble.bench.contenders import Contender
-from megatron.zerobubble.bench.predictions import FirstBlock, interleaved_ms, panels, predict
+from megatron.zerobubble.bench.predictions import FirstBlock, interleaved_ms, measured_costs, panels, predict
 from megatron.zerobubble.bench.speed_ups import Table
 from megatron.zerobubble.bench.workers import BlockFailure, Interrupted, Workers
 from megatron.zerobubble.job.launch import Launch
@@ -81,7 +81,7 @@ class _Comparison:
             if self._first and number + 1 < self._options.rounds and self._launch.rank == 0:
                 self._write()
                 if number == 0:
-                    self._progress.say("after one round:\n\n" + markdown(self._table(), {}))
+                    self._progress.say("after one round:\n\n" + summary(self._table()))
 
     def _block(self, contender: Contender, number: int) -> None:
         options, name = self._options, contender.text
@@ -123,6 +123,7 @@ class _Comparison:
         job, firsts = self._options.job, list(self._first.values())
         predict(firsts, self._outcomes, job)
         sizes = next((block.result.sizes for block in firsts), None)
+        costs = measured_costs(firsts, job)
         return Table(
             outcomes=list(self._outcomes.values()),
             baseline=self._options.baseline,
@@ -130,7 +131,9 @@ class _Comparison:
             num_ranks=self._launch.world_size,
             num_cores=os.cpu_count() if self._device() == "CPU" else None,
             pipeline_size=1 if sizes is None else sizes.pipeline,
+            num_microbatches=1 if sizes is None else sizes.num_microbatches,
             interleaved=interleaved_ms(firsts, job),
+            costs=None if costs is None else costs.to_json(),
             loss_causes=job.loss_causes,
         )
 
@@ -166,7 +169,7 @@ class _Comparison:
                 self._progress.say("interrupted: this is what was measured so far")
             if has_result:
                 files = self._write()
-                sys.stdout.write(markdown(self._table(), self._about()) + "\n")
+                sys.stdout.write(summary(self._table()) + "\n")
                 if not can_draw():
                     sys.stdout.write("no chart: matplotlib is not installed\n")
                 sys.stdout.write("written: " + ", ".join(map(str, files)) + "\n")

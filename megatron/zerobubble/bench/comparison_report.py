@@ -1,20 +1,21 @@
-"""The comparison as text: a table in Markdown, JSON, a bar chart and a page with all timelines on one axis."""
+"""The comparison as text: a table in Markdown, JSON, a picture and a page with all timelines on one axis."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from html import escape
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 from megatron.zerobubble.bench.speed_ups import Estimate, Row, Table
 from megatron.zerobubble.files import replace_text
 from megatron.zerobubble.plan.render.svg import Panel, render_svg
 
-__all__ = ["FORMAT", "can_draw", "markdown", "to_json", "write"]
+__all__ = ["FORMAT", "can_draw", "markdown", "summary", "to_json", "write"]
 
 FORMAT = "zerobubble-bench/1"
 
@@ -23,6 +24,9 @@ _FACTS = (
     "memory_ratio",
 )
 """Numbers of a row that follow from others."""
+_IDLE_PARTS = ("imbalance", "schedule", "waiting")
+_PLAYGROUND = "http://127.0.0.1:8321/"
+"""Where `zerobubble playground` listens by default."""
 
 
 def can_draw() -> bool:
@@ -31,54 +35,71 @@ def can_draw() -> bool:
 
 
 def markdown(table: Table, about: Mapping[str, Any]) -> str:
-    """The table, the verdict, and what was measured.
+    """The verdict, both tables, and what was measured.
 
     Args:
         table: the comparison.
-        about: a line per entry below the verdict.
+        about: a line per entry at the end.
     """
-    rows = [_cells(row) for row in table.rows]
-    names = [name for name in rows[0] if name == "contender" or any(cells[name] != "-" for cells in rows)]
-    lines = [[_heading(name) for name in names], ["---"] + ["---:"] * (len(names) - 1)]
-    lines += [[cells[name] for name in names] for cells in rows]
-    text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-    remarks = [f"{row.outcome.name}: {row.outcome.failure}" for row in table.rows if row.outcome.failure is not None]
-    remarks += [f"{row.outcome.name}: {row.outcome.note}" for row in table.rows if row.outcome.note is not None]
-    parts = [text, table.verdict(), table.noise(), table.same_losses(), *remarks]
-    parts += ["\n".join(f"- {name}: {value}" for name, value in about.items())]
+    facts = "\n".join(f"- {name}: {value}" for name, value in about.items())
+    return _joined(table.verdict(), _columns(table, _cells), _columns(table, _details), *_remarks(table), facts)
+
+
+def summary(table: Table) -> str:
+    """For a terminal: what decides in eight columns, and the verdict last."""
+    return _joined(_columns(table, _cells), *_remarks(table), table.verdict())
+
+
+def _joined(*parts: str) -> str:
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _heading(name: str) -> str:
-    return "95 %" if name.startswith("95 %") else name
+def _remarks(table: Table) -> list[str]:
+    """Paragraphs."""
+    said = [
+        (row.outcome.name, each) for row in table.rows for each in (row.outcome.failure, row.outcome.note) if each is not None
+    ]
+    return [table.noise(), table.same_losses(), table.imbalance(), *(f"{name}: {each}" for name, each in said)]
+
+
+def _columns(table: Table, cells_of: Callable[[Row], dict[str, str]]) -> str:
+    """A table in Markdown with aligned columns."""
+    rows = [{"contender": row.outcome.label} | cells_of(row) for row in table.rows]
+    widths = {name: max(len(name), *(len(cells[name]) for cells in rows)) for name in rows[0]}
+    rules = {name: f"{'-' * (width - 1)}{':' if name != 'contender' else '-'}" for name, width in widths.items()}
+    lines = [{name: name for name in widths}, rules, *rows]
+    texts = [[f"{cells[name]:{'<' if name == 'contender' else '>'}{width}}" for name, width in widths.items()] for cells in lines]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in texts)
 
 
 def _cells(row: Row) -> dict[str, str]:
-    """Column -> cell; "-" where nothing is known."""
-    outcome, ms = row.outcome, row.outcome.ms
-    ratio = row.speed_up
-    is_compared = ratio is not None and not ratio.low == ratio.high == 1.0  # the baseline is not
-    first = outcome.losses[min(outcome.losses)] if outcome.losses else None
-    cells = {
-        "ms/iteration": _digits(None if ms is None else ms.value),
-        "95 % of ms": _interval(ms),
-        "speed-up": _formatted(None if ratio is None else ratio.value, ".3f"),
-        "95 % of speed-up": _interval(ratio if is_compared else None),
+    """Column -> cell: what decides; "-" where nothing is known."""
+    outcome = row.outcome
+    same = {True: "yes", False: "no", None: "-"}[row.has_same_loss]
+    return {
+        "ms [95 %]": "failed" if outcome.failure else _interval(outcome.ms),
+        "speed-up [95 %]": "1" if outcome is row.base and outcome.ms is not None else _interval(row.speed_up),
         "predicted": _formatted(row.predicted_speed_up, ".3f"),
-        "reached": _formatted(row.reached if is_compared else None, ".0%"),
+        f"tokens/s/{'GPU' if row.table.num_cores is None else 'rank'}": _digits(row.tokens_per_s_per_rank),
+        "peak GiB": _digits(None if outcome.peak_bytes is None else outcome.peak_bytes / 2**30),
+        "idle": _formatted(None if outcome.idle is None else outcome.idle.share, ".1%"),
+        "same loss?": same,
+    }
+
+
+def _details(row: Row) -> dict[str, str]:
+    """Column -> cell: what the decision rests on."""
+    outcome = row.outcome
+    parts = dict.fromkeys(_IDLE_PARTS) if outcome.idle is None else asdict(outcome.idle)
+    return {
+        "reached": _formatted(row.reached, ".0%"),
         "tokens/s": _digits(row.tokens_per_s),
-        "tokens/s/rank": _digits(row.tokens_per_s_per_rank),
-        "bubble": _formatted(outcome.bubble, ".1%"),
-        "predicted bubble": _formatted(outcome.predicted_bubble, ".1%"),
-        "peak MiB": _mib(outcome.peak_bytes),
-        "x baseline": _formatted(row.memory_ratio, ".2f"),
+        "x baseline's memory": _formatted(row.memory_ratio, ".2f"),
         "activations MiB": _mib(outcome.activation_bytes),
         "predicted MiB": _mib(outcome.predicted_activation_bytes),
-        "loss": _formatted(first, ".6f"),
+        **{f"idle: {name}": _formatted(parts[name], ".1%") for name in _IDLE_PARTS},
+        "loss": _formatted(outcome.first_loss, ".6f"),
     }
-    if ms is None:
-        cells = dict.fromkeys(cells, "-") | {"ms/iteration": "failed" if outcome.failure else "-"}
-    return {"contender": outcome.label} | cells
 
 
 def _formatted(value: float | None, form: str) -> str:
@@ -86,9 +107,10 @@ def _formatted(value: float | None, form: str) -> str:
 
 
 def _interval(estimate: Estimate | None) -> str:
+    """A value, with its interval if it has one."""
     if estimate is None or estimate.low is None or estimate.high is None:
-        return "-"
-    return f"{_digits(estimate.low)} to {_digits(estimate.high)}"
+        return _digits(None if estimate is None else estimate.value)
+    return f"{_digits(estimate.value)} [{_digits(estimate.low)}, {_digits(estimate.high)}]"
 
 
 def _digits(value: float | None) -> str:
@@ -112,6 +134,9 @@ def to_json(table: Table, about: Mapping[str, Any]) -> dict[str, Any]:
         "baseline": table.baseline,
         "verdict": table.verdict(),
         "contenders": [_row_json(row) for row in table.rows],
+        "num_ranks": table.pipeline_size,
+        "num_microbatches": table.num_microbatches,
+        "costs": table.costs,
         "predicted_interleaved_ms": {str(v): ms for v, ms in table.interleaved.items()},
     }
 
@@ -144,57 +169,82 @@ def write(directory: Path, table: Table, about: Mapping[str, Any], panels: Seque
 
 
 _STYLE = (
-    "body{font:14px/1.45 Helvetica,Arial,sans-serif;margin:24px;color:#1b1b1b}table{border-collapse:collapse}"
-    "td,th{padding:3px 9px;border-bottom:1px solid #ddd;text-align:right;white-space:nowrap}td:first-child,th:first-child"
-    "{text-align:left}.box{overflow-x:auto}p{max-width:80em}"
+    ":root{color-scheme:light dark;--line:#ddd}@media(prefers-color-scheme:dark){:root{--line:#444}}"
+    "body{font:14px/1.45 Helvetica,Arial,sans-serif;margin:24px}h1+p{font-size:17px;font-weight:bold}"
+    "table{border-collapse:collapse}"
+    "td,th{padding:3px 9px;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}"
+    "td:first-child,th:first-child{text-align:left}.box{overflow-x:auto}p{max-width:80em}"
 )
+"""Colors are the browser's own, which has a light and a dark set of them."""
 
 
 def _page(table: Table, text: str, panels: Sequence[Panel], *, title: str) -> str:
     """A page that stands alone."""
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    cells = [[escape(cell.strip()) for cell in line.strip("|").split("|")] for line in lines if not line.startswith("| ---")]
-    head = "".join(f"<th>{cell}</th>" for cell in cells[0])
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in cells[1:])
-    prose = "".join(_prose(part) for part in text.split("\n\n")[1:] if part.strip())
-    drawn = ""
+    body = [_block(part.strip()) for part in text.split("\n\n")]
+    if table.costs is not None:
+        body.insert(2, _link(table, table.costs))
     if panels:
         drawn = render_svg(panels, title="One iteration of each contender", subtitle="gray is idle", width_px=1400)
+        body.append(f"<div class='box'>{drawn}</div>")
     return (
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{escape(title)}</title><style>{_STYLE}</style></head>"
-        f"<body><h1>{escape(title)}</h1><div class='box'><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-        f"{prose}<div class='box'>{drawn}</div></body></html>\n"
+        f"<body><h1>{escape(title)}</h1>{''.join(body)}</body></html>\n"
     )
 
 
-def _prose(part: str) -> str:
-    """A paragraph, or a list."""
-    if not part.startswith("- "):
-        return f"<p>{escape(part)}</p>"
-    return f"<ul>{''.join(f'<li>{escape(line[2:])}</li>' for line in part.strip().splitlines())}</ul>"
+def _link(table: Table, costs: Mapping[str, Any]) -> str:
+    """A paragraph that opens the playground with measured costs; its address holds the state of its form."""
+    kinds = ("forward_ms", "backward_ms", "wgrad_ms", "activation", "activation_after_backward")
+    lists = "~".join("_".join(f"{value:.5g}" for value in costs[kind]) for kind in kinds)
+    state = {"p": table.pipeline_size, "m": table.num_microbatches, "c": f"{costs['comm_ms']:.4g}", "t": lists}
+    return (
+        f"<p><a href='{escape(_PLAYGROUND + '?' + urlencode(state))}'>Plan other schedules with these pass times</a> while "
+        "<code>zerobubble playground</code> runs, or drop bench.json on its page.</p>"
+    )
+
+
+def _block(part: str) -> str:
+    """A table, a list or a paragraph."""
+    lines = [escape(line) for line in part.splitlines()]
+    if part.startswith("- "):
+        return f"<ul>{''.join(f'<li>{line[2:]}</li>' for line in lines)}</ul>"
+    if not part.startswith("|"):
+        return f"<p>{' '.join(lines)}</p>"
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    names = "".join(f"<th>{cell}</th>" for cell in head)
+    return f"<div class='box'><table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table></div>"
 
 
 def _draw(table: Table, file: Path, *, title: str) -> None:
-    """Bars of measured speed-ups with their intervals, and marks for predicted ones."""
+    """Speed-ups as points with their intervals, and beside them speed-up against memory."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = [row for row in table.rows if row.speed_up is not None]
-    measured = [row.speed_up for row in rows if row.speed_up is not None]
-    values = [each.value for each in measured]
-    below = [0.0 if each.low is None else each.value - each.low for each in measured]
-    above = [0.0 if each.high is None else each.high - each.value for each in measured]
-    figure, axes = pyplot.subplots(figsize=(2.0 + 1.1 * len(rows), 4.2))
-    axes.bar(range(len(rows)), values, yerr=[below, above], capsize=3, color="#7aa6c2", label="measured")
-    known = [(place, row.predicted_speed_up) for place, row in enumerate(rows) if row.predicted_speed_up is not None]
-    axes.plot([place for place, _ in known], [value for _, value in known], "_", color="black", markersize=18, label="predicted")
-    axes.set_xticks(range(len(rows)), [row.outcome.name for row in rows], rotation=30, ha="right")
-    seen = [*values, *(value for _, value in known), 1.0]  # intervals of a machine that was not quiet may leave the picture
-    axes.set(ylabel=f"speed-up over {table.baseline}", ylim=(0.85 * min(seen), 1.15 * max(seen)), title=title)
-    axes.axhline(1.0, color="grey", linewidth=0.8)
-    axes.legend()
+    figure, (forest, memory) = pyplot.subplots(1, 2, figsize=(11.0, 2.0 + 0.4 * len(table.rows)), width_ratios=(3, 2))
+    rows = [(row, row.speed_up) for row in table.rows if row.speed_up is not None]
+    for place, (row, ratio) in enumerate(rows):
+        low, high = ratio.low or ratio.value, ratio.high or ratio.value
+        forest.plot([low, high], [place, place], color="#4a7a99")
+        forest.plot(ratio.value, place, "o", color="#4a7a99", label="measured, 95 %" if place == 0 else None)
+        if row.predicted_speed_up is not None:
+            label = "predicted" if place == 0 else None
+            forest.plot(row.predicted_speed_up, place, "D", markerfacecolor="none", color="black", label=label)
+        if row.outcome.peak_bytes is not None:
+            at = (row.outcome.peak_bytes / 2**30, ratio.value)
+            memory.plot(*at, "o", color="#4a7a99")
+            memory.annotate(row.outcome.name, at, xytext=(4, 4), textcoords="offset points", fontsize=8)
+    forest.set_yticks(range(len(rows)), [row.outcome.name for row, _ in rows])
+    forest.invert_yaxis()
+    forest.axvline(1.0, color="grey", linewidth=0.8)
+    memory.axhline(1.0, color="grey", linewidth=0.8)
+    memory.margins(0.2)
+    forest.set(xlabel=f"speed-up over {table.baseline}")
+    memory.set(xlabel="peak GiB of the fullest rank", ylabel=f"speed-up over {table.baseline}")
+    forest.legend(fontsize=8)
+    figure.suptitle(title)
     figure.tight_layout()
     unfinished = file.with_name(f".{file.name}.new")
     figure.savefig(unfinished, dpi=150, format="png")

@@ -84,6 +84,11 @@ class TrainerJob:
                 return TrainerJob(settings=spread), _SPREAD
             raise
 
+    def use(self, contender: Contender) -> str:
+        """The flags that train like this job, which is one under the contender."""
+        chunks = f" {_CHUNK_FLAG} {contender.num_chunks}" if contender.num_chunks else ""
+        return (_schedule_flags(contender, self.zero_bubble) + chunks).strip()
+
     def costs_of(self, costs: CostModel, measured: Job, wanted: Job | None) -> CostsOf:
         """Placement -> costs, from those of one placement. It raises PlanError where they cannot be derived.
 
@@ -148,11 +153,20 @@ class ScriptJob:
         """See `TrainerJob`. How long the script trains is its own."""
         zero_bubble = contender.zero_bubble(self.zero_bubble)
         check_supported(zero_bubble)
-        chunks = contender.num_chunks_per_rank
-        default = f"{_CHUNK_FLAG} {chunks}" if chunks > 1 else ""
-        words = shlex.split(self.flags.get(contender.text, default))
+        words = self._more_words(contender)
         job = dataclasses.replace(self, arguments=(*self.arguments, *words), zero_bubble=zero_bubble)
         return job, f"with {shlex.join(words)}" if words else None
+
+    def _more_words(self, contender: Contender) -> list[str]:
+        """Flags that the script needs under a contender."""
+        chunks = contender.num_chunks_per_rank
+        return shlex.split(self.flags.get(contender.text, f"{_CHUNK_FLAG} {chunks}" if chunks > 1 else ""))
+
+    def use(self, contender: Contender) -> str:
+        """See `TrainerJob`. It is a command, with "..." for the script's own flags."""
+        flags, chunks = _schedule_flags(contender, self.zero_bubble), self._more_words(contender)
+        start = f"zerobubble run {flags} " if flags else ""
+        return f"{start}{shlex.quote(self.script)} ... {shlex.join(chunks)}".strip()
 
     def costs_of(self, costs: CostModel, measured: Job, wanted: Job | None) -> CostsOf:
         """See `TrainerJob`. Layers are spread as in the stages that were profiled, which may be merged."""
@@ -164,3 +178,17 @@ class ScriptJob:
 
 
 Job = TrainerJob | ScriptJob
+
+
+def _schedule_flags(contender: Contender, config: ZeroBubbleConfig) -> str:
+    """The flags of a contender's schedule; none of megatron-core's own."""
+    if contender.is_stock:
+        return ""
+    words = ["--zero-bubble-schedule", contender.schedule]
+    if config.zero_bubble_v_schedule:  # which chunks auto plans for
+        words.append("--zero-bubble-v-schedule")
+    if config.zero_bubble_memory_limit is not None:
+        words += ["--zero-bubble-memory-limit", config.zero_bubble_memory_limit]
+    if config.enable_optimizer_post_validation:
+        words.append("--enable-optimizer-post-validation")
+    return shlex.join(words)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.zerobubble.bench.block import BlockResult
 from megatron.zerobubble.bench.contenders import Contender
 from megatron.zerobubble.bench.jobs import Job
-from megatron.zerobubble.bench.speed_ups import Outcome
+from megatron.zerobubble.bench.speed_ups import Idle, Outcome
 from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.links import LinkTime
@@ -24,9 +24,9 @@ from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.render.svg import Panel
 from megatron.zerobubble.plan.simulate import Simulation, simulate
 from megatron.zerobubble.plan.timeline import Activity, Timeline
-from megatron.zerobubble.profiling.report import report
+from megatron.zerobubble.profiling.report import PipelineReport, report
 
-__all__ = ["FirstBlock", "interleaved_ms", "panels", "predict"]
+__all__ = ["FirstBlock", "interleaved_ms", "measured_costs", "panels", "predict"]
 
 _VIRTUAL_SIZES = (2, 4, 8)
 
@@ -49,6 +49,11 @@ class FirstBlock:
     def costs(self) -> CostModel | None:
         """The profiled costs."""
         return None if self.result.measured is None else self.result.measured.costs
+
+    @property
+    def objective(self) -> Objective:
+        """What its run minimizes."""
+        return Objective.with_optimizer(post_validation=self.program.zero_bubble.enable_optimizer_post_validation)
 
     def plan(self) -> Plan:
         """The plan that ran; of megatron-core's own schedules the one that they follow."""
@@ -75,7 +80,8 @@ def predict(blocks: Sequence[FirstBlock], outcomes: Mapping[str, Outcome], job: 
     for block in blocks:
         outcome = outcomes[block.contender.text]
         if block.timeline is not None:
-            outcome.bubble = report(block.timeline).bubble_rate
+            found = report(block.timeline)
+            outcome.bubble, outcome.idle = found.bubble_rate, _idle(found, block.objective)
         simulation = None if job.has_unequal_lengths else _simulated(block, blocks, job)
         if simulation is None:
             continue
@@ -84,8 +90,7 @@ def predict(blocks: Sequence[FirstBlock], outcomes: Mapping[str, Outcome], job: 
         units = min(simulation.plan.num_ranks, simulation.plan.num_microbatches)
         outcome.predicted_activation_bytes = max(simulation.peak_memory) * units * unit or None
         if outside is not None:
-            optimistic = block.program.zero_bubble.enable_optimizer_post_validation
-            outcome.predicted_ms = Objective.with_optimizer(post_validation=optimistic).of(simulation) + outside
+            outcome.predicted_ms = block.objective.of(simulation) + outside
 
 
 def interleaved_ms(blocks: Sequence[FirstBlock], job: Job) -> dict[int, float]:
@@ -114,14 +119,36 @@ def panels(blocks: Sequence[FirstBlock], job: Job) -> list[Panel]:
     for block in blocks:
         name = block.contender.text
         if block.timeline is not None:
-            bubble = report(block.timeline).bubble_rate
-            drawn.append(Panel(caption=f"{name}: measured, bubble {bubble:.1%}", ranks=block.timeline.ranks))
+            idle = _idle(report(block.timeline), block.objective)
+            drawn.append(Panel(caption=f"{name}: measured, idle {idle.share:.1%}", ranks=block.timeline.ranks))
             continue
         simulation = _simulated(block, blocks, job)
         if simulation is not None:
-            caption = f"{name}: simulated with measured pass times, bubble {simulation.bubble_rate:.1%}"
+            caption = f"{name}: simulated with measured pass times, idle {simulation.idle_share:.1%}"
             drawn.append(Panel.of_ops(simulation.rows, caption=caption))
     return drawn
+
+
+def measured_costs(blocks: Sequence[FirstBlock], job: Job) -> CostModel | None:
+    """The pass times that all predictions use; None if nothing was profiled, or microbatches are unequal."""
+    source = None if job.has_unequal_lengths else _source(blocks)
+    return None if source is None else source[0]
+
+
+def _idle(found: PipelineReport, objective: Objective) -> Idle:
+    """The mean idle share of a recorded iteration, and its parts.
+
+    Args:
+        found: the recorded iteration.
+        objective: of what length the shares are: the makespan, or with post-validation the span.
+    """
+    length = found.span_ms if objective is Objective.SPAN else found.makespan_ms
+    share = 1.0 - statistics.fmean(rank.busy_ms for rank in found.ranks) / length
+    work = [rank.busy_ms for rank in found.predicted_ranks]  # of median times, for a preempted pass is no imbalance
+    without_messages = simulate(found.simulation.plan, replace(found.simulation.costs, comm_ms=0.0, links=None))
+    imbalance = min(share, (max(work) - statistics.fmean(work)) / length)
+    schedule = min(share - imbalance, max(0.0, objective.of(without_messages) - max(work)) / length)
+    return Idle(share=share, imbalance=imbalance, schedule=schedule, waiting=share - imbalance - schedule)
 
 
 def _simulated(block: FirstBlock, blocks: Sequence[FirstBlock], job: Job) -> Simulation | None:

@@ -16,8 +16,9 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-__all__ = ["Estimate", "Outcome", "Row", "Table", "interval", "speed_up"]
+__all__ = ["Estimate", "Idle", "Outcome", "Row", "Table", "interval", "speed_up"]
 
 _T_975: tuple[float, ...] = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)
 _T_975 += (2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
@@ -26,6 +27,10 @@ _NORMAL_975 = 1.960
 
 _WORTH_MORE_ROUNDS = 1.02
 """A speed-up above this may be one, although its interval contains 1."""
+_SAME_LOSS = 1e-4
+"""Largest relative difference of losses that the order of sums explains."""
+_IMBALANCED = 0.10
+"""Share of an iteration above which the report says what to do about imbalance."""
 _NOISY = 1.25
 """Ratio of the longest to the shortest time of one contender above which the report warns."""
 
@@ -67,6 +72,20 @@ def speed_up(baseline: Mapping[int, float], contender: Mapping[int, float]) -> E
     return interval([baseline[each] / contender[each] for each in rounds]) if rounds else None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Idle:
+    """Shares of the recorded iteration's passes in which a rank does not compute, in the mean over ranks."""
+
+    share: float
+    """All of it, the sum of the others."""
+    imbalance: float
+    """What the mean rank computes less than the one with the most, in median pass times: no schedule fills it."""
+    schedule: float
+    """Idle time of the rank with the most work if the order ran with these pass times and messages that take no time."""
+    waiting: float
+    """The rest: messages, the host, passes that took longer than usual."""
+
+
 @dataclass(kw_only=True)
 class Outcome:
     """What is known of one contender so far."""
@@ -85,6 +104,10 @@ class Outcome:
     """Why it cannot run, or stopped running; one line."""
     note: str | None = None
     """What differs from the job as given; one line."""
+    use: str = ""
+    """What to add to the command of the job to train like this."""
+    idle: Idle | None = None
+    """Of the recorded iteration; None where it was not recorded."""
     predicted_ms: float | None = None
     """Predicted time per iteration."""
     bubble: float | None = None
@@ -111,6 +134,11 @@ class Outcome:
         if self.allocated_bytes is not None or self.state_bytes is None or self.activation_bytes is None:
             return self.allocated_bytes
         return self.state_bytes + self.activation_bytes
+
+    @property
+    def first_loss(self) -> float | None:
+        """Loss at the end of the first block."""
+        return self.losses[min(self.losses)] if self.losses else None
 
     @property
     def label(self) -> str:
@@ -152,6 +180,14 @@ class Row:
         return _over(self.outcome.peak_bytes, self.base.peak_bytes)
 
     @property
+    def has_same_loss(self) -> bool | None:
+        """Whether the first block ended with the baseline's loss, up to the order of sums; None for the baseline."""
+        own, other = self.outcome.first_loss, self.base.first_loss
+        if self.outcome is self.base or own is None or other is None:
+            return None
+        return math.isclose(own, other, rel_tol=_SAME_LOSS)
+
+    @property
     def reached(self) -> float | None:
         """The share of the predicted gain that was measured; None where the interval of the measured one contains 1."""
         ratio, predicted = self.speed_up, self.predicted_speed_up
@@ -185,6 +221,10 @@ class Table:
     pipeline_size: int
     interleaved: Mapping[int, float] = field(default_factory=dict)
     """Virtual stages per rank -> predicted time of interleaved 1F1B in ms, for those that were not among the contenders."""
+    num_microbatches: int = 1
+    """Per iteration and data-parallel replica."""
+    costs: Mapping[str, Any] | None = None
+    """The pass times that all predictions use, as in a plan's JSON form; None if nothing was profiled."""
     loss_causes: str = ""
     """Why losses may differ: a sentence."""
 
@@ -196,14 +236,14 @@ class Table:
 
     def same_losses(self) -> str:
         """A sentence about the losses of the last iteration of every contender's first block."""
-        last = {each.name: each.losses[min(each.losses)] for each in self.outcomes if each.losses}
+        last = {each.name: each.first_loss for each in self.outcomes if each.first_loss is not None}
         if len(last) < 2:
             return ""
         low, high = min(last.values()), max(last.values())
         if low == high:
             return f"All contenders have the same loss after the same iterations: {low:.6f}."
         apart = (high - low) / abs(low) if low else math.inf
-        if apart <= 1e-5:
+        if apart <= _SAME_LOSS:
             return f"The losses of all contenders agree to {apart:.0e}: their sums are formed in another order."
         names = ", ".join(f"{name} {value:.6f}" for name, value in last.items())
         return f"The losses after the same iterations differ by {apart:.1e}: {names}. {self.loss_causes}"
@@ -220,8 +260,20 @@ class Table:
             "intervals, and repeat with nothing else running, or with more --rounds."
         )
 
+    def imbalance(self) -> str:
+        """What to do where the ranks' work differs much; else empty."""
+        known = {each.label: each.idle.imbalance for each in self.outcomes if each.idle is not None}
+        worst = max(known, key=lambda name: known[name], default=None)
+        if worst is None or known[worst] <= _IMBALANCED:
+            return ""
+        return (
+            f"Under {worst} the mean rank is idle for {known[worst]:.0%} of the passes because another has more to compute, "
+            "which no schedule fills. Train once with --zero-bubble-balance-stages: it logs the fastest "
+            "--pipeline-model-parallel-layout."
+        )
+
     def verdict(self) -> str:
-        """The result in one or two sentences."""
+        """The result in one or two sentences, and what to use."""
         ran = [row for row in self.rows if row.outcome.ms is not None]
         if not ran:
             return "No contender ran."
@@ -235,7 +287,7 @@ class Table:
             return self._no_gain(base, best)
         where = "" if best.memory_ratio is None else f" at {best.memory_ratio:.2f} times its memory"
         text = f"{best.outcome.label} is {best.speed_up.value:.2f} times as fast as {base.outcome.name}{where}."
-        return text + self._alternative(best)
+        return text + self._alternative(best) + (f" use: {best.outcome.use}" if best.outcome.use else "")
 
     def _no_gain(self, base: Row, best: Row) -> str:
         if best.speed_up is not None and best.speed_up.low is None and best is not base:

@@ -22,8 +22,8 @@ from megatron.zerobubble.profiling.report import FORMAT as REPORT_FORMAT
 from megatron.zerobubble.profiling.report import last_iteration
 
 _TAKEN = (
-    f"give a plan ({' or '.join(PLAN_FORMATS)}), a report.json ({REPORT_FORMAT}), a trace.json, links with latency_ms, or "
-    "costs with forward_ms, backward_ms, wgrad_ms, activation and activation_after_backward"
+    f"give a plan ({' or '.join(PLAN_FORMATS)}), a report.json ({REPORT_FORMAT}), a bench.json, a trace.json, links with "
+    "latency_ms, or costs with forward_ms, backward_ms, wgrad_ms, activation and activation_after_backward"
 )
 Opened = dict[str, Any]
 
@@ -41,7 +41,9 @@ def open_file(body: bytes) -> Opened:
     if given.get("format") in PLAN_FORMATS:
         return {"kind": "plan", "drawings": [_draw(plan_result(body, given))]}
     if given.get("format") == REPORT_FORMAT:
-        return _open_report(given)
+        last = last_iteration(given, "the report")
+        iteration = whole("the report's iteration", last.get("iteration"), 1, 2**40)
+        return _open_measured(last, f"iteration {iteration} of a report")
     if "traceEvents" in given:
         timelines = read_trace(given)
         return {"kind": "trace", "drawings": [draw_recorded(timeline) for timeline in timelines[-_MOST_ITERATIONS:]]}
@@ -49,6 +51,8 @@ def open_file(body: bytes) -> Opened:
         links = Links.from_json(given)
         check_size(links.num_ranks, 1)
         return {"kind": "links", "links": links.to_json(), "num_ranks": links.num_ranks}
+    if "num_microbatches" in given and isinstance(given.get("costs"), dict):
+        return _open_measured(given, "a comparison")
     if "forward_ms" in given or isinstance(given.get("costs"), dict):
         costs = read_stages(given.get("costs", given))
         return {"kind": "costs", "costs": costs.to_json(), "attention_share": attention_share(costs), "from": "a file with costs"}
@@ -84,20 +88,19 @@ def plan_result(text: str | bytes, body: Mapping[str, Any]) -> Result:
     return Result.of(plan, costs)
 
 
-def _open_report(given: Mapping[str, Any]) -> Opened:
-    last = last_iteration(given, "the report")
-    costs = read_stages(last.get("costs", {}))
-    most = {"num_ranks": MAX_RANKS, "num_microbatches": MAX_MICROBATCHES, "iteration": 2**40}
-    sizes = {name: whole(f"the report's {name}", last.get(name), 1, largest) for name, largest in most.items()}
+def _open_measured(given: Mapping[str, Any], source: str) -> Opened:
+    """Costs with the sizes of the job that they were measured in: an iteration of a report.json, or a bench.json."""
+    costs = read_stages(given.get("costs", {}))
+    most = {"num_ranks": MAX_RANKS, "num_microbatches": MAX_MICROBATCHES}
+    sizes = {name: whole(f"the file's {name}", given.get(name), 1, largest) for name, largest in most.items()}
     if costs.num_stages % sizes["num_ranks"]:
-        raise PlanError(f"the report has costs of {costs.num_stages} stages for {sizes['num_ranks']} ranks")
-    schedule = last.get("schedule")
+        raise PlanError(f"the file has costs of {costs.num_stages} stages for {sizes['num_ranks']} ranks")
+    schedule = given.get("schedule")
     return {
         "kind": "costs",
         "costs": costs.to_json(),
         "attention_share": attention_share(costs),
-        "num_ranks": sizes["num_ranks"],
-        "num_microbatches": sizes["num_microbatches"],
+        **sizes,
         "schedule": schedule[:40] if isinstance(schedule, str) else None,
-        "from": f"iteration {sizes['iteration']} of a report",
+        "from": source,
     }
