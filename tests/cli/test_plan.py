@@ -68,7 +68,7 @@ def test_as_a_command_with_a_pipe() -> None:
 
 @compiled
 def test_a_searched_plan_has_bounds_and_keeps_its_limit(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", "--schedule", "zbv", *SMALL, "--memory-limit", "0.75", "--comm-ms", "0.1", "--objective", "makespan"]
+    arguments = ["plan", "--schedule", "zbv", *SMALL, "--memory-limit", "0.75", "--comm-ms", "0.1"]
     assert main([*arguments, "--json", "-"]) == 0
     body = json.loads(capsys.readouterr().out)
     assert max(body["metrics"]["peak_memory"]) <= 0.75 + 1e-9
@@ -84,8 +84,10 @@ def test_auto_chooses_the_best_and_pareto_never_rises(tmp_path: Path, capsys: py
     assert main(["pareto", *SMALL, "--memory-limits", "1,0.5,2", "--json", "-", "--png", str(picture)]) == 0
     points = json.loads(capsys.readouterr().out)
     assert [point["memory_limit"] for point in points] == [0.5, 1.0, 2.0]
-    spans = [point["span_ms"] for point in points]
-    assert spans == sorted(spans, reverse=True)
+    times = [point["iteration_ms"] for point in points]
+    assert times == sorted(times, reverse=True)
+    assert times == [point["makespan_ms"] for point in points]
+    assert all(0 <= point["bound_bubble"] <= point["bubble"] < 1 for point in points)
     assert picture.read_bytes().startswith(b"\x89PNG")
     for point in points:
         assert max(point["peak_memory"]) <= point["memory_limit"] + 1e-9
@@ -95,8 +97,8 @@ def test_auto_chooses_the_best_and_pareto_never_rises(tmp_path: Path, capsys: py
     assert "drop them" in capsys.readouterr().err
     assert main(["plan", "--schedule", "auto", *SMALL, "--memory-limit", "1"]) == 0
     expected = (
-        r"^auto chose zbv with 2 virtual stages \(VPP\) per rank: [\d.]+ ms per iteration with post-validation \(span\); "
-        r"runner-up .*: [\d.]+ ms \([\d.]+ % slower\)$"
+        r"^auto chose zb-interleaved with 2 virtual stages \(VPP\) per rank: [\d.]+ ms per iteration with the synchronous "
+        r"optimizer \(makespan\); runner-up .*: [\d.]+ ms \([\d.]+ % slower\)$"
     )
     shown = capsys.readouterr().out
     assert re.search(expected, shown, re.MULTILINE)

@@ -52,7 +52,7 @@ def layers(tmp_path: Path) -> str:
 @compiled
 def test_the_layout_its_plan_and_its_gap(layers: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "plan.json"
-    words = ["plan", "--layers", layers, *ARGUMENTS, "--memory", "6GiB", "--objective", "makespan", "--json", str(target)]
+    words = ["plan", "--layers", layers, *ARGUMENTS, "--memory", "6GiB", "--json", str(target)]
     assert main(words) == 0
     out = capsys.readouterr().out
     body = json.loads(target.read_text())
@@ -111,7 +111,7 @@ def test_ctrl_c_takes_the_best_layout_so_far(
 @compiled
 def test_pipeline_sizes_on_the_same_devices(layers: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Of 1, 2 and 4 ranks per pipeline for the same global batch; what does not fit is listed with its reason."""
-    words = ["plan", "--layers", layers, *ARGUMENTS, "--pipeline-sizes", "1,4", "--memory", "6GiB", "--objective", "makespan"]
+    words = ["plan", "--layers", layers, *ARGUMENTS, "--pipeline-sizes", "1,4", "--memory", "6GiB"]
     assert main(words) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith("1 pipeline ranks (PP), 2 microbatches: no layout of 6 layers on 1 ranks fits")

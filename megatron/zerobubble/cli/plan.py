@@ -31,7 +31,7 @@ from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.bounds.certificate import certificate
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Plan
-from megatron.zerobubble.plan.objective import Objective
+from megatron.zerobubble.plan.objective import DEFAULT_OBJECTIVE, Objective
 from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT, Result, hand_written, make_plan, pareto
 from megatron.zerobubble.plan.registry import (
     known_schedules,
@@ -56,7 +56,7 @@ EXAMPLES = """examples:
       --forward-ms 18.5 --backward-ms 18.1 --wgrad-ms 9.3 --comm-ms 0.6 --activation-after-backward 0.37 \\
       --json plan.json --svg plan.svg --trace plan.trace.json
   zerobubble plan --schedule zb-h1 --num-ranks 4 --num-microbatches 12 --json - | zerobubble show -
-  zerobubble plan --layers layers.json --num-ranks 8 --num-microbatches 32 --memory 70GiB --objective makespan
+  zerobubble plan --layers layers.json --num-ranks 8 --num-microbatches 32 --memory 70GiB
   zerobubble plan --schedule zbv --num-ranks 2 --microbatch-tokens 512,4096,700,1800,1024,96 --attention-share 0.1
 """
 
@@ -141,8 +141,9 @@ def _add_problem(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--objective",
         choices=[objective.value for objective in Objective],
-        default="span",
-        help=f"iteration time to minimize: {' or '.join(objective.label for objective in Objective)} (default span)",
+        default=DEFAULT_OBJECTIVE.value,
+        help=f"iteration time to minimize: {' or '.join(objective.label for objective in Objective)} (default %(default)s, as in "
+        "a run without post-validation)",
     )
     command.add_argument(
         "--effort",
@@ -250,17 +251,23 @@ def run_pareto(args: argparse.Namespace) -> None:
     points: list[dict[str, Any]] = []
     for limit, best in pareto(track(limits, "memory limits"), lambda limit: _result(args, given, limit), objective):
         assert best is not None, "a limit that no plan fits is an error"
-        points.append({"memory_limit": limit, "schedule": best.name} | best.metrics())
+        of_objective = {
+            "objective": objective.value,
+            "iteration_ms": objective.of(best.simulation),
+            "bubble": objective.bubble_of(best.simulation),
+            "bound_bubble": objective.bubble_of(best.bound),
+        }
+        points.append({"memory_limit": limit, "schedule": best.name} | of_objective | best.metrics())
     if args.json is not None:
         _write_text(args.json, json.dumps(points))
     if args.png is not None:
         _draw_pareto(points, args.png)
     if args.json != "-":
-        print("memory  schedule           bubble    bound")
+        print("memory  schedule           ms per iteration    bubble    bound")
         for point in points:
             print(
-                f"{point['memory_limit']:<6.3f}  {point['schedule']:17} {100 * point['bubble_rate']:6.2f} %"
-                f"  {100 * point['bound_bubble_rate']:5.2f} %"
+                f"{point['memory_limit']:<6.3f}  {point['schedule']:17} {point['iteration_ms']:17.3f}"
+                f"  {100 * point['bubble']:6.2f} %  {100 * point['bound_bubble']:5.2f} %"
             )
         print("".join(f"{line}\n" for line in given.source), end="")
 
@@ -273,9 +280,9 @@ def _draw_pareto(points: list[dict[str, Any]], target: str) -> None:
 
     figure, axes = pyplot.subplots(figsize=(6.4, 4))
     memory = [point["memory_limit"] for point in points]
-    axes.plot(memory, [100 * point["bubble_rate"] for point in points], "o-", label="plan")
-    axes.plot(memory, [100 * point["bound_bubble_rate"] for point in points], "--", color="grey", label="lower bound")
-    axes.set(title="Pareto front, bubble vs. memory", ylabel="bubble, % of the span", ylim=(0, None))
+    axes.plot(memory, [100 * point["bubble"] for point in points], "o-", label="plan")
+    axes.plot(memory, [100 * point["bound_bubble"] for point in points], "--", color="grey", label="lower bound")
+    axes.set(title="Pareto front, bubble vs. memory", ylabel=f"bubble, % of the {points[0]['objective']}", ylim=(0, None))
     axes.set_xlabel("activation memory per rank, 1.0 = 1F1B's rank 0")
     axes.legend()
     figure.tight_layout()
