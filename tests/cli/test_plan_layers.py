@@ -155,8 +155,9 @@ def test_a_wrong_request_is_refused_in_one_line(
 
 
 def test_flags_that_need_one_another(layers: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *ARGUMENTS]) == 2
-    assert "the schedule is missing: give --schedule, or --layers" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["plan", "--memory-limit", "60GiB", *ARGUMENTS])
+    assert "a size in bytes needs the model's: give --layers FILE --memory 60GiB" in capsys.readouterr().err
     assert main(["plan", "--schedule", "zb", "--memory", "70GiB", *ARGUMENTS]) == 2
     assert "--memory, --no-empty-stages and --pipeline-sizes are for --layers" in capsys.readouterr().err
 

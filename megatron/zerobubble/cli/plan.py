@@ -26,6 +26,7 @@ from megatron.zerobubble.cli.plan_layers import (
 from megatron.zerobubble.cli.progress_bar import stoppable, track
 from megatron.zerobubble.cli.published import REFERENCES, read_configs
 from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.flags.memory_limit import bytes_of
 from megatron.zerobubble.flags.require import installed
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.bounds.certificate import certificate
@@ -45,43 +46,47 @@ from megatron.zerobubble.plan.simulate import Simulation, read_plan
 from megatron.zerobubble.plan.torch_csv import from_torch_csv, to_torch_csv
 from megatron.zerobubble.plan.validate import validate
 
-EXAMPLES = """examples:
-  zerobubble plan --schedule auto --num-ranks 8 --num-microbatches 24 --memory-limit 0.8 --forward-ms 18.5 \\
-      --backward-ms 18.1 --wgrad-ms 9.3 --comm-ms 0.6 --activation-after-backward 0.37 --effort fast
-  zerobubble plan --schedule zbv --num-ranks 4 --num-microbatches 8 --costs costs.json --memory-limit 1.0
-  zerobubble pareto --num-ranks 8 --num-microbatches 24 --effort fast --json - --png pareto.png
+EXAMPLES = {
+    "plan": """
+  zerobubble plan -p 8 -m 24 --memory-limit 0.8 --forward-ms 18.5 --backward-ms 18.1 --wgrad-ms 9.3 --effort fast
+  zerobubble plan --layers layers.json -p 8 -m 32 --memory 70GiB""",
+    "pareto": """
+  zerobubble pareto -p 8 -m 24 --effort fast --png pareto.png
+  zerobubble pareto -p 4 -m 16 --memory-limits 0.5,1,1.5 --comm-ms 0.1 --json -""",
+    "show": """
+  zerobubble show plan.json --svg plan.svg
+  zerobubble plan --schedule zb-h1 -p 4 -m 12 --json - | zerobubble show -""",
+    "compare": """
+  zerobubble compare docs/benchmarks/data/published.json --rows 1 --effort fast
+  zerobubble compare docs/benchmarks/data/published.json""",
+    "export": """
   zerobubble export plan.json --torch-csv plan.csv
-  zerobubble plan --schedule zbv --num-ranks 4 --num-microbatches 8
-  zerobubble plan --schedule zb --num-ranks 8 --num-microbatches 24 --max-pending-backward 2p \\
-      --forward-ms 18.5 --backward-ms 18.1 --wgrad-ms 9.3 --comm-ms 0.6 --activation-after-backward 0.37 \\
-      --json plan.json --svg plan.svg --trace plan.trace.json
-  zerobubble plan --schedule zb-h1 --num-ranks 4 --num-microbatches 12 --json - | zerobubble show -
-  zerobubble plan --layers layers.json --num-ranks 8 --num-microbatches 32 --memory 70GiB
-  zerobubble plan --schedule zbv --num-ranks 2 --microbatch-tokens 512,4096,700,1800,1024,96 --attention-share 0.1
-"""
+  zerobubble plan --schedule zbv -p 4 -m 8 --json - | zerobubble export - --torch-csv -""",
+    "import": """
+  zerobubble import plan.csv --json plan.json
+  zerobubble import plan.csv --schedule zbv | zerobubble show -""",
+}
+"""Command -> two command lines that work, given the files."""
 
 
 def add_commands(commands: Any) -> None:
     """Add `plan`, `pareto`, `show`, `compare`, `export` and `import` to the sub-parsers of a command line."""
-    raw = argparse.RawDescriptionHelpFormatter
     schedules = "\n".join(f"  {info.name:17} {info.description} ({info.reference})" for info in known_schedules())
     schedules += f"\n  {AUTO:17} the best of these within the memory limit"
-    plan = commands.add_parser(
-        "plan", help="build a plan and show it", epilog=f"schedules:\n{schedules}\n\n{EXAMPLES}", formatter_class=raw
-    )
-    plan.add_argument("--schedule", help="name of the schedule, see below; with --layers default auto")
+    plan = _command(commands, "plan", f"schedules:\n{schedules}\n\n")
+    plan.add_argument("--schedule", default=AUTO, help="name of the schedule, see below (default %(default)s)")
     add_layer_flags(plan)
     plan.add_argument("--num-chunks", type=int, help="virtual stages (VPP) per rank, for the interleaved schedules (default 2)")
     plan.add_argument(
         "--max-pending-backward", help="most microbatches between F and W per rank, for zb: 1p, 2p or a number (default 1p)"
     )
     plan.add_argument(
-        "--memory-limit", type=float, help="most activation memory per rank; 1.0 is 1F1B's rank 0, the default of auto"
+        "--memory-limit", type=_share, help="most activation memory per rank; 1.0 is 1F1B's rank 0, the default of auto"
     )
     plan.add_argument(
         "--certificate", metavar="FILE", help="write the plan with a proof of how far from the best order it can be; see verify"
     )
-    pareto = commands.add_parser("pareto", help="Pareto front, bubble vs. memory", epilog=EXAMPLES, formatter_class=raw)
+    pareto = _command(commands, "pareto")
     pareto.add_argument(
         "--memory-limits",
         default="0.5,0.625,0.75,1.0,1.25,1.5,2.0",
@@ -90,35 +95,43 @@ def add_commands(commands: Any) -> None:
     pareto.add_argument("--png", metavar="FILE", help="write the curve as a picture; needs matplotlib")
     for command in (plan, pareto):
         _add_problem(command)
-    show = commands.add_parser("show", help="show a plan file", epilog=EXAMPLES, formatter_class=raw)
+    show = _command(commands, "show")
     show.add_argument("file", help="a plan in JSON; - reads standard input")
     for command in (plan, show):
         command.add_argument("--svg", metavar="FILE", help="write the timeline as SVG")
         command.add_argument("--trace", metavar="FILE", help="write the timeline as a Chrome trace")
         command.add_argument("--width", type=int, default=160, help="columns of the text timeline (default %(default)s)")
-    compare = commands.add_parser(
-        "compare", help="plan for published times and compare the bubble rates", epilog=EXAMPLES, formatter_class=raw
-    )
+    compare = _command(commands, "compare")
     compare.add_argument("file", help="JSON with `configs`: costs, and the bubble rates and peak memory published for them")
     compare.add_argument("--rows", help="configs to compare, counted from 0 and separated by commas (default: all)")
     compare.add_argument("--effort", choices=[e.value for e in Effort], default="default", help="as for plan")
     compare.add_argument("--seed", type=int, default=0, help="random seed of the search (default %(default)s)")
-    export = commands.add_parser("export", help="write a plan as an action table of torch", epilog=EXAMPLES, formatter_class=raw)
+    export = _command(commands, "export")
     export.add_argument("file", help="a plan in JSON; - reads standard input")
     export.add_argument("--torch-csv", metavar="FILE", required=True, help="the action table to write; - prints it")
-    importing = commands.add_parser(
-        "import", help="read a plan from an action table of torch", epilog=EXAMPLES, formatter_class=raw
-    )
+    importing = _command(commands, "import")
     importing.add_argument("file", help="an action table of torch.distributed.pipelining; - reads standard input")
     importing.add_argument("--schedule", default="imported", help="name of the plan (default %(default)s)")
     importing.add_argument("--json", metavar="FILE", default="-", help="the plan file to write; - prints it (default)")
 
 
+def _command(commands: Any, name: str, before: str = "") -> argparse.ArgumentParser:
+    """Add a command whose help ends with its examples, after other text."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        description=MEANINGS[name],
+        epilog=f"{before}examples:{EXAMPLES[name]}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return parser
+
+
 def _add_problem(command: argparse.ArgumentParser) -> None:
     """Add the flags for sizes, costs and the search."""
-    command.add_argument("--num-ranks", type=int, required=True, help="pipeline ranks (PP), p")
+    command.add_argument("--num-ranks", "-p", type=int, required=True, help="pipeline ranks (PP), p")
     command.add_argument(
         "--num-microbatches",
+        "-m",
         type=int,
         help="microbatches per iteration, m; with --microbatch-tokens their number is known, with --layers it is "
         f"{MICROBATCHES_PER_RANK} per pipeline rank by default",
@@ -157,6 +170,18 @@ def _add_problem(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--seed", type=int, default=0, help="random seed of the search (default %(default)s)")
     command.add_argument("--json", metavar="FILE", help="write the result as JSON; - prints it and nothing else")
+
+
+def _share(text: str) -> float:
+    """A memory limit of `plan`, which is no size in bytes."""
+    try:
+        return float(text)
+    except ValueError:
+        if bytes_of(text):
+            raise argparse.ArgumentTypeError(
+                f"a size in bytes needs the model's: give --layers FILE --memory {text}, or a share of 1F1B's memory such as 0.8"
+            ) from None
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is no number; give a share of 1F1B's memory such as 0.8") from None
 
 
 def _with_default(args: argparse.Namespace, given: GivenCosts, memory_limit: float | None) -> float | None:
@@ -208,8 +233,6 @@ def run_plan(args: argparse.Namespace) -> None:
         lines = [*sizes, *[""] * bool(sizes), layout_summary(found, args.width)]
         _write(args, found.result.simulation, found.stage_costs.memory_limit, layout_to_json(found), lines)
         return
-    if args.schedule is None:
-        raise ConfigError("the schedule is missing: give --schedule, or --layers for the best of all")
     if args.memory is not None or args.no_empty_stages or args.pipeline_sizes is not None:
         raise ConfigError(
             "--memory, --no-empty-stages and --pipeline-sizes are for --layers; --memory-limit limits a schedule's activation "
@@ -346,6 +369,15 @@ def _write_pictures(args: argparse.Namespace, simulation: Simulation) -> None:
         write_whole(args.trace, plan_trace(simulation))
 
 
+MEANINGS = {
+    "plan": "build a plan and show it",
+    "show": "show a plan file",
+    "pareto": "the best plan for each of several memory limits: bubble against memory",
+    "compare": "plan for published times and compare the bubble rates",
+    "export": "write a plan as an action table of torch",
+    "import": "read a plan from an action table of torch",
+}
+"""Command -> what it is for."""
 COMMANDS = {
     "plan": run_plan,
     "show": run_show,
