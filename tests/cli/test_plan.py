@@ -127,18 +127,39 @@ def test_costs_are_no_standard_input_which_each_placement_of_auto_would_read(
     assert "No such file" in capsys.readouterr().err
 
 
-def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_published(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "published.json"
     config = {"model": "tiny", "num_ranks": 2, "num_microbatches": 4, "forward_ms": 1, "backward_ms": 1, "wgrad_ms": 1}
     config |= {"comm_ms": 0, "activation_after_backward": 0.5}
     config["reference"] = {name: {"bubble_rate": 0.2, "peak_memory": 1.0} for name in ("1F1B", "ZB-1p", "ZBV")}
     path.write_text(json.dumps({"configs": [config]}))
-    assert main(["compare", str(path), "--effort", "fast"]) == 0
+    assert main(["published", str(path), "--effort", "fast"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == ["model", "p", "m", "schedule", "memory", "reference", "ours", "bound", "seconds"]
     assert [line.split()[3] for line in lines] == ["ZB-1p", "ZBV"]
     assert lines[1].split()[6] == "0.0000"
-    assert main(["compare", str(path), "--rows", "3"]) == 2
+    assert main(["published", str(path), "--rows", "3"]) == 2
+
+
+def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """At F = B = W = 1, p = 4, m = 8 by hand: 1F1B takes 3 m + 3 (p - 1), interleaving divides its bubble by V."""
+    file = tmp_path / "rows.json"
+    assert main(["compare", "-p", "4", "-m", "8", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())
+    assert [row["schedule"] for row in rows] == ["1f1b", "interleaved-1f1b:4", "zbv", "v-half"]
+    assert [row["iteration_ms"] for row in rows[:2]] == [33.0, 24 + 9 / 4]
+    assert [row["num_messages"] for row in rows] == [2 * 8 * 3, 2 * 8 * 15, 2 * 8 * 6, 2 * 8 * 6]
+    assert rows[1]["speed_up"] == pytest.approx(33 / 26.25)
+    assert rows[2]["peak_memory"] == 1.0
+    assert rows[3]["peak_memory"] < 0.8
+    assert "1f1b                           33.000     1.000   27.27 %   1.000        48\n" in capsys.readouterr().out
+    limited = ["compare", "-p", "2", "-m", "4", "--effort", "fast", "--schedules", "zbv,1f1b,auto", "--memory-limit", "0.75"]
+    assert main(limited) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "memory" in lines[3]
+    assert lines[4].startswith("auto (")
+    assert main(["compare", "-p", "2", "-m", "4", "--schedules", "1f1b,zvb"]) == 2
+    assert "did you mean 'zbv'" in capsys.readouterr().err
 
 
 def test_a_published_peak_is_that_of_whole_stages_where_it_rounds_to_it() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,12 +23,13 @@ from megatron.zerobubble.cli.plan_layers import (
     plan_layers,
 )
 from megatron.zerobubble.cli.progress_bar import stoppable, track
-from megatron.zerobubble.cli.published import REFERENCES, read_configs
+from megatron.zerobubble.cli.published import run_published
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.flags.memory_limit import bytes_of
 from megatron.zerobubble.flags.require import installed
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.bounds.certificate import certificate
+from megatron.zerobubble.plan.communication import num_messages
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.objective import DEFAULT_OBJECTIVE, Objective
@@ -57,8 +57,11 @@ EXAMPLES = {
   zerobubble show plan.json --svg plan.svg
   zerobubble plan --schedule zb-h1 -p 4 -m 12 --json - | zerobubble show -""",
     "compare": """
-  zerobubble compare docs/benchmarks/data/published.json --rows 1 --effort fast
-  zerobubble compare docs/benchmarks/data/published.json""",
+  zerobubble compare -p 8 -m 24 --forward-ms 18.5 --backward-ms 18.1 --wgrad-ms 9.3
+  zerobubble compare -p 4 -m 8 --schedules 1f1b,interleaved-1f1b:2,auto --comm-ms 0.1 --effort fast""",
+    "published": """
+  zerobubble published docs/benchmarks/data/published.json --rows 1 --effort fast
+  zerobubble published docs/benchmarks/data/published.json""",
     "export": """
   zerobubble export plan.json --torch-csv plan.csv
   zerobubble plan --schedule zbv -p 4 -m 8 --json - | zerobubble export - --torch-csv -""",
@@ -93,7 +96,18 @@ def add_commands(commands: Any) -> None:
         help="limits to plan for, separated by commas (default %(default)s)",
     )
     pareto.add_argument("--png", metavar="FILE", help="write the curve as a picture; needs matplotlib")
-    for command in (plan, pareto):
+    compare = _command(commands, "compare")
+    compare.add_argument(
+        "--schedules",
+        default="1f1b,interleaved-1f1b:4,zbv,v-half",
+        metavar="LIST",
+        help="names separated by commas, NAME:V with V virtual stages (VPP) per rank; the first is the base of the speed-ups "
+        "(default %(default)s)",
+    )
+    compare.add_argument(
+        "--memory-limit", type=_share, help="most activation memory per rank; without it and --effort, hand-written schedules"
+    )
+    for command in (plan, pareto, compare):
         _add_problem(command)
     show = _command(commands, "show")
     show.add_argument("file", help="a plan in JSON; - reads standard input")
@@ -101,11 +115,11 @@ def add_commands(commands: Any) -> None:
         command.add_argument("--svg", metavar="FILE", help="write the timeline as SVG")
         command.add_argument("--trace", metavar="FILE", help="write the timeline as a Chrome trace")
         command.add_argument("--width", type=int, default=160, help="columns of the text timeline (default %(default)s)")
-    compare = _command(commands, "compare")
-    compare.add_argument("file", help="JSON with `configs`: costs, and the bubble rates and peak memory published for them")
-    compare.add_argument("--rows", help="configs to compare, counted from 0 and separated by commas (default: all)")
-    compare.add_argument("--effort", choices=[e.value for e in Effort], default="default", help="as for plan")
-    compare.add_argument("--seed", type=int, default=0, help="random seed of the search (default %(default)s)")
+    published = _command(commands, "published")
+    published.add_argument("file", help="JSON with `configs`: costs, and the bubble rates and peak memory published for them")
+    published.add_argument("--rows", help="configs to compare, counted from 0 and separated by commas (default: all)")
+    published.add_argument("--effort", choices=[e.value for e in Effort], default="default", help="as for plan")
+    published.add_argument("--seed", type=int, default=0, help="random seed of the search (default %(default)s)")
     export = _command(commands, "export")
     export.add_argument("file", help="a plan in JSON; - reads standard input")
     export.add_argument("--torch-csv", metavar="FILE", required=True, help="the action table to write; - prints it")
@@ -314,27 +328,58 @@ def _draw_pareto(points: list[dict[str, Any]], target: str) -> None:
 
 
 def run_compare(args: argparse.Namespace) -> None:
-    """`compare`: our schedules against the published ones, each at the published peak memory."""
-    configs = read_configs(args.file, args.rows)
-    print("model    p    m  schedule memory  reference     ours    bound  seconds")
-    for config in configs:
-        for name, reference in config.reference.items():
-            if name not in REFERENCES:
-                continue
-            begin = time.perf_counter()
-            result = make_plan(
-                REFERENCES[name],
-                num_ranks=config.num_ranks,
-                num_microbatches=config.num_microbatches,
-                costs_of=config.costs_of,
-                options=SearchOptions(memory_limit=reference.peak_memory, seed=args.seed, budget=Effort(args.effort).budget),
-            )
-            print(
-                f"{config.model:6} {config.num_ranks:3} {config.num_microbatches:4}  {name:8} "
-                f"{reference.peak_memory:6.4f}  {reference.bubble_rate:9.4f} {result.simulation.bubble_rate:8.4f} "
-                f"{result.bound.bubble_rate:8.4f} {time.perf_counter() - begin:8.1f}",
-                flush=True,
-            )
+    """`compare`: several schedules for the same costs, the first of them as the base."""
+    objective, given = Objective(args.objective), read_costs(args)
+    rows: list[dict[str, Any]] = []
+    args.max_pending_backward = None
+    chosen = {word.strip(): _schedule_and_chunks(word.strip()) for word in args.schedules.split(",")}
+    for name, chunks in chosen.values():
+        if name != AUTO:
+            schedule_spec(name, num_ranks=args.num_ranks, num_chunks=chunks)
+    for word in track(list(chosen), "schedules"):
+        args.schedule, args.num_chunks = chosen[word]
+        limit = _with_default(args, given, args.memory_limit)
+        try:
+            simulation = _result(args, given, limit).simulation
+        except (ConfigError, PlanError) as error:
+            if not rows or limit is None:  # no base, or no limit that one of the schedules exceeds
+                raise
+            rows.append({"schedule": word, "error": str(error)})
+            continue
+        rows.append(
+            {
+                "schedule": word if args.schedule != AUTO else f"{AUTO} ({simulation.plan.schedule})",
+                "iteration_ms": objective.of(simulation),
+                "bubble": objective.bubble_of(simulation),
+                "peak_memory": max(simulation.peak_memory),
+                "num_messages": num_messages(simulation.plan),
+            }
+        )
+        rows[-1]["speed_up"] = rows[0]["iteration_ms"] / rows[-1]["iteration_ms"] if rows[-1]["iteration_ms"] else 1.0
+    if args.json is not None:
+        _write_text(args.json, json.dumps(rows))
+    if args.json != "-":
+        print(f"iteration time {objective.label}; memory per rank, 1.0 is 1F1B's rank 0; messages of all ranks per iteration")
+        print(f"{'schedule':24} {'ms':>12} {'speed-up':>9} {'bubble':>9} {'memory':>7} {'messages':>9}")
+        print("\n".join(map(_compared, rows)))
+        print("".join(f"{line}\n" for line in given.source), end="")
+
+
+def _schedule_and_chunks(word: str) -> tuple[str, int | None]:
+    """`interleaved-1f1b:4` is four virtual stages (VPP) per rank."""
+    name, colon, chunks = word.partition(":")
+    if colon and not (chunks.isdecimal() and len(chunks) <= 6):
+        raise ConfigError(f"--schedules has {quoted(word)}; give NAME or NAME:V with V virtual stages (VPP) per rank")
+    return name, int(chunks) if colon else None
+
+
+def _compared(row: dict[str, Any]) -> str:
+    if "error" in row:
+        return f"{row['schedule']:24} {row['error'].splitlines()[0]}"
+    return (
+        f"{row['schedule']:24} {row['iteration_ms']:12.3f} {row['speed_up']:9.3f} {100 * row['bubble']:7.2f} % "
+        f"{row['peak_memory']:7.3f} {row['num_messages']:9}"
+    )
 
 
 def run_export(args: argparse.Namespace) -> None:
@@ -373,7 +418,8 @@ MEANINGS = {
     "plan": "build a plan and show it",
     "show": "show a plan file",
     "pareto": "the best plan for each of several memory limits: bubble against memory",
-    "compare": "plan for published times and compare the bubble rates",
+    "compare": "several schedules for your times: speed-up, bubble, memory, messages",
+    "published": "plan for published times and compare the bubble rates",
     "export": "write a plan as an action table of torch",
     "import": "read a plan from an action table of torch",
 }
@@ -383,6 +429,7 @@ COMMANDS = {
     "show": run_show,
     "pareto": run_pareto,
     "compare": run_compare,
+    "published": run_published,
     "export": run_export,
     "import": run_import,
 }
