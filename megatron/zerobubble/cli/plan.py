@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.zerobubble.cli.cost_flags import GivenCosts, add_unequal_flags, read_costs
-from megatron.zerobubble.cli.output_files import write_whole
+from megatron.zerobubble.cli.layout import add_layout_flags, run_layout
+from megatron.zerobubble.cli.output_files import write_text, write_whole
 from megatron.zerobubble.cli.parser import read_text, workers_of
 from megatron.zerobubble.cli.plan_layers import (
     MICROBATCHES_PER_RANK,
@@ -53,6 +54,9 @@ EXAMPLES = {
     "pareto": """
   zerobubble pareto -p 8 -m 24 --effort fast --png pareto.png
   zerobubble pareto -p 4 -m 16 --memory-limits 0.5,1,1.5 --comm-ms 0.1 --json -""",
+    "layout": """
+  zerobubble layout --layers layers.json -p 8 -m 32 --memory 70GiB
+  zerobubble layout --layers layers.json --schedule interleaved-1f1b --num-chunks 2 -p 8""",
     "show": """
   zerobubble show plan.json --svg plan.svg
   zerobubble plan --schedule zb-h1 -p 4 -m 12 --json - | zerobubble show -""",
@@ -120,6 +124,7 @@ def add_commands(commands: Any) -> None:
     published.add_argument("--rows", help="configs to compare, counted from 0 and separated by commas (default: all)")
     published.add_argument("--effort", choices=[e.value for e in Effort], default="default", help="as for plan")
     published.add_argument("--seed", type=int, default=0, help="random seed of the search (default %(default)s)")
+    add_layout_flags(_command(commands, "layout"))
     export = _command(commands, "export")
     export.add_argument("file", help="a plan in JSON; - reads standard input")
     export.add_argument("--torch-csv", metavar="FILE", required=True, help="the action table to write; - prints it")
@@ -233,13 +238,6 @@ def _result(args: argparse.Namespace, given: GivenCosts, memory_limit: float | N
     )
 
 
-def _write_text(target: str, text: str) -> None:
-    if target == "-":
-        print(text)
-    else:
-        write_whole(target, text + "\n")
-
-
 def run_plan(args: argparse.Namespace) -> None:
     """`plan`: generate or search a plan, with --layers also a layout; simulate it, write it to files and show it."""
     if args.layers is not None:
@@ -267,10 +265,10 @@ def run_plan(args: argparse.Namespace) -> None:
 def _write(args: argparse.Namespace, simulation: Simulation, memory_limit: float | None, text: str, lines: Sequence[str]) -> None:
     """Write the files that are asked for, and print the lines unless a file is printed."""
     if args.json is not None:
-        _write_text(args.json, text)
+        write_text(args.json, text)
     _write_pictures(args, simulation)
     if args.certificate is not None:
-        _write_text(args.certificate, json.dumps(certificate(simulation, Objective(args.objective), memory_limit)))
+        write_text(args.certificate, json.dumps(certificate(simulation, Objective(args.objective), memory_limit)))
     if "-" not in (args.json, args.certificate):
         print("\n".join(lines))
 
@@ -296,7 +294,7 @@ def run_pareto(args: argparse.Namespace) -> None:
         }
         points.append({"memory_limit": limit, "schedule": best.name} | of_objective | best.metrics())
     if args.json is not None:
-        _write_text(args.json, json.dumps(points))
+        write_text(args.json, json.dumps(points))
     if args.png is not None:
         _draw_pareto(points, args.png)
     if args.json != "-":
@@ -357,7 +355,7 @@ def run_compare(args: argparse.Namespace) -> None:
         )
         rows[-1]["speed_up"] = rows[0]["iteration_ms"] / rows[-1]["iteration_ms"] if rows[-1]["iteration_ms"] else 1.0
     if args.json is not None:
-        _write_text(args.json, json.dumps(rows))
+        write_text(args.json, json.dumps(rows))
     if args.json != "-":
         print(f"iteration time {objective.label}; memory per rank, 1.0 is 1F1B's rank 0; messages of all ranks per iteration")
         print(f"{'schedule':24} {'ms':>12} {'speed-up':>9} {'bubble':>9} {'memory':>7} {'messages':>9}")
@@ -386,7 +384,7 @@ def run_export(args: argparse.Namespace) -> None:
     """`export`: write a plan as torch's action table."""
     plan = Plan.from_json(read_text(args.file))
     validate(plan)
-    _write_text(args.torch_csv, to_torch_csv(plan).rstrip("\n"))
+    write_text(args.torch_csv, to_torch_csv(plan).rstrip("\n"))
     if plan.assignment:
         print("the table has the order of ops, not the plan's assignment: its microbatches are slots", file=sys.stderr)
 
@@ -395,7 +393,7 @@ def run_import(args: argparse.Namespace) -> None:
     """`import`: read torch's action table as a plan."""
     plan = from_torch_csv(read_text(args.file), schedule=args.schedule)
     validate(plan)
-    _write_text(args.json, plan.to_json())
+    write_text(args.json, plan.to_json())
 
 
 def run_show(args: argparse.Namespace) -> None:
@@ -416,6 +414,7 @@ def _write_pictures(args: argparse.Namespace, simulation: Simulation) -> None:
 
 MEANINGS = {
     "plan": "build a plan and show it",
+    "layout": "the best --pipeline-model-parallel-layout for your schedule, 1F1B included",
     "show": "show a plan file",
     "pareto": "the best plan for each of several memory limits: bubble against memory",
     "compare": "several schedules for your times: speed-up, bubble, memory, messages",
@@ -426,6 +425,7 @@ MEANINGS = {
 """Command -> what it is for."""
 COMMANDS = {
     "plan": run_plan,
+    "layout": run_layout,
     "show": run_show,
     "pareto": run_pareto,
     "compare": run_compare,
