@@ -6,12 +6,13 @@ or that the terminal cannot encode. The beginning and the end of a long value ar
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["MOST_SHOWN", "one_line", "parse_json", "quoted", "shown"]
+__all__ = ["MOST_SHOWN", "closest", "one_line", "parse_json", "quoted", "shown"]
 
 MOST_SHOWN = 80
 """Most characters of a value in a message."""
@@ -34,6 +35,14 @@ def quoted(value: object) -> str:
         return _cut(repr(value))
     except (ValueError, RecursionError):
         return f"a {type(value).__name__} that is too large to print"
+
+
+def closest(word: str, names: Sequence[str], *, cutoff: float = 0.6) -> str | None:
+    """The name that was probably meant: one with two neighboring letters swapped first, then the most similar, if any is."""
+    word = shown(word).lower()
+    swapped = {word[:at] + word[at + 1] + word[at] + word[at + 2 :] for at in range(len(word) - 1)}
+    meant = [name for name in names if name in swapped] or difflib.get_close_matches(word, names, n=1, cutoff=cutoff)
+    return meant[0] if meant else None
 
 
 def one_line(message: str, given: Iterable[str] = ()) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from megatron.zerobubble.cli.main import main
+from megatron.zerobubble.cli import plan
+from megatron.zerobubble.cli.main import _NAMES, _WITH_OWN_PARSER, build_parser, main
 from tests.training.launch import ROOT, TIMEOUT_S, TINY_BATCH, TINY_MODEL, environment
 
 
@@ -18,7 +20,8 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert caught.value.code == 0
     listed = capsys.readouterr().out
-    for command in ("plan", "show", "pareto", "compare", "export", "import", "playground", "train", "run", "checkpoint", "env"):
+    assert sorted(_NAMES) == sorted({*plan.COMMANDS, *_WITH_OWN_PARSER})
+    for command in _NAMES:
         assert f"\n    {command} " in listed
 
 
@@ -36,7 +39,28 @@ def test_usage_errors_are_exit_code_2(argv: list[str], capsys: pytest.CaptureFix
     with pytest.raises(SystemExit) as caught:
         main(argv)
     assert caught.value.code == 2
-    assert "zerobubble" in capsys.readouterr().err.splitlines()[-1]
+    lines = capsys.readouterr().err.splitlines()
+    assert "zerobubble" in lines[-1]
+    assert ("Exchange:" in lines) == (not argv), "the help, where nothing was asked for"
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("pla", "plan"), ("rnu", "run"), ("exprot", "export"), ("xyz", "")])
+def test_a_command_that_is_not_there(typed: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([typed])
+    expected = f"did you mean {meant}?" if meant else "give one of run, train, "
+    assert f"there is no command '{typed}'; {expected}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", plan.COMMANDS)
+def test_every_planning_command_has_examples_of_its_own(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    shown = capsys.readouterr().out.partition("examples:\n")[2].splitlines()
+    assert len(shown) == 2
+    assert all(f"zerobubble {command} " in line for line in shown)
+    for words in (shlex.split(part)[1:] for line in shown for part in line.split("|")):
+        build_parser("zerobubble").parse_args(words)
 
 
 @pytest.mark.parametrize(

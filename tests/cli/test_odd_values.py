@@ -179,13 +179,13 @@ CONFIG = {
 def test_a_damaged_file_to_compare_is_refused_in_one_line(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "published.json"
     file.write_text(text)
-    check_refused(["compare", str(file), "--effort", "fast"], capsys)
+    check_refused(["published", str(file), "--effort", "fast"], capsys)
 
 
 def test_a_model_s_name_may_be_any_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "published.json"
     file.write_text(json.dumps({"configs": [CONFIG | {"model": "\ud800\n" * 50}]}))
-    assert run(["compare", str(file), "--effort", "fast"], capsys) == (0, "")
+    assert run(["published", str(file), "--effort", "fast"], capsys) == (0, "")
 
 
 LINKS: dict[str, Any] = {

@@ -68,7 +68,7 @@ def test_as_a_command_with_a_pipe() -> None:
 
 @compiled
 def test_a_searched_plan_has_bounds_and_keeps_its_limit(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", "--schedule", "zbv", *SMALL, "--memory-limit", "0.75", "--comm-ms", "0.1", "--objective", "makespan"]
+    arguments = ["plan", "--schedule", "zbv", *SMALL, "--memory-limit", "0.75", "--comm-ms", "0.1"]
     assert main([*arguments, "--json", "-"]) == 0
     body = json.loads(capsys.readouterr().out)
     assert max(body["metrics"]["peak_memory"]) <= 0.75 + 1e-9
@@ -84,8 +84,10 @@ def test_auto_chooses_the_best_and_pareto_never_rises(tmp_path: Path, capsys: py
     assert main(["pareto", *SMALL, "--memory-limits", "1,0.5,2", "--json", "-", "--png", str(picture)]) == 0
     points = json.loads(capsys.readouterr().out)
     assert [point["memory_limit"] for point in points] == [0.5, 1.0, 2.0]
-    spans = [point["span_ms"] for point in points]
-    assert spans == sorted(spans, reverse=True)
+    times = [point["iteration_ms"] for point in points]
+    assert times == sorted(times, reverse=True)
+    assert times == [point["makespan_ms"] for point in points]
+    assert all(0 <= point["bound_bubble"] <= point["bubble"] < 1 for point in points)
     assert picture.read_bytes().startswith(b"\x89PNG")
     for point in points:
         assert max(point["peak_memory"]) <= point["memory_limit"] + 1e-9
@@ -95,13 +97,13 @@ def test_auto_chooses_the_best_and_pareto_never_rises(tmp_path: Path, capsys: py
     assert "drop them" in capsys.readouterr().err
     assert main(["plan", "--schedule", "auto", *SMALL, "--memory-limit", "1"]) == 0
     expected = (
-        r"^auto chose zbv with 2 virtual stages \(VPP\) per rank: [\d.]+ ms per iteration with post-validation \(span\); "
-        r"runner-up .*: [\d.]+ ms \([\d.]+ % slower\)$"
+        r"^auto chose zb-interleaved with 2 virtual stages \(VPP\) per rank: [\d.]+ ms per iteration with the synchronous "
+        r"optimizer \(makespan\); runner-up .*: [\d.]+ ms \([\d.]+ % slower\)$"
     )
     shown = capsys.readouterr().out
     assert re.search(expected, shown, re.MULTILINE)
-    assert main(["plan", "--schedule", "auto", *SMALL]) == 0
-    assert capsys.readouterr().out == shown, "without a limit auto means 1F1B's memory"
+    assert main(["plan", "-p", "2", "-m", "4", "--effort", "fast"]) == 0
+    assert capsys.readouterr().out == shown, "auto is the default, and without a limit it means 1F1B's memory"
 
 
 @compiled
@@ -125,18 +127,39 @@ def test_costs_are_no_standard_input_which_each_placement_of_auto_would_read(
     assert "No such file" in capsys.readouterr().err
 
 
-def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_published(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "published.json"
     config = {"model": "tiny", "num_ranks": 2, "num_microbatches": 4, "forward_ms": 1, "backward_ms": 1, "wgrad_ms": 1}
     config |= {"comm_ms": 0, "activation_after_backward": 0.5}
     config["reference"] = {name: {"bubble_rate": 0.2, "peak_memory": 1.0} for name in ("1F1B", "ZB-1p", "ZBV")}
     path.write_text(json.dumps({"configs": [config]}))
-    assert main(["compare", str(path), "--effort", "fast"]) == 0
+    assert main(["published", str(path), "--effort", "fast"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == ["model", "p", "m", "schedule", "memory", "reference", "ours", "bound", "seconds"]
     assert [line.split()[3] for line in lines] == ["ZB-1p", "ZBV"]
     assert lines[1].split()[6] == "0.0000"
-    assert main(["compare", str(path), "--rows", "3"]) == 2
+    assert main(["published", str(path), "--rows", "3"]) == 2
+
+
+def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """At F = B = W = 1, p = 4, m = 8 by hand: 1F1B takes 3 m + 3 (p - 1), interleaving divides its bubble by V."""
+    file = tmp_path / "rows.json"
+    assert main(["compare", "-p", "4", "-m", "8", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())
+    assert [row["schedule"] for row in rows] == ["1f1b", "interleaved-1f1b:4", "zbv", "v-half"]
+    assert [row["iteration_ms"] for row in rows[:2]] == [33.0, 24 + 9 / 4]
+    assert [row["num_messages"] for row in rows] == [2 * 8 * 3, 2 * 8 * 15, 2 * 8 * 6, 2 * 8 * 6]
+    assert rows[1]["speed_up"] == pytest.approx(33 / 26.25)
+    assert rows[2]["peak_memory"] == 1.0
+    assert rows[3]["peak_memory"] < 0.8
+    assert "1f1b                           33.000     1.000   27.27 %   1.000        48\n" in capsys.readouterr().out
+    limited = ["compare", "-p", "2", "-m", "4", "--effort", "fast", "--schedules", "zbv,1f1b,auto", "--memory-limit", "0.75"]
+    assert main(limited) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "memory" in lines[3]
+    assert lines[4].startswith("auto (")
+    assert main(["compare", "-p", "2", "-m", "4", "--schedules", "1f1b,zvb"]) == 2
+    assert "did you mean 'zbv'" in capsys.readouterr().err
 
 
 def test_a_published_peak_is_that_of_whole_stages_where_it_rounds_to_it() -> None:
@@ -223,6 +246,7 @@ NO_LENGTHS = [*UNEQUAL[:-1], "--num-microbatches", "4"]
     ("words", "message"),
     [
         ([*ZBV, "--schedule", "zb-v"], "did you mean 'zbv'"),
+        ([*ZBV, "--schedule", "zvb"], "did you mean 'zbv'"),
         ([*ZBV, "--num-ranks", "0"], "num_ranks is 0"),
         ([*ZBV, "--num-chunks", "3"], "drop num_chunks"),
         ([*ZBV, "--forward-ms", "-1"], "forward_ms is -1.0"),

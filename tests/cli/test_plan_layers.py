@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron.zerobubble import verify
 from megatron.zerobubble.cli import plan_layers as cli_layers
@@ -52,7 +54,7 @@ def layers(tmp_path: Path) -> str:
 @compiled
 def test_the_layout_its_plan_and_its_gap(layers: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "plan.json"
-    words = ["plan", "--layers", layers, *ARGUMENTS, "--memory", "6GiB", "--objective", "makespan", "--json", str(target)]
+    words = ["plan", "--layers", layers, *ARGUMENTS, "--memory", "6GiB", "--json", str(target)]
     assert main(words) == 0
     out = capsys.readouterr().out
     body = json.loads(target.read_text())
@@ -111,7 +113,7 @@ def test_ctrl_c_takes_the_best_layout_so_far(
 @compiled
 def test_pipeline_sizes_on_the_same_devices(layers: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Of 1, 2 and 4 ranks per pipeline for the same global batch; what does not fit is listed with its reason."""
-    words = ["plan", "--layers", layers, *ARGUMENTS, "--pipeline-sizes", "1,4", "--memory", "6GiB", "--objective", "makespan"]
+    words = ["plan", "--layers", layers, *ARGUMENTS, "--pipeline-sizes", "1,4", "--memory", "6GiB"]
     assert main(words) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith("1 pipeline ranks (PP), 2 microbatches: no layout of 6 layers on 1 ranks fits")
@@ -154,9 +156,33 @@ def test_a_wrong_request_is_refused_in_one_line(
     assert error.count("\n") == 1
 
 
+@compiled
+@pytest.mark.parametrize("schedule", [["1f1b"], ["interleaved-1f1b", "--num-chunks", "2"]], ids=lambda words: words[0])
+def test_a_layout_for_megatron_core_s_own_schedules(
+    schedule: list[str], layers: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "layout.json"
+    words = ["--layers", layers, "-p", "2", "-m", "4", "--schedule", *schedule, "--memory", "9GiB"]
+    assert main(["layout", *words, "--json", str(file)]) == 0
+    out, body = capsys.readouterr().out, json.loads(file.read_text())
+    layout = body["layout"]
+    assert out.startswith(f'--pipeline-model-parallel-layout "{layout["text"]}"\n')
+    read = PipelineParallelLayerLayout(layout["text"], 2)
+    counts = [sum(part.name == "decoder" for part in stage) for chunks in zip(*read.layout, strict=True) for stage in chunks]
+    assert counts == layout["per_stage"], "megatron-core reads the same stages"
+    assert len(counts) == (4 if "--num-chunks" in schedule else 2)
+    assert body["metrics"]["makespan_ms"] <= (body["even_makespan_ms"] or math.inf) * (1 + 1e-9)
+    assert max(body["metrics"]["peak_bytes"]) <= 9 * 2**30
+    assert body["with_zerobubble"]["metrics"]["makespan_ms"] <= body["metrics"]["makespan_ms"]
+    assert (" spread evenly (" in out) == (body["even_makespan_ms"] is not None)
+    assert main(["layout", *words[:-1], "1GiB"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_flags_that_need_one_another(layers: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *ARGUMENTS]) == 2
-    assert "the schedule is missing: give --schedule, or --layers" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["plan", "--memory-limit", "60GiB", *ARGUMENTS])
+    assert "a size in bytes needs the model's: give --layers FILE --memory 60GiB" in capsys.readouterr().err
     assert main(["plan", "--schedule", "zb", "--memory", "70GiB", *ARGUMENTS]) == 2
     assert "--memory, --no-empty-stages and --pipeline-sizes are for --layers" in capsys.readouterr().err
 

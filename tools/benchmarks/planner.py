@@ -225,7 +225,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="python -m tools.benchmarks.planner", description=__doc__, formatter_class=raw)
-    parser.add_argument("file", nargs="?", default=PUBLISHED, help="configs, as for zerobubble compare (default: the published)")
+    parser.add_argument("file", nargs="?", default=PUBLISHED, help="configs, as for zerobubble published (default: %(default)s)")
     parser.add_argument("--sections", default=",".join(SECTIONS), help="sections, separated by commas (default: %(default)s)")
     parser.add_argument("--rows", help="configs, counted from 0 and separated by commas (default: all)")
     names = ",".join(point.name for point in POINTS)

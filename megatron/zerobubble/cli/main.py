@@ -1,4 +1,4 @@
-"""The command `zerobubble plan|pareto|show|compare|export|import|verify|playground|train|run|bench|checkpoint|env`.
+"""The command `zerobubble`, with the commands of `_GROUPS`.
 
 Only `train`, `run`, `bench` and `env` import torch. These, `verify`, `playground` and `checkpoint` have their own parsers; the
 others share this one.
@@ -15,7 +15,7 @@ from megatron.zerobubble.cli import plan
 from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.errors import ConfigError, PlanError, UserError
 from megatron.zerobubble.flags.require import installed
-from megatron.zerobubble.messages import one_line
+from megatron.zerobubble.messages import closest, one_line, quoted
 from megatron.zerobubble.version import __version__
 
 
@@ -31,6 +31,12 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "zerobubble") -> int:
         Ctrl-C.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    if not words:
+        build_parser(prog).print_help(sys.stderr)
+    elif not words[0].startswith("-") and words[0] not in _NAMES:
+        meant = closest(words[0], _NAMES)
+        remedy = f"did you mean {meant}?" if meant else f"give one of {', '.join(_NAMES)}"
+        build_parser(prog).error(f"there is no command {quoted(words[0])}; {remedy}")
     if words and words[0] in _WITH_OWN_PARSER:
         try:
             installed(f"{prog} {words[0]}", *_NEEDS.get(words[0], ()), extra="train")
@@ -55,18 +61,19 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "zerobubble") -> int:
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
     """The command line of all commands."""
+    groups = (f"{title}:\n" + "\n".join(f"    {name:12} {_MEANINGS[name]}" for name in names) for title, names in _GROUPS.items())
     parser = Parser(
         prog=prog,
-        description="Zero-bubble pipeline schedules: plan them, look at them, train with them.",
-        epilog=plan.EXAMPLES,
+        usage=f"{prog} [-h] [--version] COMMAND ...",
+        description="Zero-bubble pipeline schedules: plan them, look at them, train with them.\n\n" + "\n\n".join(groups),
+        epilog=f"examples:{_EXAMPLES}\n\n{prog} COMMAND --help has those of each command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"megatron-zerobubble {__version__}")
-    names = ",".join([*plan.COMMANDS, *_WITH_OWN_PARSER])
-    commands = parser.add_subparsers(dest="command", required=True, metavar=f"{{{names}}}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", prog=prog, help=argparse.SUPPRESS)
     plan.add_commands(commands)
-    for name, (_, meaning) in _WITH_OWN_PARSER.items():
-        commands.add_parser(name, help=meaning, add_help=False)
+    for name in _WITH_OWN_PARSER:
+        commands.add_parser(name, add_help=False)
     return parser
 
 
@@ -80,6 +87,17 @@ _WITH_OWN_PARSER = {
     "env": ("megatron.zerobubble.cli.env", "print versions, devices and variables, for a report about a problem"),
 }
 """Command -> the module whose `main` runs it, imported only then, and what it is for."""
+_MEANINGS = plan.MEANINGS | {name: meaning for name, (_, meaning) in _WITH_OWN_PARSER.items()}
+_GROUPS = {
+    "Train": ("run", "train", "bench", "checkpoint", "env"),
+    "Plan": ("plan", "pareto", "layout", "compare", "published", "show", "verify", "playground"),
+    "Exchange": ("export", "import"),
+}
+"""Commands as --help lists them."""
+_NAMES = [name for names in _GROUPS.values() for name in names]
+_EXAMPLES = """
+  zerobubble plan --schedule zbv -p 4 -m 8
+  zerobubble run --help"""
 _NEEDS = {
     "train": ("torch", "megatron.core", "numpy", "packaging"),
     "bench": ("torch", "megatron.core", "numpy", "packaging"),

@@ -44,3 +44,11 @@ def _is_replaceable(file: Path) -> bool:
         return True
     status = file.stat()
     return file.is_file() and os.access(file, os.W_OK) and status.st_nlink == 1 and status.st_uid == os.geteuid()
+
+
+def write_text(target: str, text: str) -> None:
+    """Write a text and a line's end to a file, or print it for `-`."""
+    if target == "-":
+        print(text)
+    else:
+        write_whole(target, text + "\n")

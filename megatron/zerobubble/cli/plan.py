@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
 from megatron.zerobubble.cli.cost_flags import GivenCosts, add_unequal_flags, read_costs
-from megatron.zerobubble.cli.output_files import write_whole
+from megatron.zerobubble.cli.layout import add_layout_flags, run_layout
+from megatron.zerobubble.cli.output_files import write_text, write_whole
 from megatron.zerobubble.cli.parser import read_text, workers_of
 from megatron.zerobubble.cli.plan_layers import (
     MICROBATCHES_PER_RANK,
@@ -24,14 +24,16 @@ from megatron.zerobubble.cli.plan_layers import (
     plan_layers,
 )
 from megatron.zerobubble.cli.progress_bar import stoppable, track
-from megatron.zerobubble.cli.published import REFERENCES, read_configs
+from megatron.zerobubble.cli.published import run_published
 from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.flags.memory_limit import bytes_of
 from megatron.zerobubble.flags.require import installed
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.bounds.certificate import certificate
+from megatron.zerobubble.plan.communication import num_messages
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Plan
-from megatron.zerobubble.plan.objective import Objective
+from megatron.zerobubble.plan.objective import DEFAULT_OBJECTIVE, Objective
 from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT, Result, hand_written, make_plan, pareto
 from megatron.zerobubble.plan.registry import (
     known_schedules,
@@ -45,80 +47,110 @@ from megatron.zerobubble.plan.simulate import Simulation, read_plan
 from megatron.zerobubble.plan.torch_csv import from_torch_csv, to_torch_csv
 from megatron.zerobubble.plan.validate import validate
 
-EXAMPLES = """examples:
-  zerobubble plan --schedule auto --num-ranks 8 --num-microbatches 24 --memory-limit 0.8 --forward-ms 18.5 \\
-      --backward-ms 18.1 --wgrad-ms 9.3 --comm-ms 0.6 --activation-after-backward 0.37 --effort fast
-  zerobubble plan --schedule zbv --num-ranks 4 --num-microbatches 8 --costs costs.json --memory-limit 1.0
-  zerobubble pareto --num-ranks 8 --num-microbatches 24 --effort fast --json - --png pareto.png
+EXAMPLES = {
+    "plan": """
+  zerobubble plan -p 8 -m 24 --memory-limit 0.8 --forward-ms 18.5 --backward-ms 18.1 --wgrad-ms 9.3 --effort fast
+  zerobubble plan --layers layers.json -p 8 -m 32 --memory 70GiB""",
+    "pareto": """
+  zerobubble pareto -p 8 -m 24 --effort fast --png pareto.png
+  zerobubble pareto -p 4 -m 16 --memory-limits 0.5,1,1.5 --comm-ms 0.1 --json -""",
+    "layout": """
+  zerobubble layout --layers layers.json -p 8 -m 32 --memory 70GiB
+  zerobubble layout --layers layers.json --schedule interleaved-1f1b --num-chunks 2 -p 8""",
+    "show": """
+  zerobubble show plan.json --svg plan.svg
+  zerobubble plan --schedule zb-h1 -p 4 -m 12 --json - | zerobubble show -""",
+    "compare": """
+  zerobubble compare -p 8 -m 24 --forward-ms 18.5 --backward-ms 18.1 --wgrad-ms 9.3
+  zerobubble compare -p 4 -m 8 --schedules 1f1b,interleaved-1f1b:2,auto --comm-ms 0.1 --effort fast""",
+    "published": """
+  zerobubble published docs/benchmarks/data/published.json --rows 1 --effort fast
+  zerobubble published docs/benchmarks/data/published.json""",
+    "export": """
   zerobubble export plan.json --torch-csv plan.csv
-  zerobubble plan --schedule zbv --num-ranks 4 --num-microbatches 8
-  zerobubble plan --schedule zb --num-ranks 8 --num-microbatches 24 --max-pending-backward 2p \\
-      --forward-ms 18.5 --backward-ms 18.1 --wgrad-ms 9.3 --comm-ms 0.6 --activation-after-backward 0.37 \\
-      --json plan.json --svg plan.svg --trace plan.trace.json
-  zerobubble plan --schedule zb-h1 --num-ranks 4 --num-microbatches 12 --json - | zerobubble show -
-  zerobubble plan --layers layers.json --num-ranks 8 --num-microbatches 32 --memory 70GiB --objective makespan
-  zerobubble plan --schedule zbv --num-ranks 2 --microbatch-tokens 512,4096,700,1800,1024,96 --attention-share 0.1
-"""
+  zerobubble plan --schedule zbv -p 4 -m 8 --json - | zerobubble export - --torch-csv -""",
+    "import": """
+  zerobubble import plan.csv --json plan.json
+  zerobubble import plan.csv --schedule zbv | zerobubble show -""",
+}
+"""Command -> two command lines that work, given the files."""
 
 
 def add_commands(commands: Any) -> None:
     """Add `plan`, `pareto`, `show`, `compare`, `export` and `import` to the sub-parsers of a command line."""
-    raw = argparse.RawDescriptionHelpFormatter
     schedules = "\n".join(f"  {info.name:17} {info.description} ({info.reference})" for info in known_schedules())
     schedules += f"\n  {AUTO:17} the best of these within the memory limit"
-    plan = commands.add_parser(
-        "plan", help="build a plan and show it", epilog=f"schedules:\n{schedules}\n\n{EXAMPLES}", formatter_class=raw
-    )
-    plan.add_argument("--schedule", help="name of the schedule, see below; with --layers default auto")
+    plan = _command(commands, "plan", f"schedules:\n{schedules}\n\n")
+    plan.add_argument("--schedule", default=AUTO, help="name of the schedule, see below (default %(default)s)")
     add_layer_flags(plan)
     plan.add_argument("--num-chunks", type=int, help="virtual stages (VPP) per rank, for the interleaved schedules (default 2)")
     plan.add_argument(
         "--max-pending-backward", help="most microbatches between F and W per rank, for zb: 1p, 2p or a number (default 1p)"
     )
     plan.add_argument(
-        "--memory-limit", type=float, help="most activation memory per rank; 1.0 is 1F1B's rank 0, the default of auto"
+        "--memory-limit", type=_share, help="most activation memory per rank; 1.0 is 1F1B's rank 0, the default of auto"
     )
     plan.add_argument(
         "--certificate", metavar="FILE", help="write the plan with a proof of how far from the best order it can be; see verify"
     )
-    pareto = commands.add_parser("pareto", help="Pareto front, bubble vs. memory", epilog=EXAMPLES, formatter_class=raw)
+    pareto = _command(commands, "pareto")
     pareto.add_argument(
         "--memory-limits",
         default="0.5,0.625,0.75,1.0,1.25,1.5,2.0",
         help="limits to plan for, separated by commas (default %(default)s)",
     )
     pareto.add_argument("--png", metavar="FILE", help="write the curve as a picture; needs matplotlib")
-    for command in (plan, pareto):
+    compare = _command(commands, "compare")
+    compare.add_argument(
+        "--schedules",
+        default="1f1b,interleaved-1f1b:4,zbv,v-half",
+        metavar="LIST",
+        help="names separated by commas, NAME:V with V virtual stages (VPP) per rank; the first is the base of the speed-ups "
+        "(default %(default)s)",
+    )
+    compare.add_argument(
+        "--memory-limit", type=_share, help="most activation memory per rank; without it and --effort, hand-written schedules"
+    )
+    for command in (plan, pareto, compare):
         _add_problem(command)
-    show = commands.add_parser("show", help="show a plan file", epilog=EXAMPLES, formatter_class=raw)
+    show = _command(commands, "show")
     show.add_argument("file", help="a plan in JSON; - reads standard input")
     for command in (plan, show):
         command.add_argument("--svg", metavar="FILE", help="write the timeline as SVG")
         command.add_argument("--trace", metavar="FILE", help="write the timeline as a Chrome trace")
         command.add_argument("--width", type=int, default=160, help="columns of the text timeline (default %(default)s)")
-    compare = commands.add_parser(
-        "compare", help="plan for published times and compare the bubble rates", epilog=EXAMPLES, formatter_class=raw
-    )
-    compare.add_argument("file", help="JSON with `configs`: costs, and the bubble rates and peak memory published for them")
-    compare.add_argument("--rows", help="configs to compare, counted from 0 and separated by commas (default: all)")
-    compare.add_argument("--effort", choices=[e.value for e in Effort], default="default", help="as for plan")
-    compare.add_argument("--seed", type=int, default=0, help="random seed of the search (default %(default)s)")
-    export = commands.add_parser("export", help="write a plan as an action table of torch", epilog=EXAMPLES, formatter_class=raw)
+    published = _command(commands, "published")
+    published.add_argument("file", help="JSON with `configs`: costs, and the bubble rates and peak memory published for them")
+    published.add_argument("--rows", help="configs to compare, counted from 0 and separated by commas (default: all)")
+    published.add_argument("--effort", choices=[e.value for e in Effort], default="default", help="as for plan")
+    published.add_argument("--seed", type=int, default=0, help="random seed of the search (default %(default)s)")
+    add_layout_flags(_command(commands, "layout"))
+    export = _command(commands, "export")
     export.add_argument("file", help="a plan in JSON; - reads standard input")
     export.add_argument("--torch-csv", metavar="FILE", required=True, help="the action table to write; - prints it")
-    importing = commands.add_parser(
-        "import", help="read a plan from an action table of torch", epilog=EXAMPLES, formatter_class=raw
-    )
+    importing = _command(commands, "import")
     importing.add_argument("file", help="an action table of torch.distributed.pipelining; - reads standard input")
     importing.add_argument("--schedule", default="imported", help="name of the plan (default %(default)s)")
     importing.add_argument("--json", metavar="FILE", default="-", help="the plan file to write; - prints it (default)")
 
 
+def _command(commands: Any, name: str, before: str = "") -> argparse.ArgumentParser:
+    """Add a command whose help ends with its examples, after other text."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        description=MEANINGS[name],
+        epilog=f"{before}examples:{EXAMPLES[name]}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return parser
+
+
 def _add_problem(command: argparse.ArgumentParser) -> None:
     """Add the flags for sizes, costs and the search."""
-    command.add_argument("--num-ranks", type=int, required=True, help="pipeline ranks (PP), p")
+    command.add_argument("--num-ranks", "-p", type=int, required=True, help="pipeline ranks (PP), p")
     command.add_argument(
         "--num-microbatches",
+        "-m",
         type=int,
         help="microbatches per iteration, m; with --microbatch-tokens their number is known, with --layers it is "
         f"{MICROBATCHES_PER_RANK} per pipeline rank by default",
@@ -141,8 +173,9 @@ def _add_problem(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--objective",
         choices=[objective.value for objective in Objective],
-        default="span",
-        help=f"iteration time to minimize: {' or '.join(objective.label for objective in Objective)} (default span)",
+        default=DEFAULT_OBJECTIVE.value,
+        help=f"iteration time to minimize: {' or '.join(objective.label for objective in Objective)} (default %(default)s, as in "
+        "a run without post-validation)",
     )
     command.add_argument(
         "--effort",
@@ -156,6 +189,18 @@ def _add_problem(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--seed", type=int, default=0, help="random seed of the search (default %(default)s)")
     command.add_argument("--json", metavar="FILE", help="write the result as JSON; - prints it and nothing else")
+
+
+def _share(text: str) -> float:
+    """A memory limit of `plan`, which is no size in bytes."""
+    try:
+        return float(text)
+    except ValueError:
+        if bytes_of(text):
+            raise argparse.ArgumentTypeError(
+                f"a size in bytes needs the model's: give --layers FILE --memory {text}, or a share of 1F1B's memory such as 0.8"
+            ) from None
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is no number; give a share of 1F1B's memory such as 0.8") from None
 
 
 def _with_default(args: argparse.Namespace, given: GivenCosts, memory_limit: float | None) -> float | None:
@@ -193,13 +238,6 @@ def _result(args: argparse.Namespace, given: GivenCosts, memory_limit: float | N
     )
 
 
-def _write_text(target: str, text: str) -> None:
-    if target == "-":
-        print(text)
-    else:
-        write_whole(target, text + "\n")
-
-
 def run_plan(args: argparse.Namespace) -> None:
     """`plan`: generate or search a plan, with --layers also a layout; simulate it, write it to files and show it."""
     if args.layers is not None:
@@ -207,8 +245,6 @@ def run_plan(args: argparse.Namespace) -> None:
         lines = [*sizes, *[""] * bool(sizes), layout_summary(found, args.width)]
         _write(args, found.result.simulation, found.stage_costs.memory_limit, layout_to_json(found), lines)
         return
-    if args.schedule is None:
-        raise ConfigError("the schedule is missing: give --schedule, or --layers for the best of all")
     if args.memory is not None or args.no_empty_stages or args.pipeline_sizes is not None:
         raise ConfigError(
             "--memory, --no-empty-stages and --pipeline-sizes are for --layers; --memory-limit limits a schedule's activation "
@@ -229,10 +265,10 @@ def run_plan(args: argparse.Namespace) -> None:
 def _write(args: argparse.Namespace, simulation: Simulation, memory_limit: float | None, text: str, lines: Sequence[str]) -> None:
     """Write the files that are asked for, and print the lines unless a file is printed."""
     if args.json is not None:
-        _write_text(args.json, text)
+        write_text(args.json, text)
     _write_pictures(args, simulation)
     if args.certificate is not None:
-        _write_text(args.certificate, json.dumps(certificate(simulation, Objective(args.objective), memory_limit)))
+        write_text(args.certificate, json.dumps(certificate(simulation, Objective(args.objective), memory_limit)))
     if "-" not in (args.json, args.certificate):
         print("\n".join(lines))
 
@@ -250,17 +286,23 @@ def run_pareto(args: argparse.Namespace) -> None:
     points: list[dict[str, Any]] = []
     for limit, best in pareto(track(limits, "memory limits"), lambda limit: _result(args, given, limit), objective):
         assert best is not None, "a limit that no plan fits is an error"
-        points.append({"memory_limit": limit, "schedule": best.name} | best.metrics())
+        of_objective = {
+            "objective": objective.value,
+            "iteration_ms": objective.of(best.simulation),
+            "bubble": objective.bubble_of(best.simulation),
+            "bound_bubble": objective.bubble_of(best.bound),
+        }
+        points.append({"memory_limit": limit, "schedule": best.name} | of_objective | best.metrics())
     if args.json is not None:
-        _write_text(args.json, json.dumps(points))
+        write_text(args.json, json.dumps(points))
     if args.png is not None:
         _draw_pareto(points, args.png)
     if args.json != "-":
-        print("memory  schedule           bubble    bound")
+        print("memory  schedule           ms per iteration    bubble    bound")
         for point in points:
             print(
-                f"{point['memory_limit']:<6.3f}  {point['schedule']:17} {100 * point['bubble_rate']:6.2f} %"
-                f"  {100 * point['bound_bubble_rate']:5.2f} %"
+                f"{point['memory_limit']:<6.3f}  {point['schedule']:17} {point['iteration_ms']:17.3f}"
+                f"  {100 * point['bubble']:6.2f} %  {100 * point['bound_bubble']:5.2f} %"
             )
         print("".join(f"{line}\n" for line in given.source), end="")
 
@@ -273,9 +315,9 @@ def _draw_pareto(points: list[dict[str, Any]], target: str) -> None:
 
     figure, axes = pyplot.subplots(figsize=(6.4, 4))
     memory = [point["memory_limit"] for point in points]
-    axes.plot(memory, [100 * point["bubble_rate"] for point in points], "o-", label="plan")
-    axes.plot(memory, [100 * point["bound_bubble_rate"] for point in points], "--", color="grey", label="lower bound")
-    axes.set(title="Pareto front, bubble vs. memory", ylabel="bubble, % of the span", ylim=(0, None))
+    axes.plot(memory, [100 * point["bubble"] for point in points], "o-", label="plan")
+    axes.plot(memory, [100 * point["bound_bubble"] for point in points], "--", color="grey", label="lower bound")
+    axes.set(title="Pareto front, bubble vs. memory", ylabel=f"bubble, % of the {points[0]['objective']}", ylim=(0, None))
     axes.set_xlabel("activation memory per rank, 1.0 = 1F1B's rank 0")
     axes.legend()
     figure.tight_layout()
@@ -284,34 +326,65 @@ def _draw_pareto(points: list[dict[str, Any]], target: str) -> None:
 
 
 def run_compare(args: argparse.Namespace) -> None:
-    """`compare`: our schedules against the published ones, each at the published peak memory."""
-    configs = read_configs(args.file, args.rows)
-    print("model    p    m  schedule memory  reference     ours    bound  seconds")
-    for config in configs:
-        for name, reference in config.reference.items():
-            if name not in REFERENCES:
-                continue
-            begin = time.perf_counter()
-            result = make_plan(
-                REFERENCES[name],
-                num_ranks=config.num_ranks,
-                num_microbatches=config.num_microbatches,
-                costs_of=config.costs_of,
-                options=SearchOptions(memory_limit=reference.peak_memory, seed=args.seed, budget=Effort(args.effort).budget),
-            )
-            print(
-                f"{config.model:6} {config.num_ranks:3} {config.num_microbatches:4}  {name:8} "
-                f"{reference.peak_memory:6.4f}  {reference.bubble_rate:9.4f} {result.simulation.bubble_rate:8.4f} "
-                f"{result.bound.bubble_rate:8.4f} {time.perf_counter() - begin:8.1f}",
-                flush=True,
-            )
+    """`compare`: several schedules for the same costs, the first of them as the base."""
+    objective, given = Objective(args.objective), read_costs(args)
+    rows: list[dict[str, Any]] = []
+    args.max_pending_backward = None
+    chosen = {word.strip(): _schedule_and_chunks(word.strip()) for word in args.schedules.split(",")}
+    for name, chunks in chosen.values():
+        if name != AUTO:
+            schedule_spec(name, num_ranks=args.num_ranks, num_chunks=chunks)
+    for word in track(list(chosen), "schedules"):
+        args.schedule, args.num_chunks = chosen[word]
+        limit = _with_default(args, given, args.memory_limit)
+        try:
+            simulation = _result(args, given, limit).simulation
+        except (ConfigError, PlanError) as error:
+            if not rows or limit is None:  # no base, or no limit that one of the schedules exceeds
+                raise
+            rows.append({"schedule": word, "error": str(error)})
+            continue
+        rows.append(
+            {
+                "schedule": word if args.schedule != AUTO else f"{AUTO} ({simulation.plan.schedule})",
+                "iteration_ms": objective.of(simulation),
+                "bubble": objective.bubble_of(simulation),
+                "peak_memory": max(simulation.peak_memory),
+                "num_messages": num_messages(simulation.plan),
+            }
+        )
+        rows[-1]["speed_up"] = rows[0]["iteration_ms"] / rows[-1]["iteration_ms"] if rows[-1]["iteration_ms"] else 1.0
+    if args.json is not None:
+        write_text(args.json, json.dumps(rows))
+    if args.json != "-":
+        print(f"iteration time {objective.label}; memory per rank, 1.0 is 1F1B's rank 0; messages of all ranks per iteration")
+        print(f"{'schedule':24} {'ms':>12} {'speed-up':>9} {'bubble':>9} {'memory':>7} {'messages':>9}")
+        print("\n".join(map(_compared, rows)))
+        print("".join(f"{line}\n" for line in given.source), end="")
+
+
+def _schedule_and_chunks(word: str) -> tuple[str, int | None]:
+    """`interleaved-1f1b:4` is four virtual stages (VPP) per rank."""
+    name, colon, chunks = word.partition(":")
+    if colon and not (chunks.isdecimal() and len(chunks) <= 6):
+        raise ConfigError(f"--schedules has {quoted(word)}; give NAME or NAME:V with V virtual stages (VPP) per rank")
+    return name, int(chunks) if colon else None
+
+
+def _compared(row: dict[str, Any]) -> str:
+    if "error" in row:
+        return f"{row['schedule']:24} {row['error'].splitlines()[0]}"
+    return (
+        f"{row['schedule']:24} {row['iteration_ms']:12.3f} {row['speed_up']:9.3f} {100 * row['bubble']:7.2f} % "
+        f"{row['peak_memory']:7.3f} {row['num_messages']:9}"
+    )
 
 
 def run_export(args: argparse.Namespace) -> None:
     """`export`: write a plan as torch's action table."""
     plan = Plan.from_json(read_text(args.file))
     validate(plan)
-    _write_text(args.torch_csv, to_torch_csv(plan).rstrip("\n"))
+    write_text(args.torch_csv, to_torch_csv(plan).rstrip("\n"))
     if plan.assignment:
         print("the table has the order of ops, not the plan's assignment: its microbatches are slots", file=sys.stderr)
 
@@ -320,7 +393,7 @@ def run_import(args: argparse.Namespace) -> None:
     """`import`: read torch's action table as a plan."""
     plan = from_torch_csv(read_text(args.file), schedule=args.schedule)
     validate(plan)
-    _write_text(args.json, plan.to_json())
+    write_text(args.json, plan.to_json())
 
 
 def run_show(args: argparse.Namespace) -> None:
@@ -339,11 +412,24 @@ def _write_pictures(args: argparse.Namespace, simulation: Simulation) -> None:
         write_whole(args.trace, plan_trace(simulation))
 
 
+MEANINGS = {
+    "plan": "build a plan and show it",
+    "layout": "the best --pipeline-model-parallel-layout for your schedule, 1F1B included",
+    "show": "show a plan file",
+    "pareto": "the best plan for each of several memory limits: bubble against memory",
+    "compare": "several schedules for your times: speed-up, bubble, memory, messages",
+    "published": "plan for published times and compare the bubble rates",
+    "export": "write a plan as an action table of torch",
+    "import": "read a plan from an action table of torch",
+}
+"""Command -> what it is for."""
 COMMANDS = {
     "plan": run_plan,
+    "layout": run_layout,
     "show": run_show,
     "pareto": run_pareto,
     "compare": run_compare,
+    "published": run_published,
     "export": run_export,
     "import": run_import,
 }

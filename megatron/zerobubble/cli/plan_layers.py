@@ -16,7 +16,6 @@ from megatron.zerobubble.plan.bounds.schedule_bound import TimeBound
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.partition.joint import LayoutResult, plan_layout
 from megatron.zerobubble.plan.partition.layer_costs import Model
-from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.registry import check_at_least_one
 from megatron.zerobubble.plan.render.plan_summary import headline
 from megatron.zerobubble.plan.render.text import render_text
@@ -157,7 +156,7 @@ def _fastest(
                 num_ranks=num_ranks,
                 num_microbatches=num_microbatches,
                 memory_bytes=memory,
-                schedule=args.schedule or AUTO,
+                schedule=args.schedule,
                 num_chunks=args.num_chunks,
                 options=options,
                 allow_empty=not args.no_empty_stages,

@@ -1,8 +1,10 @@
-"""Published timings and bubble rates, read from a file by `zerobubble compare` and the planner's benchmark."""
+"""`zerobubble published`: our schedules against published ones. The planner's benchmark reads the same file."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import time
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,14 +12,15 @@ from megatron.zerobubble.cli.parser import read_text
 from megatron.zerobubble.errors import PlanError
 from megatron.zerobubble.messages import quoted, shown
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.planner import CostsOf
+from megatron.zerobubble.plan.planner import CostsOf, make_plan
 from megatron.zerobubble.plan.registry import check_at_least_one
+from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 
 COMPARED = ("forward_ms", "backward_ms", "wgrad_ms", "comm_ms", "activation_after_backward")
-"""The costs of one config in a file for `zerobubble compare`."""
+"""The costs of one config in a file for `zerobubble published`."""
 
 REFERENCES = {"ZB-1p": "zb", "ZB-2p": "zb", "ZBV": "zbv", "V-half": "v-half", "V-min": "v-min"}
-"""Schedule name in a file for `zerobubble compare` -> our schedule name."""
+"""Schedule name in a file for `zerobubble published` -> our schedule name."""
 
 HALF_A_DIGIT = 0.5e-4 + 1e-9
 """Rounding error of a number published with four decimals."""
@@ -31,7 +34,7 @@ class Reference(NamedTuple):
 
 
 class Config(NamedTuple):
-    """One config of a file for `zerobubble compare`."""
+    """One config of a file for `zerobubble published`."""
 
     row: int
     model: str
@@ -42,7 +45,7 @@ class Config(NamedTuple):
 
 
 def read_configs(file: str, rows: str | None) -> list[Config]:
-    """Read the configs of a file for `zerobubble compare`.
+    """Read the configs of a file for `zerobubble published`.
 
     Args:
         file: path of the JSON file, or `-`.
@@ -80,3 +83,27 @@ def _unrounded(peak: float, num_ranks: int) -> float:
     """
     exact = round(peak * 2 * num_ranks) / (2 * num_ranks)
     return exact if abs(exact - peak) <= HALF_A_DIGIT else peak
+
+
+def run_published(args: argparse.Namespace) -> None:
+    """`published`: our schedules against the published ones, each at the published peak memory."""
+    configs = read_configs(args.file, args.rows)
+    print("model    p    m  schedule memory  reference     ours    bound  seconds")
+    for config in configs:
+        for name, reference in config.reference.items():
+            if name not in REFERENCES:
+                continue
+            begin = time.perf_counter()
+            result = make_plan(
+                REFERENCES[name],
+                num_ranks=config.num_ranks,
+                num_microbatches=config.num_microbatches,
+                costs_of=config.costs_of,
+                options=SearchOptions(memory_limit=reference.peak_memory, seed=args.seed, budget=Effort(args.effort).budget),
+            )
+            print(
+                f"{config.model:6} {config.num_ranks:3} {config.num_microbatches:4}  {name:8} "
+                f"{reference.peak_memory:6.4f}  {reference.bubble_rate:9.4f} {result.simulation.bubble_rate:8.4f} "
+                f"{result.bound.bubble_rate:8.4f} {time.perf_counter() - begin:8.1f}",
+                flush=True,
+            )

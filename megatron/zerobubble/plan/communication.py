@@ -28,6 +28,7 @@ then are known: `Program.unread`.
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -151,6 +152,12 @@ def place_communication(
 def links_of(placement: Placement) -> tuple[tuple[int, int], ...]:
     """The directed pairs of ranks between which a placement moves activations or gradients, sorted."""
     return tuple(sorted(longest_messages(placement, [0] * placement.num_stages)))
+
+
+def num_messages(plan: Plan) -> int:
+    """Messages per iteration over all links: an activation and its gradient per microbatch and pair of stages on two ranks."""
+    crossings = sum(here != there for here, there in itertools.pairwise(plan.placement.stage_to_rank))
+    return 2 * plan.num_microbatches * crossings
 
 
 def longest_messages(placement: Placement, output_lengths: Sequence[int]) -> dict[tuple[int, int], int]:

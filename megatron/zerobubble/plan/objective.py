@@ -18,6 +18,14 @@ class IterationTimes(Protocol):
         """Milliseconds per iteration with the synchronous optimizer."""
 
 
+class TimesAndBubble(IterationTimes, Protocol):
+    """A `Simulation` or a `Bound`, with its bubble as well."""
+
+    @property
+    def bubble_rate(self) -> float:
+        """Idle share of the span on the bottleneck rank, 0..1."""
+
+
 class Objective(enum.Enum):
     """Which iteration time a search minimizes; `of` reads it from a simulation or a bound."""
 
@@ -39,3 +47,12 @@ class Objective(enum.Enum):
     def of(self, times: IterationTimes) -> float:
         """The iteration time that this objective minimizes, in milliseconds."""
         return times.span_ms if self is Objective.SPAN else times.makespan_ms
+
+    def bubble_of(self, times: TimesAndBubble) -> float:
+        """Idle share of this iteration time on the bottleneck rank, 0..1."""
+        busy, whole = times.span_ms * (1 - times.bubble_rate), self.of(times)
+        return max(0.0, 1 - busy / whole) if whole > 0 else 0.0
+
+
+DEFAULT_OBJECTIVE = Objective.MAKESPAN
+"""Of the command line and the playground: what a run minimizes unless it has post-validation."""

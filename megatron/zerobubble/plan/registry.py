@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.messages import quoted, shown
+from megatron.zerobubble.messages import closest, quoted
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.generators.interleaved_1f1b import interleaved_1f1b
 from megatron.zerobubble.plan.generators.one_f_one_b import one_f_one_b
@@ -180,8 +179,8 @@ def schedule_info(name: str) -> ScheduleInfo:
     for info in _ALL:
         if info.name == name:
             return info
-    closest = difflib.get_close_matches(shown(name).lower(), names, n=1, cutoff=0.4)
-    hint = f"; did you mean {closest[0]!r}?" if closest else ""
+    meant = closest(name, names, cutoff=0.4)
+    hint = f"; did you mean {meant!r}?" if meant else ""
     raise ConfigError(f"unknown schedule {quoted(name)}: choose one of {', '.join(names)}{hint}")
 
 

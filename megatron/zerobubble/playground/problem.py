@@ -11,7 +11,7 @@ from megatron.zerobubble.messages import parse_json, quoted, shown
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.lengths_and_links import Unequal
 from megatron.zerobubble.plan.ir import Placement
-from megatron.zerobubble.plan.objective import Objective
+from megatron.zerobubble.plan.objective import DEFAULT_OBJECTIVE, Objective
 from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT
 from megatron.zerobubble.plan.registry import parse_max_pending_backward, schedule_info
 from megatron.zerobubble.plan.search.search_options import Effort
@@ -29,8 +29,6 @@ from megatron.zerobubble.playground.limits import (
 )
 
 _SCALARS = ("forward_ms", "backward_ms", "wgrad_ms", "comm_ms", "activation_after_backward")
-DEFAULT_OBJECTIVE = Objective.MAKESPAN
-"""As in a run without --enable-optimizer-post-validation."""
 
 
 @dataclass(frozen=True, kw_only=True)

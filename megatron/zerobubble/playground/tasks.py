@@ -15,7 +15,7 @@ from typing import Any
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.messages import one_line
 from megatron.zerobubble.plan.ir import Placement
-from megatron.zerobubble.plan.objective import Objective
+from megatron.zerobubble.plan.objective import DEFAULT_OBJECTIVE, Objective
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.render.plan_summary import title
 from megatron.zerobubble.plan.simulate import Simulation
@@ -26,7 +26,7 @@ from megatron.zerobubble.playground.ladder import climb, for_other_objective, pa
 from megatron.zerobubble.playground.length_fields import as_it_came
 from megatron.zerobubble.playground.limits import MAX_POINTS, choice
 from megatron.zerobubble.playground.opened_files import open_file, plan_result
-from megatron.zerobubble.playground.problem import DEFAULT_OBJECTIVE, read_object, read_problem
+from megatron.zerobubble.playground.problem import read_object, read_problem
 from megatron.zerobubble.playground.recorded import read_trace
 
 Event = dict[str, Any]

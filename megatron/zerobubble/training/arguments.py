@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import sys
 import typing
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from typing import Any, NoReturn
 from megatron.zerobubble.errors import ConfigError, PlanError, UserError
 from megatron.zerobubble.flags.dataclass_flags import add_group, from_namespace
 from megatron.zerobubble.job.exit import exit_with_error
-from megatron.zerobubble.messages import MOST_SHOWN, one_line, shown
+from megatron.zerobubble.messages import MOST_SHOWN, closest, one_line, shown
 from megatron.zerobubble.training.check import check_settings
 from megatron.zerobubble.training.config.settings import Settings
 
@@ -96,9 +95,9 @@ def _hint(unknown: Sequence[str], parser: argparse.ArgumentParser) -> str:
     flag = next((word.partition("=")[0] for word in unknown if word.startswith("--")), "")
     if not flag or len(flag) > MOST_SHOWN:  # no flag is that long, and the comparison would take long
         return ""
-    closest = difflib.get_close_matches(flag, parser._option_string_actions, n=1, cutoff=0.75)
+    meant = closest(flag, list(parser._option_string_actions), cutoff=0.75)
     others = "what Megatron-LM's own pretrain_gpt.py has and this loop has not, runs by zerobubble run"
-    return f"; did you mean {closest[0]}?" if closest else f"; {others}"
+    return f"; did you mean {meant}?" if meant else f"; {others}"
 
 
 def parse_arguments(

@@ -312,7 +312,7 @@ def test_a_worse_price_is_a_lower_bound_still() -> None:
 def test_the_checker_runs_by_itself(tmp_path: Path) -> None:
     file = tmp_path / "certificate.json"
     arguments = ["--schedule", "auto", "--num-ranks", "3", "--num-microbatches", "6", "--effort", "fast"]
-    assert main(["plan", *arguments, "--certificate", str(file), "--objective", "makespan"]) == 0
+    assert main(["plan", *arguments, "--certificate", str(file)]) == 0
     done = subprocess.run([sys.executable, "-I", "-S", str(CHECKER), str(file)], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("valid; makespan ")
 

@@ -1,0 +1,132 @@
+"""`zerobubble layout`: the best `--pipeline-model-parallel-layout` for the schedule of a run, megatron-core's own included.
+
+It needs nothing of this package in the run. The layers are those of `zerobubble plan --layers`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import NamedTuple
+
+from megatron.zerobubble.cli.output_files import write_text
+from megatron.zerobubble.cli.parser import read_text, workers_of
+from megatron.zerobubble.cli.plan_layers import MICROBATCHES_PER_RANK, layout_to_json, parse_bytes
+from megatron.zerobubble.cli.progress_bar import stoppable
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.plan.objective import Objective
+from megatron.zerobubble.plan.partition.joint import LayoutResult, plan_layout, plan_of_layout
+from megatron.zerobubble.plan.partition.layer_costs import Model
+from megatron.zerobubble.plan.partition.layout import Layout
+from megatron.zerobubble.plan.partition.stage_layers import StageLayers
+from megatron.zerobubble.plan.planner import AUTO
+from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
+from megatron.zerobubble.plan.search.search_progress import Progress
+
+__all__ = ["add_layout_flags", "run_layout"]
+
+
+class _Found(NamedTuple):
+    """What `layout` compares: the best layout, the even split, and the best of all schedules."""
+
+    best: LayoutResult
+    even_ms: float | None
+    """The same schedule and placement with the layers spread evenly, whether or not that fits the memory; None if they do not
+    divide."""
+    ours: LayoutResult
+
+
+def add_layout_flags(command: argparse.ArgumentParser) -> None:
+    """Add the flags to `layout`."""
+    command.add_argument("--layers", metavar="FILE", required=True, help="the layers, as for plan; - reads standard input")
+    command.add_argument("--schedule", default="1f1b", help="the schedule of the run (default %(default)s)")
+    command.add_argument("--num-chunks", type=int, help="virtual stages (VPP) per rank of interleaved-1f1b (default: the best)")
+    command.add_argument("--num-ranks", "-p", type=int, required=True, help="pipeline ranks (PP), p")
+    command.add_argument(
+        "--num-microbatches",
+        "-m",
+        type=int,
+        help=f"microbatches per iteration of one pipeline, m (default {MICROBATCHES_PER_RANK} per rank)",
+    )
+    command.add_argument("--memory", metavar="SIZE", help="memory of one device, for example 70GiB (default: any)")
+    command.add_argument("--effort", choices=[e.value for e in Effort], default="fast", help="as for plan (default %(default)s)")
+    command.add_argument("--workers", type=int, help="as for plan")
+    command.add_argument("--seed", type=int, default=0, help="random seed of the search (default %(default)s)")
+    command.add_argument("--json", metavar="FILE", help="write layout, plan and times as JSON; - prints it and nothing else")
+
+
+def run_layout(args: argparse.Namespace) -> None:
+    """`layout`: search for the layout of the run's schedule, and for that of all schedules.
+
+    Raises:
+        ConfigError: a malformed file or flag, or a model that does not fit the devices.
+    """
+    model = Model.from_json(read_text(args.layers))
+    num_microbatches = MICROBATCHES_PER_RANK * args.num_ranks if args.num_microbatches is None else args.num_microbatches
+    memory = None if args.memory is None else parse_bytes(args.memory)
+
+    def search(progress: Progress) -> _Found:
+        options = SearchOptions(
+            objective=Objective.MAKESPAN,  # stock runs have no post-validation
+            seed=args.seed,
+            workers=workers_of(args),
+            budget=Effort(args.effort).budget,
+            progress=progress,
+        )
+
+        def layout_of(schedule: str, num_chunks: int | None) -> LayoutResult:
+            return plan_layout(
+                model,
+                num_ranks=args.num_ranks,
+                num_microbatches=num_microbatches,
+                memory_bytes=memory,
+                schedule=schedule,
+                num_chunks=num_chunks,
+                options=options,
+                allow_empty=False,
+            )
+
+        best = layout_of(args.schedule, args.num_chunks)
+        even = _evenly(best, num_microbatches, options)
+        return _Found(best, even, best if args.schedule == AUTO else layout_of(AUTO, None))
+
+    found = stoppable(f"planning the layout of {model.num_layers} layers", search, least="the best of its layout")
+    if args.json is not None:
+        own, ours = json.loads(layout_to_json(found.best)), json.loads(layout_to_json(found.ours))
+        write_text(args.json, json.dumps(own | {"even_makespan_ms": found.even_ms, "with_zerobubble": ours}))
+    if args.json != "-":
+        print("\n".join(_report(found)))
+
+
+def _evenly(best: LayoutResult, num_microbatches: int, options: SearchOptions) -> float | None:
+    """The iteration time of a layout's schedule with its layers spread evenly; None if they do not divide."""
+    model, placement = best.layout.model, best.layout.placement
+    try:
+        per_stage = StageLayers.spread(model.num_layers, placement).per_stage
+    except ConfigError:
+        return None
+    layout = Layout(model=model, placement=placement, per_stage=per_stage)
+    return plan_of_layout(best.result.name, layout, num_microbatches, None, options)[1].simulation.makespan_ms
+
+
+def _report(found: _Found) -> list[str]:
+    best, ours = found.best, found.ours
+    mine, theirs = best.result.simulation.makespan_ms, ours.result.simulation.makespan_ms
+    bound = best.result.bound.makespan_ms
+    ranks = [f"  rank {rank}: {peak / 2**30:.2f} GiB at most" for rank, peak in enumerate(best.peak_bytes)]
+    even = (
+        []
+        if found.even_ms is None
+        else [f"  {found.even_ms / mine:.3f} times as fast as with the layers spread evenly ({found.even_ms:.3f} ms)"]
+    )
+    return [
+        f'{best.layout.flag} "{best.layout.text}"',
+        "",
+        f"{best.result.titled(best.result.name)}: {mine:.3f} ms per iteration {Objective.MAKESPAN.label}, simulated",
+        *even,
+        f"  this layout needs {bound:.3f} ms or more (gap {max(0.0, 100 * (mine / bound - 1)):.2f} %), any layout and schedule "
+        f"{best.bound.makespan_ms:.3f} ms or more (gap {max(0.0, 100 * best.bound.makespan_gap(mine)):.2f} %)",
+        *ranks,
+        f"with {ours.result.titled(ours.result.name)} of zerobubble: {theirs:.3f} ms, {mine / theirs:.3f} times as fast; "
+        f'{ours.layout.flag} "{ours.layout.text}", {max(ours.peak_bytes) / 2**30:.2f} GiB at most',
+    ]
