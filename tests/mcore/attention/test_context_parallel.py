@@ -67,7 +67,7 @@ def _assert_close(differences: list[Difference], bound: float, case: Case) -> No
     "Parallelism",
     "context parallelism 2 with local layers (keys and values all-gathered): ZB-H1, ZBV, V-Half; with tensor and sequence "
     "parallelism 2; experts; multi-latent attention; distributed optimizer, overlapped reduction, ZeRO-2, recomputation; "
-    "activation memory halves",
+    "a microbatch holds 0.53 of its activation memory",
     "works, 1e-6 of whole sequences (sums over a sequence in two parts); ZB-H1 and ZB-H2 bit for bit as stock 1F1B with it, "
     "with multi-token prediction 1e-6",
 )
@@ -188,7 +188,7 @@ def test_activation_memory_is_divided_by_the_ranks(four_ranks: RankPool) -> None
     case = replace(ZB_H1, layout="E|ttttL", llama=True)
     whole, shared = (four_ranks.run(_held, each) for each in (replace(case, context_parallel=1), case))
     for each, half in zip(whole[2:], shared[2:], strict=True):
-        assert 0.45 * each < half <= 0.5 * each
+        assert 0.45 * each < half <= 0.54 * each, "the outputs of attention are there twice: for each slice, and together"
 
 
 # -- the module ---------------------------------------------------------------------------------------------------------------

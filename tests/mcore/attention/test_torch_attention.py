@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.attention import attention_kernels
 from megatron.zerobubble.mcore.attention.torch_attention import TorchDotProductAttention, use_torch_attention
+from megatron.zerobubble.profiling.activation_memory import MemoryMeter
 from tools.benchmarks.wgrad.stack import world_of_one
 
 CAUSAL, ARBITRARY = AttnMaskType.causal, AttnMaskType.arbitrary
@@ -275,6 +276,18 @@ def test_dropout_does_not_move_the_default_state() -> None:
 
 
 # -- memory -------------------------------------------------------------------------------------------------------------
+
+
+def test_values_that_are_part_of_a_projection_do_not_keep_it() -> None:
+    module = TorchDotProductAttention(_config(), 1, CAUSAL, "self")
+    with MemoryMeter(torch.device("cpu")) as meter:
+        query, key, projected = (torch.randn(32, 2, 4, size, requires_grad=True) for size in (8, 8, 24))
+        before = meter.held_bytes
+        whole = projected * 1.0
+        output = module(query, key, whole[..., 16:], None)
+        del whole
+        held = meter.held_bytes - before - output.nbytes
+    assert query.nbytes <= held < 2 * query.nbytes, "the values, and a number per query"
 
 
 def _kept_bytes(module: Any, inputs: list[Tensor], mask: Tensor | None) -> int:

@@ -80,6 +80,7 @@ def attend(
             options["enable_gqa"] = True
         else:
             key, value = (each.repeat_interleave(num_heads // each.size(1), dim=1) for each in (key, value))
+    value = _apart(value, query, key)
     with _kernels(attention.backend):
         try:
             heads_bnse = functional.scaled_dot_product_attention(query, key, value, **options)
@@ -88,6 +89,20 @@ def attend(
                 raise
             raise ConfigError(_no_kernel(attention.backend, query, value_size, options)) from error
     return heads_bnse[..., :value_size].permute(2, 0, 1, 3).flatten(start_dim=2)
+
+
+def _apart(value: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """The values, as a copy where they are part of a larger tensor that is otherwise free.
+
+    Attention keeps them for the backward pass, and a view keeps all of its storage: with rotary positions, which make new queries
+    and keys, the whole output of the QKV projection.
+    """
+    storage = value.untyped_storage()
+    if not value.requires_grad or storage.nbytes() <= value.nbytes:
+        return value
+    if any(each.untyped_storage()._cdata == storage._cdata for each in (query, key)):
+        return value
+    return value.clone()
 
 
 def _wants_equal_sizes(device: torch.device, backend: AttnBackend) -> bool:
