@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.zerobubble.cli.cost_flags import GivenCosts, add_unequal_flags, read_costs
-from megatron.zerobubble.cli.layout import add_layout_flags, run_layout
+from megatron.zerobubble.cli.layout_of_run import add_layout_flags, run_layout
 from megatron.zerobubble.cli.output_files import write_text, write_whole
 from megatron.zerobubble.cli.parser import read_text, workers_of
 from megatron.zerobubble.cli.plan_layers import (

@@ -26,7 +26,7 @@ from megatron.zerobubble.plan.search.search_progress import Progress
 __all__ = ["add_layout_flags", "run_layout"]
 
 
-class _Found(NamedTuple):
+class _Layouts(NamedTuple):
     """What `layout` compares: the best layout, the even split, and the best of all schedules."""
 
     best: LayoutResult
@@ -65,7 +65,7 @@ def run_layout(args: argparse.Namespace) -> None:
     num_microbatches = MICROBATCHES_PER_RANK * args.num_ranks if args.num_microbatches is None else args.num_microbatches
     memory = None if args.memory is None else parse_bytes(args.memory)
 
-    def search(progress: Progress) -> _Found:
+    def search(progress: Progress) -> _Layouts:
         options = SearchOptions(
             objective=Objective.MAKESPAN,  # stock runs have no post-validation
             seed=args.seed,
@@ -88,7 +88,7 @@ def run_layout(args: argparse.Namespace) -> None:
 
         best = layout_of(args.schedule, args.num_chunks)
         even = _evenly(best, num_microbatches, options)
-        return _Found(best, even, best if args.schedule == AUTO else layout_of(AUTO, None))
+        return _Layouts(best, even, best if args.schedule == AUTO else layout_of(AUTO, None))
 
     found = stoppable(f"planning the layout of {model.num_layers} layers", search, least="the best of its layout")
     if args.json is not None:
@@ -109,7 +109,7 @@ def _evenly(best: LayoutResult, num_microbatches: int, options: SearchOptions) -
     return plan_of_layout(best.result.name, layout, num_microbatches, None, options)[1].simulation.makespan_ms
 
 
-def _report(found: _Found) -> list[str]:
+def _report(found: _Layouts) -> list[str]:
     best, ours = found.best, found.ours
     mine, theirs = best.result.simulation.makespan_ms, ours.result.simulation.makespan_ms
     bound = best.result.bound.makespan_ms
