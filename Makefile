@@ -22,11 +22,12 @@ HOSTS_FAULTS ?= 60
 PLAYGROUND ?=
 SOURCES := megatron tools tests pretrain_gpt.py
 
-PYTEST  := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
+# Files begin in the order of tests/conftest.py, the longest first, and not those with the most tests
+PYTEST  := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 QUICK   := not gpu and not multi_gpu and not slow
 
 .DEFAULT_GOAL := help
-.PHONY: te-python resiliency help setup data train lint format type test test-slow test-te test-faults test-hosts test-releases test-gpu bench-gpu bench playground check-upstream docs dist wheels clean
+.PHONY: te-python resiliency help setup data train lint format type test test-slow test-te test-faults test-hosts test-releases gpu-hour gpu-rehearsal bench playground check-upstream docs dist wheels clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -102,11 +103,11 @@ test-releases: setup te-python resiliency  ## a smoke test on each supported rel
 check-upstream: setup  ## whether PyPI's newest megatron-core works: what it lacks, and a smoke test
 	$(BIN)/python -m tools.releases check-upstream --workers $(TEST_WORKERS)
 
-test-gpu: setup data  ## the tests that need a GPU, or several, and one report
-	@$(BIN)/python -m tools.gpu test
+gpu-hour:  ## the first hour on GPUs: tests, jobs and benchmarks in the environment of PYTHON (default python3), and one report
+	$(PYTHON) -m tools.gpu hour
 
-bench-gpu: setup data  ## the benchmarks that need a GPU, or several, and one report: measured against predicted
-	@$(BIN)/python -m tools.gpu bench
+gpu-rehearsal: setup  ## every step of gpu-hour with tiny sizes on the CPU
+	$(BIN)/python -m tools.gpu hour --rehearse --out gpu-report/rehearsal
 
 bench: setup  ## benchmark the executor's overhead per op
 	$(BIN)/python -m tools.benchmarks.executor
@@ -125,9 +126,12 @@ dist: setup  ## build the sdist and this Python's wheel into dist/
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/release.txt
 	$(BIN)/python -m build --outdir dist
 
-wheels: setup  ## build the wheels of all supported Pythons into dist/; on Linux this takes Docker
+# Linux before 2014 (glibc 2.17) is enough for both; zig is a compiler for any of them
+wheels: setup  ## build the wheels for Linux on x86-64 and aarch64 into dist/, each for every Python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/release.txt
-	$(BIN)/python -m cibuildwheel --output-dir dist
+	for machine in x86_64 aarch64; do rm -rf build && \
+	  CXX="$(abspath $(BIN))/python -m ziglang c++ -target $$machine-linux-gnu.2.17" \
+	    $(BIN)/python -m build --wheel --outdir dist -C--build-option=--plat-name=manylinux_2_17_$$machine || exit 1; done
 
 clean:  ## remove what make train, make docs and make dist wrote; the environment stays
 	rm -rf data runs site dist gpu-report fault-trials.jsonl host-trials.jsonl

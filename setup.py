@@ -1,35 +1,60 @@
 """Builds the planner's optional compiled core; everything else about the package is in pyproject.toml.
 
-`optional=True`: without a compiler, or where compiling fails, the install succeeds and the planner uses its Python twin.
+The core is a library with a C interface (`plan/search/native.py` loads it), so one wheel per kind of machine serves every Python.
+Without a compiler, or where compiling fails, the install succeeds and the planner uses its Python twin. CXX chooses the compiler.
 `-ffp-contract=off` keeps a*b+c from being fused, so that both twins compute the same numbers. Debug information and local symbols
 are left out: they would be nineteen twentieths of the file.
 """
 
 from __future__ import annotations
 
+import os
+import shlex
+import subprocess
 import sys
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+NAME = "megatron.zerobubble.plan.search._core"
+FOLDER = "megatron/zerobubble/plan/search"
+FLAGS = ["-O3", "-g0", "-std=c++17", "-ffp-contract=off", "-fvisibility=hidden", "-fPIC", "-shared"]
 
 
-def extensions() -> list[Extension]:
-    """The compiled core, where pybind11 can be imported while building."""
-    try:
-        from pybind11 import get_include
-    except ImportError:
-        return []
-    return [
-        Extension(
-            "megatron.zerobubble.plan.search._core",
-            sources=["megatron/zerobubble/plan/search/core.cpp"],
-            depends=[f"megatron/zerobubble/plan/search/{name}.hpp" for name in ("decode", "evaluate", "moves", "problem")],
-            include_dirs=[get_include()],
-            extra_compile_args=["-O3", "-g0", "-std=c++17", "-ffp-contract=off", "-fvisibility=hidden"],
-            extra_link_args=["-Wl,-S" if sys.platform == "darwin" else "-Wl,-s"],
-            language="c++",
-            optional=True,
-        )
-    ]
+class BuildCore(build_ext):
+    """Compiles and links in one command."""
+
+    def build_extension(self, ext: Extension) -> None:
+        """Compile the core; raise what setuptools takes for an optional extension that cannot be built."""
+        target = self.get_ext_fullpath(ext.name)
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        compiler = shlex.split(os.environ.get("CXX", "c++"))
+        strips = "-Wl,-S" if sys.platform == "darwin" else "-Wl,-s"
+        try:
+            subprocess.run([*compiler, *FLAGS, *ext.sources, strips, "-o", target], check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            self.warn(f"the compiled search core was not built: {error}")
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """Without the version of Python."""
+        return os.path.join(*fullname.split(".")) + ".so"
+
+    def get_outputs(self) -> list[str]:
+        """What was built."""
+        return [path for path in super().get_outputs() if os.path.exists(path)]
 
 
-setup(ext_modules=extensions())
+class AnyPython(bdist_wheel):
+    """A wheel for one kind of machine and every Python 3."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Its tag."""
+        return "py3", "none", super().get_tag()[2]
+
+
+headers = [f"{FOLDER}/{name}.hpp" for name in ("decode", "evaluate", "moves", "problem")]
+setup(
+    ext_modules=[Extension(NAME, sources=[f"{FOLDER}/core.cpp"], depends=headers, language="c++", optional=True)],
+    cmdclass={"build_ext": BuildCore, "bdist_wheel": AnyPython},
+)

@@ -90,7 +90,6 @@ if [[ $backend == nccl ]]; then
     is_on "${FP32:-}" || device+=(--bf16)
     # shellcheck source=examples/gpu_environment.sh
     TP_SIZE="$tensor" source "$here/examples/gpu_environment.sh"
-    device+=(--manual-gc --manual-gc-interval 100) # all ranks collect Python's garbage in the same iteration
 else
     hidden="${HIDDEN_SIZE:-128}" layers="${LAYERS:-$((pipeline * 2))}" heads="${ATTENTION_HEADS:-4}" length="${SEQ_LENGTH:-256}"
     micro="${MICRO_BATCH_SIZE:-2}" iterations="${TRAIN_ITERS:-120}" lr="${LR:-2e-3}"

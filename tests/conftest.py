@@ -67,6 +67,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for place, case in enumerate(cases):
             if place not in sampled:
                 case.add_marker(pytest.mark.slow)
+    # Files with whole jobs are the longest: begun last, one of them would keep one process busy when the others are done.
+    long = {item.path for item in items if "group" in getattr(item.get_closest_marker("sampled"), "kwargs", {})}
+    items.sort(key=lambda item: item.path not in long)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -17,7 +17,6 @@ import tomllib
 import zipfile
 from collections.abc import Iterator
 from email.parser import Parser
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
@@ -120,7 +119,8 @@ def test_the_metadata(pure_wheel: Path) -> None:
     assert fields["Description-Content-Type"] == "text/markdown"
     assert fields.get_payload().strip() == (ROOT / "README.md").read_text(encoding="utf-8").strip()
     assert fields.get_all("Project-URL") == [f"{name}, {url}" for name, url in project["urls"].items()]
-    assert {"Repository", "Documentation", "Changelog", "Issues"} == set(project["urls"])
+    assert {"Homepage", "Repository", "Documentation", "Changelog", "Issues"} == set(project["urls"])
+    assert all("extra ==" in needed for needed in fields.get_all("Requires-Dist")), "the planner needs the standard library only"
     assert "zerobubble = megatron.zerobubble.cli.main:main" in scripts
 
 
@@ -144,6 +144,46 @@ def test_without_a_compiler_the_planner_searches_with_the_standard_library_only(
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) <= 0.75
     assert "the compiled search core was not built" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "missing"),
+    [
+        (
+            ["train", "--mock-data"],
+            "zerobubble train needs torch and megatron.core and numpy and packaging, which are not installed",
+        ),
+        (["run", "script.py"], "zerobubble run needs torch and megatron.core, which are not installed"),
+        (["bench", "--", "script.py"], "zerobubble bench needs torch and"),
+        (
+            ["checkpoint", "verify", "x"],
+            "zerobubble checkpoint needs xxhash, which is not installed: pip install '.[train]' in a",
+        ),
+        (["pareto", *PLAN[3:], "--png", "x.png"], "--png needs matplotlib, which is not installed: pip install '.[plot]' in a"),
+        (["env"], None),
+        (PLAN, None),
+        (["playground", "--help"], None),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_without_any_other_package_a_command_runs_or_says_in_one_line_what_it_needs(
+    command: list[str], missing: str | None
+) -> None:
+    """`-S`: without site-packages."""
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "megatron.zerobubble", *command],
+        env={"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    if missing is None:
+        assert (done.returncode, done.stderr) == (0, "")
+    else:
+        assert done.returncode == 2
+        assert missing in done.stderr
+        assert done.stderr.count("\n") == 1
 
 
 # -- installed ------------------------------------------------------------------------------------------------------------
@@ -201,7 +241,7 @@ def compiled_wheel(checkout: Path) -> Path:
     """The wheel of this machine."""
     wheel = _build(checkout, "build_wheel")
     with zipfile.ZipFile(wheel) as archive:
-        if not any(name.endswith(tuple(EXTENSION_SUFFIXES)) for name in archive.namelist()):
+        if not any(name.endswith("_core.so") for name in archive.namelist()):
             pytest.skip("no C++ compiler")
     return wheel
 
@@ -227,7 +267,7 @@ def test_install_plan_train_and_uninstall_outside_the_checkout(installed: Instal
     shutil.copy(EXAMPLE, elsewhere / "loop.py")
     (elsewhere / "on_cpu.py").write_text(ON_CPU)
     core_files = installed.files("megatron/core")
-    module = installed.python("import megatron.zerobubble.plan.search._core as core; print(core.__file__)").strip()
+    module = installed.python("import megatron.zerobubble.plan.search.native as core; print(core._LIBRARY._name)").strip()
     assert Path(module).is_relative_to(installed.site)
     assert Path(module).stat().st_size < CORE_BYTES
 

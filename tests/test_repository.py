@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 PACKAGE = Path(__file__).parents[1] / "megatron" / "zerobubble"
 FILES = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.py")}
 SHARED_FILES = {
     "__init__.py": "a package has one",
+    "__main__.py": "`python -m` of a package runs it",
     "run.py": "`python -m megatron.zerobubble.run` is the command of cli/run.py, under a name that torchrun can start",
 }
 SHARED_CLASSES: dict[str, str] = {}
@@ -164,3 +166,39 @@ def test_a_withdrawn_record_says_so_in_the_index_and_why_in_its_status() -> None
         status = path.read_text(encoding="utf-8").split("\n## ", 1)[0]
         assert ("withdrawn" in ROWS[number]) == ("withdrawn" in status), path.name
         assert "withdrawn" not in status or "because" in status, path.name
+
+
+TOUR = re.compile(r"^\| `([\w/]+\.py)` \| `(?:(\w+)\.)?(\w+)` \|", re.MULTILINE)
+
+
+def test_every_station_of_the_tour_exists() -> None:
+    stations = TOUR.findall((ROOT / "CONTRIBUTING.md").read_text())
+    assert len(stations) >= 10
+    for file, owner, name in stations:
+        body: list[ast.stmt] = ast.parse((PACKAGE / file).read_text()).body
+        if owner:
+            (body,) = [each.body for each in body if isinstance(each, ast.ClassDef) and each.name == owner]
+        assert any(isinstance(each, ast.FunctionDef) and each.name == name for each in body), (file, owner, name)
+
+
+def test_what_others_read_of_the_repository_is_current() -> None:
+    """CITATION.cff has the version, and hosted CI and the hooks before a commit run what is there."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], citation["license"]) == (project["version"], project["license"])
+    assert citation["repository-code"] == project["urls"]["Repository"]
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for file in (ROOT / ".github/workflows").glob("*.yml"):
+        for job in yaml.safe_load(file.read_text())["jobs"].values():
+            for command in (step["run"] for step in job["steps"] if step.get("run", "").startswith("make ")):
+                named = {word for word in command.split()[1:] if "=" not in word}
+                assert named <= targets, (file, command)
+    (hooks,) = (each["hooks"] for each in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"])
+    lint = (ROOT / "Makefile").read_text().partition("\nlint:")[2].partition("\n\n")[0]
+    assert {hook["entry"].split()[0].rpartition("/")[2] for hook in hooks} == set(re.findall(r"\$\(BIN\)/([\w-]+)", lint))
+
+
+def test_the_readme_is_short() -> None:
+    """At most 900 words, without the addresses of links."""
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(" ".join(line for line in lines if not re.match(r"\[[^]]+\]: ", line)).split()) <= 900

@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""Tokenize text into an indexed dataset for megatron-core: PREFIX.bin and PREFIX.idx, with PREFIX.corpus.json beside them.
+"""Tokenize text into an indexed dataset for megatron-core: PREFIX.bin and PREFIX.idx.
 
     python tools/preprocess_data.py --input books.jsonl --json-keys text --append-eod --output-prefix data/books
     python tools/preprocess_data.py --python-stdlib --output-prefix data/python-stdlib
 
 A document is one value of a JSON line, or with --python-stdlib one source file of the Python standard library: real text that
-every machine has. The output is deterministic and replaces an old dataset atomically. PREFIX.corpus.json records tokenizer and
-vocabulary size, so that training can reject others.
+every machine has. The output is deterministic and replaces an old dataset atomically.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ import numpy as np
 from megatron.zerobubble.errors import DataError, UserError
 from megatron.zerobubble.flags.dataclass_flags import add_group, from_namespace
 from megatron.zerobubble.training.config.tokenizer import TokenizerConfig
-from megatron.zerobubble.training.data.corpus import CorpusInfo, corpus_info_path
 
 _LOG_INTERVAL_S = 10.0
 _GZIP = b"\x1f\x8b"
@@ -55,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         tokenizer = from_namespace(TokenizerConfig, options)
         num_bytes = None if options.python_stdlib else _size(options.input)
         with _Progress(num_bytes, options.log_interval) as progress:
-            info = preprocess(
+            num_documents, num_tokens = preprocess(
                 documents=stdlib_texts() if options.python_stdlib else json_texts(options.input, options.json_keys),
                 tokenizer=tokenizer,
                 prefix=options.output_prefix,
@@ -73,8 +71,8 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     seconds = time.perf_counter() - begin
     print(
-        f"{options.output_prefix}: {info.num_documents} documents, {info.num_tokens} tokens, "
-        f"{info.tokenizer_type} with a vocabulary of {info.vocab_size}, in {seconds:.1f} s"
+        f"{options.output_prefix}: {num_documents} documents, {num_tokens} tokens, "
+        f"{tokenizer.tokenizer_type} with a vocabulary of {tokenizer.known_vocab_size}, in {seconds:.1f} s"
     )
     return 0
 
@@ -288,7 +286,7 @@ def preprocess(
     prefix: str,
     appends_eod: bool,
     progress: _Progress | None = None,
-) -> CorpusInfo:
+) -> tuple[int, int]:
     """Tokenize documents and write the dataset.
 
     Args:
@@ -299,7 +297,7 @@ def preprocess(
         progress: counts the documents.
 
     Returns:
-        The contents of PREFIX.corpus.json.
+        The number of documents and of tokens.
 
     Raises:
         DataError: there is no text, or it cannot be read or tokenized.
@@ -308,25 +306,18 @@ def preprocess(
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     temporary = f"{prefix}.{os.getpid()}.writing"
     try:
-        num_documents, num_tokens = _write(map(encoder, documents), temporary, encoder.dtype, progress)
-        info = CorpusInfo(
-            tokenizer_type=tokenizer.tokenizer_type,
-            vocab_size=tokenizer.known_vocab_size,
-            num_documents=num_documents,
-            num_tokens=num_tokens,
-        )
-        corpus_info_path(temporary).write_text(info.to_json(), encoding="utf-8")
+        written_numbers = _write(map(encoder, documents), temporary, encoder.dtype, progress)
         for written, final in zip(_files(temporary), _files(prefix), strict=True):
             written.replace(final)
     finally:
         for leftover in _files(temporary):
             leftover.unlink(missing_ok=True)
-    return info
+    return written_numbers
 
 
 def _files(prefix: str) -> tuple[Path, ...]:
     """The files of a dataset. The index is the last one: a dataset that has it is complete."""
-    return Path(f"{prefix}.bin"), corpus_info_path(prefix), Path(f"{prefix}.idx")
+    return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
 
 
 def _write(encoded: Iterable[Any], prefix: str, dtype: Any, progress: _Progress | None) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from typing import Any
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.dataclass_flags import add_group, flag_of
+from megatron.zerobubble.flags.require import installed
 from megatron.zerobubble.flags.targets import check_targets
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.job.launch import is_turned_off, read_launch
@@ -191,6 +192,7 @@ def install(
         if any(value is not None and value is not False for value in given.values()):
             raise ConfigError("install got parsed flags and other arguments; give one of them")
         config = flags_of(args)
+    installed("megatron.zerobubble.install", "torch", "megatron.core", extra="train")
     check_supported(config)
     check_targets(config.written, tries=launch.rank == 0)
     if config.schedule == "stock":

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.zerobubble.bench.bench_options import Options, parse_options
 from megatron.zerobubble.bench.contenders import DEFAULT, PROFILED, WARM_UP, parse_contenders
-from megatron.zerobubble.bench.programs import Script, TrainerRun
+from megatron.zerobubble.bench.jobs import ScriptJob, TrainerJob
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.training.config.settings import Settings
 from tests.training.test_arguments import settings
@@ -79,7 +79,7 @@ def test_only_the_passes_and_the_step_are_left_of_the_job() -> None:
     flags = "--train-iters 5000 --eval-iters 7 --save out --exit-duration-in-mins 3 --metrics-jsonl x"
     own = of("zb-h1", flags)
     assert (own.run.train_iters, own.run.eval_iters, own.run.exit_duration_in_mins) == (9, 0, None)
-    assert own.checkpoint.save is own.logging.metrics_jsonl is None
+    assert own.checkpoint.save is own.run.metrics_jsonl is None
     assert own.optim.lr_decay_iters == 5000, "the learning rate is the whole job's"
 
 
@@ -124,7 +124,7 @@ def test_a_script_gets_its_flags_and_the_contenders() -> None:
     added["v-half+pv"] = ("--num-virtual-stages-per-pipeline-rank", "2")
     assert options.programs.keys() == {"stock-1f1b", "interleaved-1f1b:4", "zb-h1", "zbv", "v-half+pv"}
     for name, program in options.programs.items():
-        assert isinstance(program, Script)
+        assert isinstance(program, ScriptJob)
         assert program.arguments == ("--lr", "-1", "--", "last one", *added.get(name, ())), name
         assert program.zero_bubble.zero_bubble_planning_seconds == 3
         assert program.zero_bubble.schedule == ("stock" if "1f1b" in name else name.removesuffix("+pv"))
@@ -159,7 +159,7 @@ def test_a_layout_for_other_stages_is_dropped_with_a_note() -> None:
     layouts = {
         name: program.settings.parallel.pipeline_model_parallel_layout
         for name, program in options.programs.items()
-        if isinstance(program, TrainerRun)
+        if isinstance(program, TrainerJob)
     }
     assert layouts == {"stock-1f1b": layout[1], "zbv": None}
     assert [name for name, outcome in options.outcomes.items() if outcome.note is not None] == ["zbv"]

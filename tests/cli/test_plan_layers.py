@@ -96,7 +96,7 @@ def test_ctrl_c_takes_the_best_layout_so_far(
             time.sleep(0.01)
         return plan_layout(*args, **kwargs)
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # CP-SAT, in other tests, leaves that of C
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
     monkeypatch.setattr(cli_layers, "plan_layout", interrupted)
     file = tmp_path / "certificate.json"
     words = ["plan", "--layers", layers, *ARGUMENTS, *sizes, "--effort", "max", "--certificate", str(file)]

@@ -19,7 +19,10 @@ pytestmark = pytest.mark.claims(
 )
 
 SCRIPT = "pretrain_zero_bubble.sh"
-VARIABLES = ("CUDA_MODULE_LOADING", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS")
+VARIABLES = (
+    *("CUDA_MODULE_LOADING", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"),
+    *("NVTE_FWD_LAYERNORM_SM_MARGIN", "NVTE_BWD_LAYERNORM_SM_MARGIN", "NVTE_EXT_MARGIN_SM"),
+)
 
 
 @pytest.fixture
@@ -36,13 +39,13 @@ def started(cluster: Cluster, **variables: str) -> dict[str, str]:
 
 def test_on_gpus_the_environment_is_set(cluster: Cluster) -> None:
     environment = started(cluster, GPUS="4")
-    assert [environment.get(name) for name in VARIABLES] == ["EAGER", "expandable_segments:True", "32"]
+    assert [environment.get(name) for name in VARIABLES] == ["EAGER", "expandable_segments:True", "32", "16", "16", "4"]
     arguments = " ".join(cluster.rank_arguments(None))
-    assert "--distributed-backend nccl --bf16 --manual-gc --manual-gc-interval 100" in arguments
+    assert "--distributed-backend nccl --bf16" in arguments
 
 
 def test_what_the_user_has_set_stays(cluster: Cluster) -> None:
-    own = dict(zip(VARIABLES, ("LAZY", "", "8"), strict=True))
+    own = dict(zip(VARIABLES, ("LAZY", "", "8", "0", "8", "0"), strict=True))
     environment = started(cluster, GPUS="4", TP_SIZE="2", **own)
     assert {name: environment.get(name) for name in VARIABLES} == own
 

@@ -66,6 +66,7 @@ def _assert_same(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) -
 
 
 @pytest.mark.parametrize("flags", [ZB_H1, ZBV], ids=["zb-h1", "zbv"])
+@pytest.mark.sampled(0.5)
 def test_the_same_losses_as_stock(four_ranks: RankPool, flags: str) -> None:
     """On two replicas with microbatches of their own."""
     expected, actual = ([line for lines in four_ranks.run(_train, each) for line in lines] for each in (STOCK, flags))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.inject import PHASES, Fault
-from tests.training.launch import ROOT, TIMEOUT_S, TINY_BATCH, TINY_MODEL, environment, launch
+from tests.training.launch import ROOT, TIMEOUT_S, TINY_BATCH, TINY_MODEL, environment, launch_warm
 
 JOB = Path(__file__).parent / "job.py"
 WATCHDOG_S = 10.0
@@ -164,7 +164,7 @@ def go_on(folder: Path, flags: list[str], num_ranks: int) -> tuple[int, dict[int
     """Start a job, again or for the first time; (iteration from which it goes on, its losses)."""
     tracker = folder / "saved" / "latest_checkpointed_iteration.txt"
     begin = int(tracker.read_text()) if tracker.exists() else 0
-    done = launch(flags, num_ranks=num_ranks, script=JOB)
+    done = launch_warm(flags, num_ranks=num_ranks, script=JOB)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return begin, losses_of(folder)
 

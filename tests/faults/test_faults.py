@@ -69,20 +69,6 @@ def test_a_damaged_file_is_named(number: int, saved: Path, tmp_path: Path, capsy
     assert said.count("\n") == 1
 
 
-@pytest.mark.sampled(0.25, group="whole jobs")
-def test_a_damaged_checkpoint_is_not_loaded(saved: Path, tmp_path: Path) -> None:
-    """Every rank would read it; the line that names the file is the last one."""
-    folder = tmp_path / "job"
-    shutil.copytree(saved, folder / "saved")
-    [newest] = (folder / "saved").glob("iter_*6")
-    file, how = lab.damaged(newest, random.Random(os.environ["ZB_TEST_SEED"]))
-    num_ranks, flags = lab.LAYOUTS["zb-h1-p2"]
-    done = launch_warm([*lab.flags_of(folder, flags, num_ranks), "--train-iters", "8"], num_ranks=num_ranks, script=lab.JOB)
-    assert done.returncode != 0, how
-    assert file.name in done.stderr, how
-    assert done.stderr.startswith("error: "), done.stderr
-
-
 @pytest.mark.slow
 def test_a_slow_rank_is_named_and_not_ended(tmp_path: Path) -> None:
     num_ranks, flags = lab.LAYOUTS["zb-h1-p2"]

@@ -45,7 +45,7 @@ class Layout:
 ZBV = ("--zero-bubble-v-schedule", "--enable-optimizer-post-validation")
 LAYOUTS = {
     "2 hosts, p = 4": Layout(2, 2, 4, ("--enable-zero-bubble",)),
-    "2 hosts, p = 2, 2 replicas": Layout(2, 2, 2, ZBV),
+    "2 hosts, p = 2, 2 replicas": Layout(2, 2, 2, (*ZBV, "--layout-independent-dropout")),
     "4 hosts, p = 4": Layout(4, 1, 4, ("--enable-zero-bubble",)),
     "2 hosts, p = 4, zerobubble run": Layout(2, 2, 4, ("--cpu", "--enable-zero-bubble"), is_script=True),
 }
@@ -95,7 +95,7 @@ class Kind:
     max_restarts: int = 0
     """torchrun's. The job goes on by itself after one restart."""
     is_elastic: bool = False
-    """Whether the job may go on with fewer hosts, with losses that only another dropout changes."""
+    """Whether the job may go on with fewer hosts, with losses that only another order of sums changes."""
     only: Mapping[str, Any] = field(default_factory=dict)
     """Fields of a trial that are not drawn."""
     promised_s: float = PROMISED_S
@@ -122,10 +122,14 @@ def _lose_power(hosts: Hosts, trial: Trial, pid: int) -> None:
     hosts.kill(trial.host)
 
 
+_SPACE = 2**16
+"""Bytes that a file may have on a full disk: room for what ranks say, not for a checkpoint."""
+
+
 def _fill(hosts: Hosts, trial: Trial, pid: int) -> None:
-    """Every write of the host's ranks fails from now on."""
+    """The host's ranks can write no checkpoint from now on."""
     for rank in hosts.ranks(trial.host):
-        resource.prlimit(rank, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        resource.prlimit(rank, resource.RLIMIT_FSIZE, (_SPACE, resource.RLIM_INFINITY))
 
 
 FAULTS = {

@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 
 from tests.faults import lab as faults
+from tests.faults import report
 from tests.hosts import hosts, lab
 from tests.hosts.faults import FAULTS, LAYOUTS, Trial, draw
 from tests.training import kills
 
+DOCS = Path(__file__).parents[2] / "docs"
 NUM = int(os.environ.get("ZB_TEST_HOSTS_NUM", len(FAULTS)))
 
 pytestmark = [
@@ -96,3 +98,8 @@ def test_hosts_leave_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(KeyError):
         fail()
     assert hosts.networks() == set()
+
+
+def test_the_page_has_what_was_measured() -> None:
+    """As `python -m tests.faults.report docs/benchmarks/data/host_trials.jsonl` prints it."""
+    assert report.table(DOCS / "benchmarks/data/host_trials.jsonl") in (DOCS / "reliability.md").read_text()

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,12 @@ import torch
 from megatron.zerobubble.job import watchdog
 from megatron.zerobubble.job.error_file import read_error_file
 from megatron.zerobubble.job.heartbeats import published
+from megatron.zerobubble.job.launch import read_launch
 from megatron.zerobubble.job.watchdog import Watchdog
 from megatron.zerobubble.plan.communication import Message, Payload
 from megatron.zerobubble.plan.ir import Op
 from megatron.zerobubble.runtime.watch import Watch
-from tests.training.launch import TINY_BATCH, TINY_MODEL, launch, launch_warm
+from tests.training.launch import TINY_BATCH, TINY_MODEL, launch_warm
 
 CPU = torch.device("cpu")
 GRADIENT = Message(Payload.GRADIENT, 0, 2, 1, 0)
@@ -45,11 +47,9 @@ class Rank:
         self.dog = Watchdog(
             self.watch,
             store,  # type: ignore[arg-type]
-            rank=rank,
-            world_size=world_size,
+            replace(read_launch({}), rank=rank, world_size=world_size, error_file=error_file),
             limit_s=limit_s,
-            first_limit_s=first_limit_s,
-            error_file=error_file,
+            timeout_s=first_limit_s / 0.9,
             leave=self._leave,
         )
 
@@ -288,11 +288,11 @@ provide = pretrain_gpt.forward_step_provider
 def stuck_provider(setup):
     forward_step, calls = provide(setup), [0]
     def step(data_iterator, chunk):
-        import os, pathlib, signal, time, torch
+        import pathlib, time, torch
         calls[0] += 1
         if torch.distributed.get_rank() == 1 and calls[0] == 16:  # in iteration 3, before which there was an evaluation
-            pathlib.Path(__file__).with_suffix(".when").write_text(f"{time.time()} {os.getpid()}")
-            {STOP}
+            pathlib.Path(__file__).with_suffix(".when").write_text(str(time.time()))
+            time.sleep(10_000)
         return forward_step(data_iterator, chunk)
     return step
 
@@ -304,34 +304,15 @@ STUCK += ["--train-iters", "1000", "--eval-iters", "1", "--eval-interval", "2", 
 STUCK += ["--zero-bubble-watchdog-seconds", "3"]
 
 
-@pytest.mark.sampled(0.25, group="whole jobs")
+@pytest.mark.sampled(0.15, group="whole jobs")
 def test_a_job_in_which_a_rank_sleeps_ends_with_the_reason(tmp_path: Path) -> None:
     script = tmp_path / "stuck.py"
-    script.write_text(STUCK_SCRIPT.replace("{STOP}", "time.sleep(10_000)"))
+    script.write_text(STUCK_SCRIPT)
     done = launch_warm([*STUCK, "--save", str(tmp_path / "saved")], num_ranks=2, script=script)
-    took_s = time.time() - float(script.with_suffix(".when").read_text().split()[0])
+    took_s = time.time() - float(script.with_suffix(".when").read_text())
     assert done.returncode != 0
     assert "saved " in done.stdout
     assert "validation loss at iteration 2" in done.stdout
     assert re.search(r"stuck: rank 1 runs 1F\d, the forward of stage 1, .* \(in step, stuck.py:\d+\)", done.stdout), done.stdout
     assert re.search(r"stuck: rank 0 waits, before 0B\d, to receive the gradient for stage 0, microbatch \d", done.stdout)
-    assert took_s < 30.0, "a few seconds on a machine that does nothing else"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_a_job_in_which_a_rank_is_stopped_ends_with_the_reason(num_ranks: int, tmp_path: Path) -> None:
-    """It cannot report, all others do; one of them ends it."""
-    script = tmp_path / "stuck.py"
-    script.write_text(STUCK_SCRIPT.replace("{STOP}", "os.kill(os.getpid(), signal.SIGSTOP)"))
-    flags = [*STUCK, "--save", str(tmp_path / "saved"), "--pipeline-model-parallel-size", str(num_ranks)]
-    done = launch(flags, num_ranks=num_ranks, script=script)
-    took_s = time.time() - float(script.with_suffix(".when").read_text().split()[0])
-    assert done.returncode != 0
-    first, *others = (line for line in done.stdout.splitlines() if line.startswith("stuck: "))
-    assert re.match(r"stuck: rank 1 \(process \d+ on \S+\) has said nothing for \d", first)
-    waits = re.compile(r"stuck: rank (\d) waits, before \d[FB]\d, to receive the \w+ for stage \d, microbatch \d \(rank \d to")
-    found = [waits.match(line) for line in others]
-    assert sorted(int(each[1]) for each in found if each) == [rank for rank in range(num_ranks) if rank != 1]
-    assert re.search(r"Root Cause.*?rank +: 1 ", done.stderr, re.DOTALL), done.stderr
     assert took_s < 30.0, "a few seconds on a machine that does nothing else"

@@ -83,5 +83,5 @@ def test_a_missing_function_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_range_is_the_one_in_the_metadata() -> None:
     project = tomllib.loads(_ROOT.joinpath("pyproject.toml").read_text())["project"]
-    (requirement,) = [Requirement(text) for text in project["dependencies"] if text.startswith("megatron-core")]
+    (requirement,) = [Requirement(text) for text in project["optional-dependencies"]["train"] if text.startswith("megatron-core")]
     assert requirement.specifier == compat.SUPPORTED

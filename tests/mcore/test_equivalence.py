@@ -18,8 +18,7 @@ import torch.distributed as dist
 from megatron.zerobubble.profiling.profiler import Profiler
 from megatron.zerobubble.training.models import mcore_config
 from megatron.zerobubble.wgrad import sharing
-from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, addmm_accumulate
-from tests.support.gpt import Case, Tensors, Trainer, assert_near, assert_same_bits, compare, unpipelined
+from tests.support.gpt import Case, Tensors, Trainer, assert_near, assert_same_bits, compare
 from tests.support.ranks import RankPool
 from tests.training.test_arguments import settings
 
@@ -27,6 +26,7 @@ pytestmark = pytest.mark.claims(
     "Precision and the optimizer",
     "fp32, bf16, fp16; main gradients in fp32 or the weights' precision; constant and dynamic loss scale with overflows",
     "works, bit for bit",
+    also=("mcore/test_pairwise.py",),
 )
 
 
@@ -100,56 +100,6 @@ def test_same_bits_with_uneven_stages(four_ranks: RankPool, case: Case) -> None:
 ZBV = Case("zbv", 2, 4, num_chunks=2)
 ZB_H2 = Case("zb-h2", 2, 4)
 
-FEATURES = [
-    {"tensor_parallel": 2},
-    {"llama": True},
-    {"llama": True, "tensor_parallel": 2},
-    {"per_token_loss": True},
-    {"recompute": "full"},
-    {"recompute": "selective"},
-    {"recompute": "block"},
-    {"recompute": "core_attn mlp", "llama": True},
-    {"dtype": torch.bfloat16},
-    {"dtype": torch.float16},
-]
-
-
-@pytest.mark.claims("Layers", "GQA, SwiGLU, RMSNorm; rotary and learned positions; per-token loss", "works, bit for bit")
-@pytest.mark.parametrize("features", FEATURES, ids=lambda features: "-".join(f"{k}={v}" for k, v in features.items()))
-@pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=str)
-@pytest.mark.sampled(0.12)
-def test_same_bits_with(four_ranks: RankPool, base: Case, features: dict[str, object]) -> None:
-    case = replace(base, **features)  # type: ignore[arg-type]
-    assert_same_bits(four_ranks.run(compare, case), case)
-
-
-@pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=str)
-@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
-@pytest.mark.parametrize("distributed_optimizer", [False, True], ids=["ddp", "zero1"])
-@pytest.mark.sampled(0.13)
-def test_data_parallel_2(four_ranks: RankPool, base: Case, overlap: bool, distributed_optimizer: bool) -> None:
-    """Two data-parallel replicas with different data. The reference runs on four data-parallel ranks, so that the mean over the
-    replicas is summed in another order: 1e-6. With the distributed optimizer a rank's gradient buffer holds garbage outside of
-    its own shard, so the weights are what is compared. Adam gets a large epsilon (megatron-core's distributed optimizer takes no
-    SGD): with the usual one it would blow a last-bit difference of a tiny gradient up to a whole step."""
-    case = replace(
-        base, different_data=True, overlap_grad_reduce=overlap, distributed_optimizer=distributed_optimizer, adam_eps=1.0
-    )
-    assert_near(four_ranks.run(compare, case), case, 1e-6)
-
-
-@pytest.mark.claims("Layers", "tied embeddings", "works, 1e-6")
-@pytest.mark.parametrize("base", [ZBV, ZB_H2, replace(ZBV, layout="E|t*4|t*4|L")], ids=str)
-@pytest.mark.parametrize("distributed_optimizer", [False, True], ids=["adam", "zero1"])
-@pytest.mark.sampled(0.17)
-def test_tied_embeddings(four_ranks: RankPool, base: Case, distributed_optimizer: bool) -> None:
-    """The embedding's gradient is the sum of two tensors here, and one running sum over microbatches in the reference: 1e-6."""
-    case = replace(base, tied=True, adam_eps=1.0, distributed_optimizer=distributed_optimizer)
-    differences = four_ranks.run(compare, case)
-    assert_near(differences, case, 1e-6)
-    if not distributed_optimizer:
-        assert {name for found in differences for name in found.unequal} <= {"embedding.word_embeddings.weight"}
-
 
 @pytest.mark.claims("Precision and the optimizer", "gradient clipping", "works, 1e-6")
 @pytest.mark.parametrize("base", [ZBV, ZB_H2, pytest.param(Case("zbv", 4, 8, num_chunks=2), marks=pytest.mark.smoke)], ids=str)
@@ -165,20 +115,7 @@ def test_clipping(four_ranks: RankPool, base: Case) -> None:
 
 FIRST_SCALE = 2.0**30
 """Overflows in every gradient."""
-BF16, FP16 = torch.bfloat16, torch.float16
-
-
-@pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=str)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(BF16, 0.0), (FP16, 2.0**-10)])
-@pytest.mark.sampled(0.25)
-def test_main_gradients_in_the_weights_precision(four_ranks: RankPool, base: Case, dtype: torch.dtype, tolerance: float) -> None:
-    """Every addition is rounded to 16 bits on both sides, microbatch by microbatch in one order. In fp16 the smallest numbers
-    have fewer bits, and dividing by the number of data-parallel replicas (2, and 4 in the reference) loses some: a last bit,
-    2^-10."""
-    case = replace(base, dtype=dtype, reduce_in_fp32=False, adam_eps=1.0)
-    for difference in four_ranks.run(compare, case):
-        assert max(difference.gradients, difference.weights) <= tolerance, difference
-        assert difference.losses <= 10 * tolerance, difference
+FP16 = torch.float16
 
 
 @pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=str)
@@ -220,40 +157,6 @@ def steps_of(case: Case, initial: Tensors | None = None) -> tuple[list[float], T
     return scales, before, after
 
 
-@pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
-@pytest.mark.sampled(0.25)
-def test_kernels_that_accumulate_inside(four_ranks: RankPool, base: Case, dtype: torch.dtype) -> None:
-    """As fused kernels on a GPU: the wgrad GEMM accumulates in the fp32 main gradient before rounding. In fp32 only the order of
-    the sum differs; in bf16 a result that the reference rounds to 8 bits is not rounded: 2^-8 of it."""
-    tolerance = 1e-5 if dtype is torch.float32 else 2.0**-7
-    for error, num_gemms in four_ranks.run(with_addmm, replace(base, dtype=dtype, num_steps=1)):
-        assert 0 < error < tolerance if dtype is BF16 else error < tolerance
-        assert num_gemms > 0
-
-
-def with_addmm(rank: int, case: Case) -> tuple[float, int]:
-    """Largest difference of a gradient, relative to its largest entry, and the number of GEMMs that the kernel ran."""
-    initial, expected = unpipelined(case.unpipelined)
-    trainer = Trainer(case, initial)
-    assert trainer.built.store is not None
-    shapes = []
-
-    def accumulate(accumulator: torch.Tensor, grad_output: torch.Tensor, input_: torch.Tensor) -> None:
-        assert accumulator.dtype is torch.float32
-        assert input_.dtype is case.dtype
-        shapes.append(accumulator.shape)
-        addmm_accumulate(accumulator, grad_output.float(), input_.float())  # the CPU has no addmm of mixed dtypes
-
-    trainer.built.store.kernel = WgradKernel(KernelKind.ADDMM, accumulate)
-    actual = trainer.train().gradients
-    trainer.close()
-    errors = [
-        float((actual[name] - expected.gradients[name]).abs().max() / expected.gradients[name].abs().max()) for name in actual
-    ]
-    return max(errors), len(shapes)
-
-
 @pytest.mark.parametrize(
     ("flags", "in_fp32"),
     [
@@ -270,38 +173,18 @@ def test_flags_choose_the_dtype_of_main_gradients(flags: str, in_fp32: bool) -> 
 
 
 def test_flags_configure_the_loss_scale() -> None:
-    dynamic = "--fp16 --initial-loss-scale 1024 --min-loss-scale 2 --loss-scale-window 5 --hysteresis 1"
+    dynamic = "--fp16 --initial-loss-scale 1024 --loss-scale-window 5"
     config = mcore_config.optimizer_config(settings(dynamic))
-    assert (config.fp16, config.loss_scale, config.initial_loss_scale, config.min_loss_scale) == (True, None, 1024, 2)
-    assert (config.loss_scale_window, config.hysteresis) == (5, 1)
+    assert (config.fp16, config.loss_scale, config.initial_loss_scale, config.loss_scale_window) == (True, None, 1024, 5)
     assert mcore_config.optimizer_config(settings("--fp16 --loss-scale 8")).loss_scale == 8
 
 
 TP_ZBV = Case("zbv", 2, 4, num_chunks=2, tensor_parallel=2, num_steps=2)
 TP_ZB_H2 = Case("zb-h2", 2, 4, tensor_parallel=2, num_steps=2)
-ONE_F_ONE_B = Case("1f1b", 2, 4, tensor_parallel=2, num_steps=2)
 
 
 def sequence_parallel(base: Case, **features: Any) -> Case:
     return replace(base, sequence_parallel=True, **features)
-
-
-CASES = [
-    *(sequence_parallel(base) for base in (TP_ZBV, TP_ZB_H2, ONE_F_ONE_B)),
-    sequence_parallel(TP_ZBV, llama=True, dtype=torch.bfloat16),
-    sequence_parallel(TP_ZB_H2, llama=True, recompute="full"),
-]
-
-
-@pytest.mark.claims(
-    "Parallelism",
-    "sequence parallelism; W gathers its input again",
-    "works, bit for bit",
-)
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.sampled(0.18)
-def test_sequence_parallel_has_the_bits_of_the_unpipelined_model(four_ranks: RankPool, case: Case) -> None:
-    assert_near(four_ranks.run(compare, case), case)
 
 
 @pytest.mark.parametrize("base", [TP_ZBV, TP_ZB_H2], ids=str)
@@ -322,7 +205,6 @@ def test_sequence_parallel_is_tensor_parallel(four_ranks: RankPool, base: Case) 
     "tensor parallel 2; B's tensor-parallel all-reduce overlaps with a deferred wgrad GEMM (in flight on gloo; time on a GPU "
     "not measured)",
     "works, bit for bit",
-    also=("wgrad/test_sharing.py",),
 )
 @pytest.mark.parametrize("case", [TP_ZBV, TP_ZB_H2, sequence_parallel(TP_ZBV)], ids=str)
 @pytest.mark.sampled(0.33)

@@ -306,7 +306,6 @@ def test_nothing_grows_and_the_plan_knows_the_peak(four_ranks: RankPool) -> None
         assert found.complaints() == [], rank
         assert found.predicted > 0
         assert len({each.allocated for each in found.held}) == 1, "after every iteration the same is left"
-        assert found.fragmentation is None
 
 
 def _train_long(rank: int, case: Case) -> RankLedger:

@@ -14,6 +14,7 @@ from megatron.zerobubble.mcore.zb_schedules import program_of
 from megatron.zerobubble.plan.communication import Message
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.validate import live_timeline
+from tests.support.after_each_op import after_each_op
 from tests.support.gpt import Case, Trainer, unpipelined
 from tests.support.plans import receive_buffers
 from tests.support.ranks import RankPool
@@ -40,7 +41,7 @@ def _gemms_per_op(rank: int, case: Case) -> dict[str, int]:
         counts[str(op)] = mode.count
         mode.count = 0
 
-    trainer.schedule.hooks.observe = observe
+    after_each_op(trainer.schedule, observe)
     with mode:
         trainer.forward_backward(0)
     trainer.close()
@@ -95,12 +96,12 @@ def _memory(rank: int, case: Case) -> dict[str, Any]:
     schedule._links = schedule._runner._links = links
 
     def observe(work: Any, op: Any) -> None:
-        live.append(len(work.live))
+        live.append(len(frozenset(work._inflight) | work._store.pending))
         for key, (_, output) in work._inflight.items():
             if output.numel() > 1:
                 full_outputs.append(f"{key} after {op}")
 
-    schedule.hooks.observe = observe
+    after_each_op(schedule, observe)
     trainer.forward_backward(0)
     program = schedule.program(case.num_microbatches)
     pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()

@@ -1,6 +1,6 @@
-"""`place_communication`, against an independent checker (`program_checker`) and a model of links without any buffer (`hazards`).
+"""`place_communication`, against an independent checker (`program_checker`), which catches deliberate violations of each rule.
 
-Deliberate violations of each rule are caught by one of the two. That sends must not block their rank (rule 3) is in
+Whether programs end is in `test_deadlock.py`. That sends must not block their rank (rule 3) is in
 `tests/runtime/test_executor.py` and `tests/runtime/test_on_fake_nccl.py`.
 """
 
@@ -30,9 +30,7 @@ from megatron.zerobubble.plan.communication import (
 from megatron.zerobubble.plan.dependencies import requirements, result_of
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
 from megatron.zerobubble.plan.registry import build_plan
-from megatron.zerobubble.plan.transforms import forward_only
 from megatron.zerobubble.plan.validate import validate
-from tests.support.hazards import finishes
 from tests.support.plans import receive_buffers
 from tests.support.program_checker import check, check_posts, check_retires
 from tests.support.programs import FAMILIES, post_at_take, post_one_later, rewrite
@@ -75,7 +73,6 @@ def test_an_iteration_can_be_discarded_at_the_fence(name: str, p: int) -> None:
             assert all(0 < count <= p - rank for rank, count in enumerate(fence[:-1]))
             program = place_communication(plan, fence=fence)
             check(program)
-            assert finishes(program)
             before = [steps[:count] for steps, count in zip(program.steps, fence, strict=True)]
             sent = {step.send for steps in before for step in steps}
             for rank, steps in enumerate(before):
@@ -87,27 +84,6 @@ def test_an_iteration_can_be_discarded_at_the_fence(name: str, p: int) -> None:
 
 
 # -- families of the registry -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("p", range(2, 7))
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.sampled(0.34)
-def test_every_family_keeps_its_promises_and_ends_without_buffers(name: str, p: int) -> None:
-    for m in range(1, 2 * p + 2):
-        for plan in plans(name, p, m):
-            for lookahead in (None, 0, 1, 3):
-                program = place_communication(plan, lookahead=lookahead)
-                check(program)
-                assert finishes(program)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_evaluation(name: str) -> None:
-    for p in range(2, 6):
-        plan = forward_only(build_plan(name, num_ranks=p, num_microbatches=2 * p))
-        program = place_communication(plan)
-        check(program)
-        assert finishes(program)
 
 
 @pytest.mark.parametrize("p", range(2, 9))
@@ -190,7 +166,6 @@ def placements(draw: st.DrawFn) -> Placement:
 def test_random_plans(placement: Placement, num_microbatches: int, seed: int, lookahead: int | None) -> None:
     program = place_communication(random_plan(placement, num_microbatches, seed), lookahead=lookahead)
     check(program)
-    assert finishes(program)
 
 
 @given(placements(), st.integers(1, 4), st.integers(0, 10**6))
@@ -217,13 +192,9 @@ def test_rule_1_receives_posted_in_the_order_they_are_taken_mix_messages_up() ->
         check_posts(broken)
 
 
-def test_rule_2_a_receive_posted_after_its_taking_op_deadlocks() -> None:
-    good = zbv(3, 5, lookahead=0)
-    assert finishes(good)
-    broken = rewrite(good, post_one_later)
+def test_rule_2_a_receive_posted_after_its_taking_op_is_noticed() -> None:
     with pytest.raises(AssertionError, match="not posted yet"):
-        check_posts(broken)
-    assert not finishes(broken)
+        check_posts(rewrite(zbv(3, 5, lookahead=0), post_one_later))
 
 
 def test_rule_4_a_send_retired_one_take_earlier_is_still_under_way() -> None:

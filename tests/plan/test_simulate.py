@@ -12,6 +12,7 @@ from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.registry import build_plan, known_schedules
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.transforms import forward_only
+from tests.support.plans import plan_of_text
 
 # Profiled times of arXiv 2401.10241, Table 9: p, m, F, B, W, link (ms), share of activations kept until W; then the
 # bubble rates which that paper's scheduler reaches on them: 1F1B, 1F1B-I (two chunks), ZB-1p.
@@ -74,7 +75,7 @@ def test_free_work_has_no_bubble() -> None:
 
 
 def test_deadlock_is_found() -> None:
-    plan = Plan.from_text(
+    plan = plan_of_text(
         "0F0 0B0 0W0 0F1 0B1 0W1\n1F0 1F1 1B0 1B1 1W0 1W1",
         schedule="by hand",
         placement=Placement.linear(2),

@@ -10,12 +10,13 @@ import pytest
 
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
+from megatron.zerobubble.plan.ir import Op, OpKind, Placement
 from megatron.zerobubble.plan.registry import build_plan, known_schedules, schedule_info
 from megatron.zerobubble.plan.search.search_options import SearchOptions, smallest_memory
 from megatron.zerobubble.plan.simulate import memory_over_time, peak_memory, simulate
 from megatron.zerobubble.plan.transforms import first_microbatches, forward_only, group_weight_gradients, split_fused, wgrad_group
 from megatron.zerobubble.plan.validate import live_microbatches, validate
+from tests.support.plans import plan_of_text, text_of
 
 NAMES = [info.name for info in known_schedules()]
 
@@ -69,8 +70,8 @@ def test_groups_are_adjacent_and_nothing_else_moves(name: str, size: int) -> Non
 
 def test_by_hand() -> None:
     text = "0F0 0BW0 0F1 0B1 0W1 0F2 0B2 0W2"
-    plan = Plan.from_text(text, schedule="zb", placement=Placement.linear(1), num_microbatches=3)
-    assert group_weight_gradients(plan, 2).to_text().strip() == "0F0 0B0 0F1 0B1 0W0 0W1 0F2 0B2 0W2"
+    plan = plan_of_text(text, schedule="zb", placement=Placement.linear(1), num_microbatches=3)
+    assert text_of(group_weight_gradients(plan, 2)) == "0F0 0B0 0F1 0B1 0W0 0W1 0F2 0B2 0W2"
 
 
 def test_the_simulator_counts_the_memory_of_a_group() -> None:
@@ -128,7 +129,7 @@ def test_one_rank_by_hand() -> None:
     plan = build_plan("zb-h1", num_ranks=1, num_microbatches=2)
     costs = CostModel.uniform(plan.placement, activation_after_backward=0.25)
     simulation = simulate(plan, costs)
-    assert plan.to_text() == "0F0 0B0 0W0 0F1 0B1 0W1"
+    assert text_of(plan) == "0F0 0B0 0W0 0F1 0B1 0W1"
     assert memory_over_time(simulation.rows, 2, costs) == (((0, 1), (2, 0.25), (3, 0), (3, 1), (5, 0.25), (6, 0)),)
 
 

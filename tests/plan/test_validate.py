@@ -22,6 +22,7 @@ from megatron.zerobubble.plan.validate import (
     validate,
 )
 from megatron.zerobubble.verify import RefusedError, read_plan
+from tests.support.plans import plan_of_text
 
 Rows = list[list[str]]
 
@@ -83,7 +84,7 @@ def test_broken_plans_are_refused_with_the_marked_grid(kind: str) -> None:
 
 
 def test_the_whole_message_of_a_small_plan() -> None:
-    plan = Plan.from_text("0F0 0B0 0W0\n1B0 1F0 1W0", schedule="by hand", placement=Placement.linear(2), num_microbatches=1)
+    plan = plan_of_text("0F0 0B0 0W0\n1B0 1F0 1W0", schedule="by hand", placement=Placement.linear(2), num_microbatches=1)
     with pytest.raises(PlanError) as caught:
         validate(plan)
     assert str(caught.value).splitlines() == [
@@ -182,7 +183,7 @@ def test_forward_only() -> None:
 def test_a_plan_may_mix_fused_and_split_backwards_if_w_ascends() -> None:
     """As the checker of certificates has it."""
     mixed: dict[str, Any] = {"schedule": "mixed", "placement": Placement.linear(2), "num_microbatches": 2}
-    plan = Plan.from_text("0F0 0F1 0B0 0W0 0BW1\n1F0 1BW0 1F1 1B1 1W1", **mixed)
+    plan = plan_of_text("0F0 0F1 0B0 0W0 0BW1\n1F0 1BW0 1F1 1B1 1W1", **mixed)
     validate(plan)
     read_plan(json.loads(plan.to_json()))
     assert live_microbatches(plan) == (2, 1)
@@ -190,7 +191,7 @@ def test_a_plan_may_mix_fused_and_split_backwards_if_w_ascends() -> None:
     assert pending_timeline(plan) == ((0, 0, 1, 0, 0), (0, 0, 0, 1, 0))
     assert pending_wgrads(plan) == (1, 1)
 
-    plan = Plan.from_text("0F0 0F1 0B0 0BW1 0W0\n1F0 1BW0 1F1 1B1 1W1", **mixed)
+    plan = plan_of_text("0F0 0F1 0B0 0BW1 0W0\n1F0 1BW0 1F1 1B1 1W1", **mixed)
     with pytest.raises(PlanError, match="0W0 comes after 0BW1"):
         validate(plan)
     with pytest.raises(RefusedError, match="stage 0 does not have W of every microbatch once, in ascending order"):

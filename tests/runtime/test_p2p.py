@@ -18,7 +18,7 @@ from megatron.zerobubble.plan.costs.links import LinkTime
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.runtime.executor import Executor
-from megatron.zerobubble.runtime.link_groups import link_group
+from megatron.zerobubble.runtime.link_groups import chosen_ctas, link_group
 from megatron.zerobubble.runtime.p2p import ProcessGroupLinks
 from tests.runtime.delays import links_over_the_world
 from tests.runtime.support import LabelWork
@@ -249,6 +249,19 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     monkeypatch.setattr(dist, "new_group", lambda **given: groups.append(given))
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=_Options), raising=False)
     return groups
+
+
+@pytest.mark.parametrize(
+    ("given", "is_one_host", "used", "warnings"),
+    [(None, True, 4, []), (None, False, None, []), (16, True, 16, []), (1, False, 1, []), (6, True, 6, ["NCCL takes 8 CTAs"])],
+)
+def test_ctas_are_four_on_one_host_and_a_number_that_nccl_rounds_up_is_a_warning(
+    caplog: pytest.LogCaptureFixture, given: int | None, is_one_host: bool, used: int | None, warnings: list[str]
+) -> None:
+    assert chosen_ctas(given, is_one_host=is_one_host) == used
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
+        f"{each} for a transfer" for each in warnings
+    ]
 
 
 @pytest.mark.parametrize("max_ctas", [None, 2])

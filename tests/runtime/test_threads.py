@@ -15,6 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.zerobubble.errors import TransferError
+from megatron.zerobubble.job.launch import read_launch
 from megatron.zerobubble.job.watchdog import Watchdog
 from megatron.zerobubble.plan.ir import Op
 from megatron.zerobubble.runtime.issuer import Issuer
@@ -51,7 +52,7 @@ def test_the_watchdog_queries_events_on_its_ranks_gpu(fake: FakeCuda, monkeypatc
 
     monkeypatch.setattr(torch.cuda.Event, "query", noted)
     watch = Watch(GPU)
-    dog = Watchdog(watch, torch.distributed.HashStore(), rank=0, world_size=1, limit_s=0.1, first_limit_s=60.0)  # type: ignore[arg-type]
+    dog = Watchdog(watch, torch.distributed.HashStore(), read_launch({}), limit_s=0.1, timeout_s=60.0)  # type: ignore[arg-type]
     with dog:
         until = time.monotonic() + 20.0
         while "watchdog" not in queried and time.monotonic() < until:

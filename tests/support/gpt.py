@@ -38,6 +38,7 @@ from megatron.zerobubble.plan.registry import schedule_spec
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.plan.timeline import Timeline
 from megatron.zerobubble.training.models.layer_specs import stage_layers
+from tests.support.after_each_op import after_each_op
 
 SEQUENCE = 12
 MICRO_BATCH = 2
@@ -521,7 +522,7 @@ def grown_by_op(rank: int, case: Case) -> list[tuple[str, set[str]]]:
         grown.append((op.kind.name, {name for name in weights if now[name] != before[name]}))
         before.update(now)
 
-    trainer.schedule.hooks.observe = observe
+    after_each_op(trainer.schedule, observe)
     trainer.zero_gradients()
     trainer.forward_backward(0)
     weights.clear()

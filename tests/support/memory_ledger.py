@@ -2,7 +2,7 @@
 
 The second iteration of a job is measured op by op; from it follows the plan's prediction for all others: the peak activation
 memory (as defined in `profiling.activation_memory`). Then every iteration is measured. On CUDA the values are those of the
-caching allocator, which also reports reserved memory and fragmentation; on the CPU they count the live tensors that passes have
+caching allocator; on the CPU they count the live tensors that passes have
 allocated since the measurement began.
 """
 
@@ -20,6 +20,7 @@ from megatron.zerobubble.plan.simulate import peak_memory
 from megatron.zerobubble.profiling.activation_memory import MemoryMeter
 from megatron.zerobubble.profiling.profile import combine, unit_bytes
 from megatron.zerobubble.profiling.profiler import Profiler
+from tests.support.after_each_op import after_each_op
 from tests.support.gpt import Case, Trainer
 
 PEAK_TOLERANCE = 0.05
@@ -36,8 +37,6 @@ class Held:
     """Memory in tensors; on the CPU in those that passes have allocated and not freed."""
     reserved: int | None
     """Memory that the allocator has reserved on the device; None on the CPU."""
-    inactive_split: int | None
-    """Unused parts of blocks with other parts in use, which cannot be returned to the device. None on the CPU."""
     activations: int
     """Peak activation memory, as measured after each op of the iteration."""
     workspace: int
@@ -64,20 +63,10 @@ class RankLedger:
         """Relative error of the prediction; None if the prediction is 0."""
         return self.measured / self.predicted - 1.0 if self.predicted else None
 
-    @property
-    def fragmentation(self) -> int | None:
-        """Bytes reserved and in no tensor, at the end; None on the CPU."""
-        last = self.held[-1]
-        return None if last.reserved is None else last.reserved - last.allocated
-
     def growth(self, what: Callable[[Held], int | None]) -> int | None:
         """Growth in bytes from the end of the warm-up to the maximum after it; None if `what` was not measured."""
         numbers = [number for each in self.held[self.warmup - 1 :] if (number := what(each)) is not None]
         return max(numbers) - numbers[0] if numbers else None
-
-    def __str__(self) -> str:
-        """For people, in bytes."""
-        return f"activations {self.measured}, predicted {self.predicted}; {self.held[-1]}, {self.fragmentation} in no tensor"
 
     def complaints(self) -> list[str]:
         """One message per check that failed."""
@@ -122,7 +111,7 @@ def train_watched(rank: int, case: Case, num_iterations: int, warmup: int, leaks
             if op.microbatch == 0:
                 leaked.append(torch.empty(100))
 
-        trainer.schedule.hooks.observe = leak
+        after_each_op(trainer.schedule, leak)
     found = watch(trainer.schedule, iterate, num_microbatches=case.num_microbatches, num_iterations=num_iterations, warmup=warmup)
     trainer.close()
     return found
@@ -162,7 +151,6 @@ def _look(meter: MemoryMeter, device: torch.device) -> Held:
     return Held(
         allocated=stats.get("allocated_bytes.all.current", meter.held_bytes),
         reserved=stats.get("reserved_bytes.all.current"),
-        inactive_split=stats.get("inactive_split_bytes.all.current"),
         activations=meter.peak_bytes,
         workspace=meter.workspace_bytes,
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from megatron.zerobubble.mcore.compat import mtp_entries, mtp_loss_sums
+from megatron.zerobubble.mcore.compat import mtp_entries
 from megatron.zerobubble.mcore.model.stage_layout import pipeline_layout
 from megatron.zerobubble.training.models.layer_specs import mtp_layers, stage_layers
 from tests.support.gpt import Case, Tensors, Trainer
@@ -43,7 +43,8 @@ class MtpTrainer(Trainer):
     @staticmethod
     def _sums() -> list[float]:
         """Of each MTP layer's losses so far, which run on over steps as they do between two progress lines of a job."""
-        sums = mtp_loss_sums()
+        tracker = mtp_entries()
+        sums = tracker.get("loss_values", tracker.get("values"))
         return [] if sums is None else list(map(float, sums))
 
     def _config_changes(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Valid plans that differ a little."""
+"""Plans as text, and valid plans that differ a little."""
 
 from __future__ import annotations
 
@@ -9,10 +9,21 @@ from itertools import accumulate
 
 from megatron.zerobubble.errors import PlanError
 from megatron.zerobubble.plan.communication import Program
-from megatron.zerobubble.plan.ir import Op, OpKind, Plan
+from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
 from megatron.zerobubble.plan.validate import validate
 
-__all__ = ["receive_buffers", "reordered"]
+__all__ = ["plan_of_text", "receive_buffers", "reordered", "text_of"]
+
+
+def text_of(plan: Plan) -> str:
+    """One line per rank, ops separated by one space."""
+    return "\n".join(" ".join(map(str, row)) for row in plan.ops)
+
+
+def plan_of_text(text: str, *, schedule: str, placement: Placement, num_microbatches: int) -> Plan:
+    """The plan of such lines."""
+    rows = [[Op.parse(word) for word in line.split()] for line in text.strip().splitlines()]
+    return Plan.of(schedule, placement, num_microbatches, rows)
 
 
 def reordered(plan: Plan) -> Plan:

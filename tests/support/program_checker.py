@@ -1,6 +1,6 @@
 """A checker of programs: reads one and recomputes what must hold of it, the order of events by vector clocks.
 
-It is independent of how the communication pass works. Whether a program ends is asked of `hazards`.
+It is independent of how the communication pass works. Whether a program ends is asked of `stuck_ranks`.
 """
 
 from __future__ import annotations

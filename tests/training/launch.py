@@ -125,7 +125,8 @@ def environment(**more: str) -> dict[str, str]:
     """This process' environment without what pytest or an outer job set, one thread per rank; the same megatron-core."""
     dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     # NVTE_...: megatron-core sets them where it builds a model, in the process of a test, too
-    kept = {name: value for name, value in os.environ.items() if name not in dropped and not name.startswith("NVTE_")}
+    own = [name for name in os.environ if name.startswith("NVTE_") and not name.startswith("NVTE_ALLOW_")]
+    kept = {name: value for name, value in os.environ.items() if name not in (*dropped, *own)}
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | more
 

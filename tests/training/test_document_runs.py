@@ -29,7 +29,7 @@ def batch(micro: int, size: int) -> list[str]:
 
 
 ONE_BY_ONE = ["--variable-seq-lengths", *batch(1, NUM_SAMPLES)]
-PADDED = ["--variable-seq-lengths", "--pad-length-multiple", "4", *batch(2, NUM_SAMPLES), *P2]
+PADDED = ["--variable-seq-lengths", *batch(2, NUM_SAMPLES), *P2]
 PACKED = ["--pack-sequences", *batch(1, NUM_ROWS), *P2]
 
 
@@ -44,7 +44,6 @@ def numbers(documents: str, folder: Path, flags: list[str]) -> list[float]:
     data = ["--data-path", documents, "--split", "1,1,0", "--metrics-jsonl", str(path)]
     said = train([*RUN, *WHOLE_EPOCHS, *data, *flags], num_ranks=2 if P2[0] in flags else 1)
     first, second = metrics(path)[1], metrics(path)[2]
-    assert "tokens per second" in said
     assert "TFLOP" not in said, "FLOPs differ by sample"
     assert sum(LENGTHS) - len(LENGTHS) == round(first["tokens_per_s"] * first["iteration_ms"] / 1000.0)
     return [first["loss"], first["grad_norm"], second["loss"], second["grad_norm"], second["validation_loss"]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ from tests.training.launch import ROOT, TINY_BATCH, TINY_MODEL, launch_warm, met
 
 pytestmark = pytest.mark.claims(
     "Long runs",
-    "whole jobs on a double of `torch.cuda` (ZB-H1, ZBV; fp32, bf16, fp16; post-validation, exact and inverse; NCCL's groups "
-    "served by gloo, and gloo through host memory; checkpoints, evaluation, traces, re-planning): the losses and norms of the"
-    " CPU; in an iteration the host waits for the device once, in the step, and never in the passes; names and parameters are"
-    " those of the installed torch",
+    "whole jobs on a double of `torch.cuda` (ZB-H1, ZBV; fp32, bf16, fp16; sequence and context parallelism, recomputation, "
+    "experts; post-validation, exact and inverse; NCCL's groups served by gloo, and gloo through host memory; checkpoints, "
+    "evaluation, traces, re-planning): the losses and norms of the CPU; in an iteration the host waits for the device once, in "
+    "the step, and never in the passes, but for F of experts; names and parameters are those of the installed torch",
     "works, bit for bit; kernels are the CPU's; **not run on a GPU**; [the "
     "waits](benchmarks/gpu.md#how-often-the-host-waits-for-the-device)",
     also=("support/test_fake_cuda.py",),
@@ -38,7 +39,18 @@ CASES = {
     "zb-h1, inverse": ["--enable-zero-bubble", *POST_VALIDATION, "--post-validation-rollback", "inverse"],
     "zb-h1, fp16": ["--enable-zero-bubble", "--fp16", "--initial-loss-scale", "1024"],
     "zb-h1, gloo": ["--enable-zero-bubble", "--distributed-backend", "gloo"],
+    "zb-h1, recomputation": [
+        *("--enable-zero-bubble", "--recompute-granularity", "full", "--recompute-method", "uniform"),
+        *("--recompute-num-layers", "1"),
+    ],
+    "zb-h1, sequence parallel": ["--enable-zero-bubble", "--tensor-model-parallel-size", "2", "--sequence-parallel"],
+    "zbv, context parallel": ["--zero-bubble-v-schedule", "--context-parallel-size", "2"],
+    "zb-h1, experts": ["--enable-zero-bubble", "--num-experts", "4", "--moe-router-topk", "2", "--disable-bias-linear"],
 }
+
+
+IN_EXPERTS = {"moe/token_dispatcher.py in dispatch_postprocess)", "moe/moe_utils.py in permute)"}
+"""Where F of megatron-core's experts, with the all-gather dispatcher, reads how many tokens each expert has."""
 
 
 class FakeRun:
@@ -46,7 +58,8 @@ class FakeRun:
 
     def __init__(self, folder: Path, flags: list[Any]) -> None:
         self.metrics = metrics_of(folder, flags, is_fake=True)
-        self.syncs = [sync for rank in range(2) for sync in json.loads((folder / f"syncs_{rank}.json").read_text())]
+        self.num_ranks = num_ranks_of(flags)
+        self.syncs = [sync for rank in range(self.num_ranks) for sync in json.loads((folder / f"syncs_{rank}.json").read_text())]
 
     def waits(self, part: str, iteration: int | None = None) -> list[str]:
         """Calls that waited in one part of the iterations, with their places."""
@@ -57,9 +70,15 @@ class FakeRun:
         ]
 
 
+def num_ranks_of(flags: list[Any]) -> int:
+    """Two, and twice as many where they share a stage."""
+    return 4 if {"--tensor-model-parallel-size", "--context-parallel-size"} & set(flags) else 2
+
+
 def start(folder: Path, flags: list[Any], *, is_fake: bool) -> Any:
     arguments = [*RUN, "--train-iters", ITERATIONS, *flags, "--metrics-jsonl", folder / "metrics.jsonl"]
-    return launch_warm([folder, *arguments], num_ranks=2, script=SCRIPT) if is_fake else launch_warm(arguments, num_ranks=2)
+    given, num_ranks = {"script": SCRIPT} if is_fake else {}, num_ranks_of(flags)
+    return launch_warm([folder, *arguments] if is_fake else arguments, num_ranks=num_ranks, **given)  # type: ignore[arg-type]
 
 
 def metrics_of(folder: Path, flags: list[Any], *, is_fake: bool) -> list[tuple[float, float]]:
@@ -89,20 +108,24 @@ def test_the_host_waits_once_in_an_iteration_and_never_in_the_passes(run: Any, n
     Without a snapshot the host also asks whether the step could be rolled back at all.
     """
     found = run(name)
-    assert found.waits("passes") == []
+    places = {re.sub(r":\d+", "", wait.partition("(")[2]) for wait in found.waits("passes")}
+    assert places <= IN_EXPERTS
+    assert bool(places) == ("experts" in name)
     assert found.waits("validation") == []
     for iteration in range(1, 1 + ITERATIONS):
         waits = found.waits("step", iteration)
         reads = [wait for wait in waits if "post_validation/optimizer.py" in wait and "in prepare" in wait]
         asks = [wait for wait in waits if "post_validation/optimizer.py" in wait and "in are_safe" in wait]
-        assert len(reads) == 2, "one for each of two ranks"
+        assert len(reads) == found.num_ranks
         assert len(asks) == (1 if "inverse" in name else 0), "the last rank takes no optimistic step"
         assert len(waits) == len(reads) + len(asks), waits
         extra = found.waits("around the passes", iteration)
-        assert len(extra) == (2 if iteration in (2, 4) else 0), extra
+        assert len(extra) == (found.num_ranks if iteration in (2, 4) else 0), extra
         assert all("marks.py" in wait for wait in extra)
     line = found.waits("between")
-    assert len(line) == (4 if "fp16" in name else 2), "one progress line on each rank; it shows the loss scale, too"
+    assert len(line) == found.num_ranks * (2 if "fp16" in name else 1), (
+        "one progress line on each rank; it shows the loss scale, too"
+    )
     assert all("mean_losses" in wait or "progress_line" in wait for wait in line)
 
 

@@ -117,7 +117,7 @@ FLOATS = sorted(
 
 @pytest.mark.parametrize("value", ["inf", "nan"])
 def test_no_flag_takes_a_number_that_is_not_finite(value: str) -> None:
-    assert len(FLOATS) > 20
+    assert len(FLOATS) > 10
     for flag in FLOATS:
         message = refusal([*MODEL.split(), f"{flag}={value}"])
         assert message == f"argument {flag}: {value} is not a finite number (--help lists all flags)"
@@ -126,15 +126,13 @@ def test_no_flag_takes_a_number_that_is_not_finite(value: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--position-embedding-type rope --kv-channels 15", "--kv-channels 15 = 15 rotated channels .* needs an even number"),
         ("--position-embedding-type rope --hidden-size 60", "--hidden-size 60 / --num-attention-heads 4 = 15 rotated"),
-        ("--position-embedding-type rope --rotary-percent 0.2", "x --rotary-percent 0.2 = 3 rotated channels"),
         ("--seed 99999999999", "--seed 99999999999 is too large; give at most 4,000,000,000"),
         ("--num-layers 1000000000000", "--num-layers 1000000000000 is too large; give at most 10,000"),
         ("--rotary-base 9223372036854775807", "--rotary-base 9223372036854775807 is too large"),
         ("--fp16 --loss-scale 1e300", r"--loss-scale 1e\+300 is too large"),
         ("--fp16 --loss-scale 5e-324", "--loss-scale 5e-324 is 0 in fp32"),
-        ("--fp16 --initial-loss-scale 2 --min-loss-scale 4", "--min-loss-scale 4 is larger than --initial-loss-scale 2"),
+        ("--fp16 --initial-loss-scale 0.5", "--initial-loss-scale 0.5 is less than 1"),
         (P4 + "--enable-zero-bubble --global-batch-size 2000000000", "makes 2,000,000,000 microbatches per iteration; plans"),
         ("--distributed-timeout-minutes 99999999999", "--distributed-timeout-minutes 99999999999 is too large"),
         (P4 + "--zero-bubble-schedule zb --zero-bubble-memory-limit " + "9" * 400 + "GiB", "'999.*999GiB' is none of: a number"),

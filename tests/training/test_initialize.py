@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Callable
-from contextlib import nullcontext
-from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.job.launch import Launch, read_launch
 from megatron.zerobubble.mcore.cpu import malloc as host_heap
 from megatron.zerobubble.training import initialize
 from megatron.zerobubble.training.arguments import settings_from_argv
-from megatron.zerobubble.training.config.run_control import RunConfig
-from megatron.zerobubble.training.garbage import collecting_by_hand
 from megatron.zerobubble.training.initialize import choose_device, computes, join_job
-from megatron.zerobubble.training.step import LOSS, Trainer, TrainingState
 
 pytestmark = [
     pytest.mark.claims(
@@ -30,12 +21,6 @@ pytestmark = [
         "`--eager-nccl-communicators`; links with streams of high priority and `--zero-bubble-p2p-max-ctas`",
         "the options arrive at torch, in doubles; **not run on a GPU**",
         also=("runtime/test_p2p.py",),
-    ),
-    pytest.mark.claims("Long runs", "`--manual-gc`, `--manual-gc-interval`", "works"),
-    pytest.mark.claims(
-        "Long runs",
-        "an iteration without a wait for the device: no timer that synchronizes, the loss scale read with the losses",
-        "works; **not run on a GPU**",
     ),
 ]
 
@@ -166,81 +151,3 @@ def test_an_early_torch_gives_nccls_memory_back_as_later_ones_do(
     monkeypatch.setattr(torch, "__version__", version)
     initialize._release_nccl_memory_early()
     assert os.environ.get(name) == expected
-
-
-@pytest.mark.parametrize("is_manual", [False, True])
-def test_python_chooses_when_to_collect_unless_asked_not_to(is_manual: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    collected: list[int] = []
-    monkeypatch.setattr(gc, "collect", lambda: collected.append(1))
-    with collecting_by_hand(is_manual=is_manual):
-        assert gc.isenabled() is not is_manual
-        assert len(collected) == is_manual
-    assert gc.isenabled()
-
-
-def test_after_an_error_python_chooses_again() -> None:
-    with pytest.raises(ZeroDivisionError), collecting_by_hand(is_manual=True):
-        raise ZeroDivisionError
-    assert gc.isenabled()
-
-
-def test_its_interval_needs_it() -> None:
-    with pytest.raises(ConfigError, match="needs --manual-gc"):
-        RunConfig(train_iters=1, manual_gc_interval=5)
-
-
-READS = {"item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__index__"}
-
-
-class _NoReads(TorchFunctionMode):
-    """Fails where the host would wait for a tensor on the device. Copies that `print` or C++ make are not seen."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert getattr(func, "__name__", "") not in READS, f"{func.__name__} waits for the device"
-        return func(*args, **(kwargs or {}))
-
-
-class _Optimizer:
-    """Steps, and doubles its loss scale in place, as a scaler does."""
-
-    param_groups = ({"default_config": True, "lr": 0.5},)
-
-    def __init__(self) -> None:
-        self.scale = torch.tensor([64.0])
-
-    def get_loss_scale(self) -> torch.Tensor:
-        return self.scale
-
-    def step(self) -> tuple[bool, float, None]:
-        self.scale.mul_(2.0)
-        return True, 1.0, None
-
-    def zero_grad(self) -> None:
-        """There are no gradients."""
-
-
-def _training_state(optimizer: _Optimizer) -> TrainingState:
-    reports: list[dict[str, torch.Tensor]] = [{LOSS: torch.tensor([3.0, 2.0])}]
-    passes: Callable[..., Any] = lambda **_: reports  # noqa: E731
-    hooks = SimpleNamespace(watch=None, before_gradients=None)
-    recorder = SimpleNamespace(span=lambda _: nullcontext())
-    model, batch = SimpleNamespace(seq_length=1), SimpleNamespace(micro_batch_size=1)
-    sizes: Any = SimpleNamespace(model=model, batch=batch, num_microbatches=1, global_batch_size=1)
-    return TrainingState(
-        settings=sizes,
-        chunks=[],
-        engine=SimpleNamespace(schedule=SimpleNamespace(forward_backward_func=passes, hooks=hooks, recorder=recorder)),
-        optimizer=optimizer,
-        post_validation=None,
-        scheduler=SimpleNamespace(step=lambda increment: None),
-        forward_step=lambda *_: pytest.fail("not called"),
-        device=torch.device("cpu"),
-        on_host=nullcontext,
-    )
-
-
-def test_the_loss_scale_is_that_of_the_step_and_not_read_in_it() -> None:
-    trainer = Trainer(_training_state(_Optimizer()))
-    with _NoReads():
-        results = [result for _ in range(3) for result in trainer.iterate(None)]
-    assert [float(result.loss_scale) for result in results] == [64.0, 128.0, 256.0]

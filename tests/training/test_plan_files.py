@@ -76,7 +76,7 @@ def _deadlock(body: dict[str, Any]) -> None:
             lambda body: None,
             "--pipeline-model-parallel-size 2",
             ConfigError,
-            "for 4 pipeline ranks, --pipeline-model-parallel-size is 2",
+            r"on 2 pipeline ranks on 0, 1, 1, 0",
         ),
         (lambda body: body.update(schedule="mine"), "", ConfigError, "plan.json: its schedule 'mine' is unknown; choose from"),
         (lambda body: None, "--zero-bubble-memory-limit 0.9", PlanError, r"memory peaks at 1\.0000 and the limit is 0\.9000"),

@@ -13,14 +13,15 @@ import pytest
 
 from tests.training.launch import TINY_BATCH, TINY_MODEL, metrics, train
 
-ITERATIONS = 50
+ITERATIONS = 25
 RUN = [*TINY_MODEL, "--num-layers", "8", *TINY_BATCH, "--lr", "1e-3", "--train-iters", ITERATIONS, "--eval-iters", "0"]
 RUN += ["--split", "100,0,0", "--clip-grad", "0"]
 NO_DROPOUT = ["--hidden-dropout", "0", "--attention-dropout", "0"]
 
 V = "--zero-bubble-v-schedule"
 P2, P4 = ("--pipeline-model-parallel-size", 2), ("--pipeline-model-parallel-size", 4)
-TP2 = ("--tensor-model-parallel-size", 2)
+TP2, SP = ("--tensor-model-parallel-size", 2), "--sequence-parallel"
+RECOMPUTED = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1)
 
 Flags = tuple[object, ...]
 SAME_BITS: dict[str, tuple[int, Flags]] = {
@@ -36,6 +37,10 @@ OTHER_SUMS: dict[str, tuple[int, Flags]] = {
     "zbv-p2-tp2": (4, (*P2, *TP2, V)),
     "zb-h1-p2-dp2": (4, (*P2, "--enable-zero-bubble", "--use-distributed-optimizer")),
     "tp2-dp2": (4, TP2),
+    "tp2-sp": (2, (*TP2, SP)),
+    "zbv-p2-tp2-sp": (4, (*P2, *TP2, SP, V)),
+    "zb-h2-p2-tp2-sp": (4, (*P2, *TP2, SP, "--zero-bubble-max-pending-backward", "2p")),
+    "v-half-p2-tp2-sp": (4, (*P2, *TP2, SP, V, "--zero-bubble-v-schedule-mem-setup", "half", *RECOMPUTED)),
 }
 STOCK = (2, P2)
 
@@ -60,14 +65,15 @@ def losses(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Losses:
 def test_a_pipeline_has_the_losses_of_the_model_without_one(losses: Losses) -> None:
     alone = losses(1, (*NO_DROPOUT,))
     assert len(alone) == ITERATIONS
-    assert alone[-1] < alone[0] - 0.5, "it learns, so that the weights matter"
+    assert alone[-1] < alone[0] - 0.2, "it learns, so that the weights matter"
     assert losses(STOCK[0], (*STOCK[1], *NO_DROPOUT)) == pytest.approx(alone, rel=1e-6)
 
 
 @pytest.mark.claims(
     "Planning and measuring",
-    "the same `--seed` under stock 1F1B, interleaved, ZB-H1, ZB-H2, ZBV, V-Half, p 2 and 4: 50 iterations, the same losses "
-    "bit for bit; p 1, TP 2, DP 2, clipped: 1e-6",
+    "the same `--seed` under stock 1F1B, interleaved, ZB-H1, ZB-H2, ZBV, V-Half, p 2 and 4: 25 iterations, the same losses "
+    "bit for bit; p 1, TP 2, DP 2, clipped: 1e-6; with `--sequence-parallel` and ZB-H2, ZBV, V-Half "
+    "with full recomputation: 2e-5",
     "works",
 )
 @pytest.mark.parametrize("name", SAME_BITS)
@@ -81,7 +87,8 @@ def test_every_schedule_and_pipeline_size_has_the_bits_of_stock_1f1b(name: str, 
 @pytest.mark.sampled(0.15, group="layouts with the same seed")
 def test_other_layouts_have_the_same_losses(name: str, losses: Losses) -> None:
     num_ranks, flags = OTHER_SUMS[name]
-    assert losses(num_ranks, (*flags, *NO_DROPOUT)) == pytest.approx(losses(1, (*NO_DROPOUT,)), rel=1e-6)
+    tolerance = 2e-5 if SP in flags else 1e-6
+    assert losses(num_ranks, (*flags, *NO_DROPOUT)) == pytest.approx(losses(1, (*NO_DROPOUT,)), rel=tolerance)
 
 
 @pytest.mark.slow
@@ -90,7 +97,6 @@ def test_so_has_a_clipped_run(losses: Losses) -> None:
     assert losses(2, (*P2, V, *clipped)) == pytest.approx(losses(1, clipped), rel=1e-6)
 
 
-RECOMPUTED = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1)
 WITH_DROPOUT: dict[str, tuple[int, Flags]] = {
     "1f1b-p2": STOCK,
     **{name: SAME_BITS[name] for name in ("interleaved-p2", "zb-h1-p4", "zbv-p4", "v-half-p2")},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import shutil
 import socket
@@ -27,7 +26,7 @@ from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.training.arguments import settings_from_argv
 from tests.support.plans import reordered
-from tests.training.launch import PRETRAIN, ROOT, TIMEOUT_S, TINY_BATCH, TINY_MODEL, environment, launch_warm
+from tests.training.launch import PRETRAIN, ROOT, TIMEOUT_S, TINY_BATCH, TINY_MODEL, environment
 
 with quiet_third_parties():
     from megatron.zerobubble.mcore import agreement
@@ -138,8 +137,8 @@ def test_another_version_is_refused(package: str) -> None:
 
 
 def test_what_may_differ_between_hosts(tmp_path: Path) -> None:
-    first = ["--num-workers", "1", "--data-cache-path", "/a", "--save", "/tmp/a", "--zero-bubble-trace", "/tmp/a"]
-    second = ["--num-workers", "2", "--no-mmap-bin-files", "--save", "/tmp/b", "--zero-bubble-trace", "/tmp/b"]
+    first = ["--num-workers", "1", "--save", "/tmp/a", "--zero-bubble-trace", "/tmp/a"]
+    second = ["--num-workers", "2", "--save", "/tmp/b", "--zero-bubble-trace", "/tmp/b"]
     assert compared([*MOCK, *first], [*MOCK, *second]) == ["", ""]
 
 
@@ -168,44 +167,6 @@ def test_every_flag_is_compared_or_has_a_reason() -> None:
 
 
 # -- whole jobs ---------------------------------------------------------------------------------------------------------------
-
-PER_RANK = """
-import json, os, socket, sys
-from pathlib import Path
-import pretrain_gpt
-
-if __name__ == "__main__":
-    rank = int(os.environ["RANK"])
-    socket.gethostname = lambda: f"node{rank}"
-    argv = json.loads((Path(__file__).parent / "argv.json").read_text())[rank]
-    pretrain_gpt.run(pretrain_gpt.model_provider, pretrain_gpt.forward_step_provider, argv=argv)
-"""
-"""Each rank has flags and a host name of its own."""
-
-
-def test_a_job_whose_ranks_differ_ends_before_the_model_is_built(tmp_path: Path) -> None:
-    plan = build_plan("zbv", num_ranks=2, num_microbatches=4)
-    argv = []
-    for host, each in (("a", plan), ("b", reordered(plan))):
-        (tmp_path / host).mkdir()
-        (tmp_path / host / "plan.json").write_text(each.to_json())
-        argv.append([*MOCK, "--zero-bubble-load-plan", str(tmp_path / host / "plan.json")])
-    argv[1] += ["--weight-decay", "0.3"]
-    (tmp_path / "argv.json").write_text(json.dumps(argv))
-    script = tmp_path / "per_rank.py"
-    script.write_text(PER_RANK)
-    done = launch_warm([], num_ranks=2, script=script)
-    assert done.returncode != 0
-    assert "iteration" not in done.stdout
-    lines = [line for line in done.stderr.splitlines() if "were not given the same" in line]
-    assert re.match(
-        r"pretrain_gpt.py: error: ranks were not given the same: --weight-decay is 0.01 on node0 \(rank 0\) and 0.3 on node1 "
-        r"\(rank 1\); --zero-bubble-load-plan is \S+ \(content \w{8}\) on node0 \(rank 0\) and \S+ \(content \w{8}\) on node1 "
-        r"\(rank 1\); start every host with the same flags, files and packages$",
-        lines[0],
-    )
-    assert len(lines) == 2, "as it ends, and as the root cause in torchrun's summary, which is last on the screen"
-    assert done.stderr.index(lines[1]) > done.stderr.index("Root Cause")
 
 
 def _wait_for(port: int) -> None:
@@ -241,7 +202,7 @@ def two_hosts(flags: tuple[list[str], list[str]], folder: Path) -> list[tuple[in
     return [(code, (folder / f"{number}").read_text()) for number, code in enumerate(codes)]
 
 
-@pytest.mark.sampled(0.34, group="two hosts")
+@pytest.mark.sampled(0.25, group="two hosts")
 def test_each_of_two_hosts_ends_with_the_line(tmp_path: Path) -> None:
     ended = two_hosts(([*MOCK, "--lr", "0.5"], [*MOCK, "--lr", "0.25"]), tmp_path)
     texts = []
@@ -253,7 +214,7 @@ def test_each_of_two_hosts_ends_with_the_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [0, 1], ids=["the host of the rendezvous", "the other host"])
-@pytest.mark.sampled(0.34, group="two hosts")
+@pytest.mark.sampled(0.25, group="two hosts")
 def test_a_host_with_a_wrong_flag_ends_the_other_one(tmp_path: Path, wrong: int) -> None:
     """With its reason on both; the timeout of the job is far longer than this test's."""
     own = [*MOCK, "--distributed-timeout-minutes", "30"]

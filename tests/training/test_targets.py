@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from megatron.zerobubble.training.config.settings import Settings
 
 pytestmark = pytest.mark.claims(
     "Long runs",
-    "files and directories that cannot be written (`--save`, `--metrics-jsonl`, `--data-cache-path` and "
+    "files and directories that cannot be written (`--save`, `--metrics-jsonl` and "
     "others): one line at start, nothing left behind; missing permissions only as a user other than root",
     "rejected",
 )
@@ -24,7 +23,7 @@ BASE = (
     "--num-layers 4 --hidden-size 8 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --lr 1e-3 --train-iters 10 "
     "--mock-data --pipeline-model-parallel-size 2 --zero-bubble-v-schedule "
 )
-DIRECTORIES = ("--save", "--data-cache-path", "--zero-bubble-trace")
+DIRECTORIES = ("--save", "--zero-bubble-trace")
 FILES = ("--metrics-jsonl", "--zero-bubble-save-plan")
 
 
@@ -114,11 +113,3 @@ def test_a_directory_without_permission(folder: Path, flag: str) -> None:
     value = locked / "name" if flag in FILES else locked
     with pytest.raises(ConfigError, match="locked is not a writable directory: Permission denied"):
         settings(flag, value)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_cache_with_content_may_be_read_only(folder: Path) -> None:
-    cache = folder / "cache"
-    shutil.copytree(folder / "directory", cache)
-    cache.chmod(0o500)
-    settings("--data-cache-path", cache)

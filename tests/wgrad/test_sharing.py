@@ -1,4 +1,4 @@
-"""W all-gathers a sharded input, and deferred wgrad GEMMs that overlap a tensor-parallel all-reduce."""
+"""Deferred wgrad GEMMs that run ahead of their W, and W that all-gathers a sharded input."""
 
 from __future__ import annotations
 
@@ -132,63 +132,6 @@ def test_an_iteration_that_fails_forgets_the_gemms_that_ran_ahead() -> None:
     assert reported == []
 
 
-# -- during the all-reduce --------------------------------------------------------------------------------------------------
-
-
-def test_a_wgrad_gemm_overlaps_the_all_reduce(four_ranks: RankPool) -> None:
-    """The odd ranks start the all-reduce only after a message that the even ranks' GEMM has run. If the GEMM waited for the
-    all-reduce, all ranks would wait forever."""
-    even, odd = {"in flight when the GEMM ran": True}, {"in flight when the GEMM ran": None}
-    assert four_ranks.run(run_in_flight) == [even, odd] * 2
-
-
-def run_in_flight(rank: int) -> dict[str, Any]:
-    """Two microbatches of a column-parallel linear: the second B finds the first one's W waiting."""
-    with tensor_parallel_group() as group:
-        peer, store = rank ^ 1, WeightGradStore(PLAIN)
-        weight = torch.nn.Parameter(torch.ones(OUT, IN))
-        how = LinearSplit(SplitWeight("weight", weight), store)
-        flight = _Flight(waits_for=peer if rank % 2 else None)
-        outputs = [_column(how, group) for _ in range(2)]
-        backward(store, 0, outputs[0], torch.ones_like(outputs[0]))
-        seen: list[bool] = []
-
-        def accumulate(accumulator: Tensor, grad_output: Tensor, input_: Tensor) -> None:
-            plain_accumulate(accumulator, grad_output, input_)
-            if rank % 2 == 0:
-                seen.append(not flight.work.is_completed())
-                dist.send(torch.ones(1), peer)
-
-        store.kernel = WgradKernel(KernelKind.PLAIN, accumulate)
-        with flight:
-            backward(store, 1, outputs[1], torch.ones_like(outputs[1]))
-        store.kernel = PLAIN
-        for microbatch in range(2):
-            store.run(0, microbatch)
-        return {"in flight when the GEMM ran": seen[0] if seen else None}
-
-
-class _Flight:
-    """Keeps the handle of the all-reduce; with `waits_for` starts it only after a message from that rank."""
-
-    def __init__(self, waits_for: int | None) -> None:
-        self._waits_for = waits_for
-        self.work: Any = None
-
-    def __enter__(self) -> None:
-        self._all_reduce = dist.all_reduce
-        dist.all_reduce = self._late
-
-    def __exit__(self, *_: object) -> None:
-        dist.all_reduce = self._all_reduce
-
-    def _late(self, tensor: Tensor, **kwargs: Any) -> Any:
-        if self._waits_for is not None:
-            dist.recv(torch.zeros(1), self._waits_for)
-        self.work = self._all_reduce(tensor, **kwargs)
-        return self.work
-
-
 # -- who gathers --------------------------------------------------------------------------------------------------------------
 
 
@@ -260,11 +203,6 @@ def backward(store: WeightGradStore, microbatch: int, output: Tensor, gradient: 
     store.begin(0, microbatch, fused=fused)
     output.backward(gradient)
     store.end()
-
-
-def _column(how: LinearSplit, group: dist.ProcessGroup) -> Tensor:
-    x = _input(group, SEQUENCE).requires_grad_()
-    return split_linear(x, how.split.weight, None, how, reduce_input_grad=True, group=group)
 
 
 def _input(group: dist.ProcessGroup, length: int) -> Tensor:

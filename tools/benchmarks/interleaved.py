@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.cli.progress_bar import track
@@ -22,17 +21,20 @@ from megatron.zerobubble.cli.published import Config, read_configs
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.objective import Objective
-from megatron.zerobubble.plan.planner import make_plan
+from megatron.zerobubble.plan.planner import AUTO, Result, make_plan
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from megatron.zerobubble.plan.simulate import Simulation, simulate
-from tools.benchmarks.reports import PUBLISHED, Row, markdown_table, mean_and_range, write_json
+from tools.benchmarks.reports import PUBLISHED, ROOT, Row, markdown_table, mean_and_range, run_report, with_tables
 
 FORMAT = "zerobubble-interleaved-benchmark/1"
+PAGE = ROOT / "docs" / "benchmarks" / "interleaved.md"
 VIRTUAL_STAGES = (2, 4, 8)
 LIMITS = (1.0, 0.75)
 LINKS = (1.0, 4.0, 16.0)
 """Times of a link, as multiples of the published one."""
+LENGTHS, HIDDEN_SIZE, NUM_RANKS, MICROBATCHES = (1024, 4096, 32768, 131072), 8192, 8, (16, 32, 64)
+"""Of the section on long sequences."""
 
 
 def messages(placement: Placement) -> int:
@@ -69,6 +71,39 @@ def compared(config: Config, factor: float, effort: Effort) -> Row:
     return row
 
 
+def by_formula(seq_length: int, placement: Placement) -> CostModel:
+    """Costs of a layer of `HIDDEN_SIZE` by its FLOPs and bytes (arXiv 2401.10241, table 1), without the scores of attention.
+
+    F, B and W of a rank take 60 ms together, links are free.
+    """
+    linear, scores = 24 * HIDDEN_SIZE, 4 * seq_length
+    passes = {"forward_ms": linear + scores, "backward_ms": linear + 2 * scores, "wgrad_ms": linear}
+    unit = 60 / sum(passes.values())
+    return CostModel.uniform(
+        placement, **{name: unit * value for name, value in passes.items()}, activation_after_backward=32 / 34
+    )
+
+
+def long_sequences(num_microbatches: int, seq_length: int, effort: Effort) -> Row:
+    """Speed over 1F1B with the synchronous optimizer: of interleaved 1F1B, of ZBV, and what `auto` chooses."""
+    p, m, costs_of = NUM_RANKS, num_microbatches, partial(by_formula, seq_length)
+    linear = costs_of(Placement.linear(p))
+
+    def stock(name: str, chunks: int | None) -> float:
+        plan = build_plan(name, num_ranks=p, num_microbatches=m, num_chunks=chunks)
+        return simulate(plan, costs_of(plan.placement)).makespan_ms
+
+    def planned(name: str, limit: float) -> Result:
+        options = SearchOptions(memory_limit=limit, objective=Objective.MAKESPAN, budget=effort.budget)
+        return make_plan(name, num_ranks=p, num_microbatches=m, costs_of=costs_of, options=options)
+
+    base, chosen = stock("1f1b", None), planned(AUTO, 1.0)
+    row: Row = {"m": m, "seq_length": seq_length, "wgrad_over_forward": linear.wgrad_ms[0] / linear.forward_ms[0]}
+    row |= {f"v={chunks}": base / stock("interleaved-1f1b", chunks) for chunks in VIRTUAL_STAGES[:2]}
+    row |= {f"zbv@{limit:g}": base / planned("zbv", limit).simulation.makespan_ms for limit in (1.0, 0.5)}
+    return row | {"auto": chosen.titled(chosen.name), "verdict": chosen.verdict(Objective.MAKESPAN)}
+
+
 def _measures(spans: Simulation, makespans: Simulation) -> dict[str, float]:
     """The span of one plan and the makespan of another of the same schedule, their peak memory, and messages."""
     return {
@@ -80,7 +115,7 @@ def _measures(spans: Simulation, makespans: Simulation) -> dict[str, float]:
 
 
 def markdown(report: Row) -> str:
-    """The report as a page."""
+    """The page with the tables of the report."""
     rows = report["rows"]
     lines = []
     for limit, factor, chunks in itertools.product(LIMITS, LINKS, VIRTUAL_STAGES):
@@ -93,56 +128,30 @@ def markdown(report: Row) -> str:
         faster = sum(ours["makespan_ms"] < theirs["makespan_ms"] * (1 - 1e-9) for ours, theirs in pairs)
         lines.append([*cells, f"{faster} of {len(pairs)}"])
     heads = ("ZBV at", "links", "interleaved", "makespan", "span", "memory over theirs", "messages over theirs", "faster on")
-    return "\n".join([_INTRODUCTION, *markdown_table(heads, lines), ""])
-
-
-_INTRODUCTION = """\
-# Against interleaved 1F1B
-
-Interleaved 1F1B is what most people run. Here it is next to ZBV on the 21 published sets of profiled times
-([published.json](data/published.json): arXiv 2401.10241, tables 8 and 9). Everything is **simulated**; a real run
-pays what links and kernels really cost ([Compare with 1F1B](../comparing.md)).
-
-```
-python -m tools.benchmarks.interleaved --json docs/benchmarks/data/interleaved.json \\
-    --markdown docs/benchmarks/interleaved.md
-```
-
-- **Makespan** is the iteration time with the synchronous optimizer, **span** the one with post-validation. ZBV is
-  planned for each. Interleaved 1F1B is one order; with megatron-core's optimizer its makespan is what counts.
-- **Links**: a message takes the published time, or 4 or 16 times as long. Interleaving with v virtual stages sends
-  about v times as many messages as 1F1B, a V a little fewer than v = 2. The simulator delays the op that waits for a
-  message, never the rank that sends it.
-
-How many times as fast ZBV is, and what it takes: mean over the rows, smallest to largest in parentheses; *faster on* is
-the number of rows with a shorter makespan. Every row is in [interleaved.json](data/interleaved.json).
-"""
+    lengths = []
+    for row in report["lengths"]:
+        cells = [str(row["m"]), f"{row['seq_length'] // 1024}k", f"{row['wgrad_over_forward']:.2f}"]
+        cells += [f"{row[name]:.2f}" for name in ("v=2", "v=4", "zbv@1")]
+        lengths.append([*cells, f"{row['zbv@1'] / row['v=4']:.2f}", f"{row['zbv@0.5']:.2f}", row["auto"]])
+    columns = ("m", "s", "W / F", "v = 2", "v = 4", "ZBV", "ZBV over v = 4", "ZBV at half memory", "`auto` at 1F1B's memory")
+    return with_tables(PAGE, [markdown_table(heads, lines), markdown_table(columns, lengths)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison."""
-    parser = Parser(
-        prog="python -m tools.benchmarks.interleaved",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="python -m tools.benchmarks.interleaved", description=__doc__, formatter_class=raw)
     parser.add_argument("--rows", help="rows of published.json, counted from 0 and separated by commas (default: all)")
     parser.add_argument("--effort", choices=[each.value for each in Effort], default="fast", help="as for zerobubble plan")
-    parser.add_argument("--json", metavar="FILE", help="write the report as JSON")
-    parser.add_argument("--markdown", metavar="FILE", help="write the report as a page; - prints it (the default)", default="-")
-    args = parser.parse_args(argv)
-    configs = read_configs(str(PUBLISHED), args.rows)
-    todo = [(config, factor) for factor in LINKS for config in configs]
-    effort = Effort(args.effort)
-    rows = [compared(config, factor, effort) for config, factor in track(todo, "rows")]
-    report = {"format": FORMAT, "effort": args.effort, "rows": rows}
-    if args.json:
-        write_json(report, args.json)
-    if args.markdown == "-":
-        sys.stdout.write(markdown(report))
-    else:
-        Path(args.markdown).write_text(markdown(report), encoding="utf-8")
-    return 0
+
+    def measured(args: argparse.Namespace) -> Row:
+        configs, effort = read_configs(str(PUBLISHED), args.rows), Effort(args.effort)
+        todo = [(config, factor) for factor in LINKS for config in configs]
+        rows = [compared(config, factor, effort) for config, factor in track(todo, "rows")]
+        lengths = [long_sequences(m, each, effort) for m in MICROBATCHES for each in LENGTHS]
+        return {"effort": args.effort, "rows": rows, "lengths": lengths}
+
+    return run_report(parser, argv, FORMAT, measured, markdown)
 
 
 if __name__ == "__main__":

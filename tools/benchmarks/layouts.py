@@ -34,18 +34,18 @@ per token and hidden value at 50 GB/s (a 400 Gb/s port).
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.cli.plan_layers import parse_bytes
 from megatron.zerobubble.cli.progress_bar import track
-from megatron.zerobubble.errors import ConfigError, PlanError, UserError
+from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.partition.joint import plan_layout, plan_of_layout
@@ -53,7 +53,7 @@ from megatron.zerobubble.plan.partition.layer_costs import Model
 from megatron.zerobubble.plan.partition.layout import Layout
 from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from megatron.zerobubble.version import __version__
-from tools.benchmarks.reports import ROOT, Row, markdown_table, read_json, write_json
+from tools.benchmarks.reports import ROOT, Row, markdown_table, run_report
 from tools.docs.wrap import wrapped
 
 FORMAT = "zerobubble-layout-benchmark/1"
@@ -266,32 +266,21 @@ def _cell(row: Row | None) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; see the module's text."""
-    parser = Parser(prog="layouts", description=__doc__.split("\n", maxsplit=1)[0] if __doc__ else None)
-    parser.add_argument("--json", metavar="FILE", help="write the results")
-    parser.add_argument("--from-json", metavar="FILE", help="read results instead of measuring")
-    parser.add_argument("--markdown", metavar="FILE", help="write the page of the docs")
+    prog, about = "python -m tools.benchmarks.layouts", (__doc__ or "").split("\n", maxsplit=1)[0]
+    parser = Parser(prog=prog, description=about)
     parser.add_argument("--shapes", default=",".join(NAMES), help="names of shapes, separated by commas (default: all)")
     parser.add_argument("--effort", choices=[effort.value for effort in Effort], default="fast", help="of the search")
-    args = parser.parse_args(argv)
-    try:
-        if args.from_json is not None:
-            body = read_json(args.from_json, FORMAT)
-        else:
-            rows = {}
-            shapes = [(name, shape_named(name)) for name in args.shapes.split(",")]
-            for name, shape in track(shapes, "shapes"):
-                rows[name] = measure(shape, Effort(args.effort), parse_bytes(MEMORY))
-                speeds = _ratio(rows[name], "even"), _ratio(rows[name], "first_last")
-                print(f"{name}: {speeds[0]} times as fast as even, {speeds[1]} as first/last", flush=True)
-            body = {"format": FORMAT, "version": __version__, "effort": args.effort, "memory": MEMORY, "rows": rows}
-    except UserError as error:
-        print(f"layouts: error: {error}", file=sys.stderr)
-        return 2
-    if args.json is not None:
-        write_json(body, args.json)
-    if args.markdown is not None:
-        Path(args.markdown).write_text(markdown(body), encoding="utf-8")
-    return 0
+
+    def measured(args: argparse.Namespace) -> Row:
+        rows = {}
+        shapes = [(name, shape_named(name)) for name in args.shapes.split(",")]
+        for name, shape in track(shapes, "shapes"):
+            rows[name] = measure(shape, Effort(args.effort), parse_bytes(MEMORY))
+            speeds = _ratio(rows[name], "even"), _ratio(rows[name], "first_last")
+            print(f"{name}: {speeds[0]} times as fast as even, {speeds[1]} as first/last", flush=True)
+        return {"version": __version__, "effort": args.effort, "memory": MEMORY, "rows": rows}
+
+    return run_report(parser, argv, FORMAT, measured, markdown)
 
 
 if __name__ == "__main__":

@@ -25,10 +25,10 @@ matrix; both run on the matrix.
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import platform
-import shlex
 import statistics
 import sys
 import sysconfig
@@ -41,7 +41,7 @@ from random import Random
 
 from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.cli.progress_bar import track
-from megatron.zerobubble.errors import PlanError, UserError
+from megatron.zerobubble.errors import PlanError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.links import Links
@@ -55,7 +55,7 @@ from megatron.zerobubble.plan.search.search import best_core
 from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.version import __version__
-from tools.benchmarks.reports import Row, markdown_table, read_json, write_json
+from tools.benchmarks.reports import Row, markdown_table, run_report
 from tools.docs.wrap import wrapped
 
 FORMAT = "zerobubble-unequal-benchmark/1"
@@ -172,7 +172,7 @@ def link_rows(num_ranks: int, budget: float) -> list[Row]:
 def run(ranks: Sequence[int], draws: int, budget: float, command: str) -> Row:
     """Run the benchmark."""
     options = SearchOptions(objective=Objective.MAKESPAN, budget=budget)
-    report: Row = {"format": FORMAT, "command": command, "version": __version__, "python": platform.python_version()}
+    report: Row = {"command": command, "version": __version__, "python": platform.python_version()}
     report |= {"core": "Python" if best_core() is PythonCore else "compiled", "draws": draws, "budget": budget, "unequal": []}
     for p in track(ranks, "numbers of ranks"):
         for name, (draw, attention_share) in DISTRIBUTIONS.items():
@@ -235,33 +235,19 @@ def introduction(report: Row) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and return the exit code, 2 after a user error."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    parser = Parser(prog="unequal", description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
+    prog, about = "python -m tools.benchmarks.unequal", (__doc__ or "").split("\n\n", maxsplit=1)[0]
+    parser = Parser(prog=prog, description=about)
     parser.add_argument("--ranks", default="4,8,16", help="numbers of ranks, separated by commas (default %(default)s)")
     parser.add_argument("--draws", type=int, default=40, help="batches per row (default %(default)s)")
     parser.add_argument("--budget", type=float, default=ITERATION_BUDGET, help="op evaluations per plan (default %(default)g)")
-    parser.add_argument("--json", metavar="FILE", help="write the result as JSON")
-    parser.add_argument("--markdown", metavar="FILE", help="write the result as Markdown (default: print it)")
-    parser.add_argument("--from-json", metavar="FILE", help="measure nothing: read a result from this file")
-    args = parser.parse_args(words)
-    try:
-        if args.from_json:
-            report = read_json(args.from_json, FORMAT)
-        else:
-            ranks = [int(word) for word in args.ranks.split(",")]
-            if min(ranks) < 2 or args.draws < 1 or args.budget < 0:
-                raise PlanError("--ranks must be 2 or more each, --draws 1 or more and --budget 0 or more")
-            report = run(ranks, args.draws, args.budget, shlex.join(["python", "-m", "tools.benchmarks.unequal", *words]))
-        if args.json:
-            write_json(report, args.json)
-        if args.markdown:
-            Path(args.markdown).write_text(markdown(report), encoding="utf-8")
-    except (UserError, OSError, ValueError) as error:
-        print(f"{parser.prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    if not args.markdown:
-        print(markdown(report))
-    return 0
+
+    def measured(args: argparse.Namespace) -> Row:
+        ranks = [int(word) for word in args.ranks.split(",")]
+        if min(ranks) < 2 or args.draws < 1 or args.budget < 0:
+            raise PlanError("--ranks must be 2 or more each, --draws 1 or more and --budget 0 or more")
+        return run(ranks, args.draws, args.budget, args.command)
+
+    return run_report(parser, argv, FORMAT, measured, markdown)
 
 
 if __name__ == "__main__":

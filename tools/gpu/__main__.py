@@ -1,11 +1,12 @@
-"""Run every test or benchmark that needs GPUs, in the order of what it would tell, and end in one report.
+"""Run what needs GPUs, in the order of what it would tell, and end in one report.
 
-Without a GPU it ends with an error. Steps that need more GPUs than there are, are left out and named. `steps` prints the table of
-steps for docs/benchmarks/gpu.md.
+Without a GPU it ends with an error, or rehearses on the CPU. Steps that need more GPUs than there are, or a program that is not
+here, are left out and named. `steps` prints the table of steps for docs/benchmarks/gpu.md.
 """
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import sys
 from collections.abc import Sequence
@@ -16,45 +17,56 @@ import torch
 
 from megatron.zerobubble.cli.parser import Parser
 from tools.gpu import machine
-from tools.gpu.report import text
+from tools.gpu.report import line, measured, text
 from tools.gpu.runner import Outcome, Status, run
-from tools.gpu.steps import SUITES, markdown
+from tools.gpu.steps import Machine, Step, hour, markdown
 
 ROOT = Path(__file__).resolve().parents[2]
+_REHEARSED_RANKS, _MOST_REHEARSED = 2, 4
+"""Ranks of most steps of a rehearsal, and of a step that needs more."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0 if every step that ran passed, 1 if one failed, 2 without a GPU."""
     parser = Parser(prog="python -m tools.gpu", description=__doc__)
-    parser.add_argument("suite", choices=(*SUITES, "steps"), help="what to run")
-    parser.add_argument("--out", metavar="DIR", help="folder of the report (default: gpu-report/<suite>-<time>)")
+    parser.add_argument("what", choices=("hour", "steps"), help="run the steps, or print their table")
+    parser.add_argument("--out", metavar="DIR", help="folder of the report (default: gpu-report/<time>)")
+    parser.add_argument("--minutes", type=float, default=60.0, help="no step begins after these (default %(default)s)")
+    parser.add_argument("--rehearse", action="store_true", help="run every step with tiny sizes on the CPU")
     args = parser.parse_args(argv)
-    if args.suite == "steps":
-        print("\n\n".join(markdown(steps) for steps in SUITES.values()))
+    if args.what == "steps":
+        print(markdown(hour(Machine(num_ranks=8, has_fp8=True))))
         return 0
     num_gpus = machine.num_gpus()
-    if not num_gpus:
-        built = f"torch {torch.__version__}, built for CUDA {torch.version.cuda}"
-        print(f"make {args.suite}-gpu: {built}, sees no GPU here; make test needs none", file=sys.stderr)
+    if not num_gpus and not args.rehearse:
+        built = f"torch {torch.__version__} of {sys.executable}, built for CUDA {torch.version.cuda}"
+        print(f"make gpu-hour: {built}, sees no GPU here; make gpu-rehearsal tries the steps on the CPU", file=sys.stderr)
         return 2
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    out = Path(args.out or ROOT / "gpu-report" / f"{args.suite}-{stamp}").resolve()
+    out = Path(args.out or ROOT / "gpu-report" / datetime.now().strftime("%Y%m%d-%H%M%S")).resolve()
     out.mkdir(parents=True, exist_ok=True)
-    return report_on(args.suite, out, num_gpus=num_gpus)
+    return report_on(hour(_machine(args, num_gpus)), out, num_gpus=num_gpus, minutes=args.minutes, rehearses=args.rehearse)
 
 
-def report_on(suite: str, out: Path, *, num_gpus: int) -> int:
-    """Run a suite and write its report; interrupted, it reports what it has."""
-    steps, outcomes, is_interrupted = SUITES[suite], list[Outcome](), False
+def _machine(args: argparse.Namespace, num_gpus: int) -> Machine:
+    if args.rehearse:
+        return Machine(num_ranks=_REHEARSED_RANKS, has_fp8=False, rehearses=True)
+    return Machine(num_ranks=num_gpus, has_fp8=machine.has_fp8())
+
+
+def report_on(steps: Sequence[Step], out: Path, *, num_gpus: int, minutes: float = 60.0, rehearses: bool = False) -> int:
+    """Run steps and write their report, which is printed before anything is archived; interrupted, it reports what it has."""
+    print("\n".join([machine.describe(), "", *(f"missing: {each}" for each in machine.missing(ROOT)), ""]), flush=True)
+    outcomes, is_interrupted = list[Outcome](), False
     try:
-        for outcome in run(steps, out, num_gpus=num_gpus, root=ROOT):
+        for outcome in run(steps, out, num_gpus=_MOST_REHEARSED if rehearses else num_gpus, root=ROOT, minutes=minutes):
             outcomes.append(outcome)
+            print("\n".join([f"== {line(outcome)}", *(f"==   {each}" for each in measured(outcome.step, out))]), flush=True)
     except KeyboardInterrupt:
         is_interrupted = True
-    report = text(suite, machine.describe(), outcomes, out, len(steps))
+    report = text(machine.describe(), outcomes, out, len(steps), rehearses=rehearses)
     (out / "report.txt").write_text(report, encoding="utf-8")
+    print("\n" + report, end="", flush=True)
     shutil.make_archive(str(out), "zip", out)
-    print("\n" + report, end="")
     failed = any(outcome.status in (Status.FAILED, Status.LATE) for outcome in outcomes)
     return 130 if is_interrupted else int(failed)
 

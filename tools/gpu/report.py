@@ -1,4 +1,4 @@
-"""The text report: the machine, what passed, what was measured against what was predicted, what to send back."""
+"""What the steps gave: a line per step, and the text report with what was measured against what was predicted."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from statistics import median
 from typing import Any
 
 from tools.gpu.runner import Outcome, Status
+from tools.gpu.steps import Step
 
-_PREDICTED = re.compile(r"predicted .*?([\d.]+) ms with the new one")
 _SUMMARY = re.compile(r"=+ (.*(?:passed|failed|skipped|error|deselected).*) in .*=+")
 
 
-def text(suite: str, machine: str, outcomes: Sequence[Outcome], out: Path, planned: int) -> str:
+def text(machine: str, outcomes: Sequence[Outcome], out: Path, planned: int, *, rehearses: bool = False) -> str:
     """The whole report.
 
     Args:
-        suite: "test" or "bench".
         machine: lines that describe it.
         outcomes: of the steps that were come to.
         out: the folder of logs and results.
         planned: number of steps; more than outcomes if it was interrupted.
+        rehearses: whether it was a rehearsal on the CPU.
     """
-    measured = list(_measured(out))
-    lines = [f"make {suite}-gpu", "", machine, "", "Steps", ""]
-    lines += [f"  {_line(outcome)}" for outcome in outcomes]
+    title = "make gpu-rehearsal: tiny sizes on the CPU, whose times mean nothing" if rehearses else "make gpu-hour"
+    lines = [title, "", machine, "", "Steps", ""]
+    for outcome in outcomes:
+        lines += [f"  {line(outcome)}", *(f"    {each}" for each in measured(outcome.step, out))]
     if len(outcomes) < planned:
         lines.append(f"  interrupted: {planned - len(outcomes)} more steps were not run")
     for outcome in outcomes:
         if outcome.status in (Status.FAILED, Status.LATE):
             lines += ["", f"{outcome.step.name}: {outcome.status.value}", f"  expected: {outcome.step.expected}"]
-            lines += [f"  it means: {outcome.step.deviation}", "", *(f"  | {line}" for line in outcome.tail[-20:])]
-    if measured:
-        lines += ["", "Measured against predicted", "", *(f"  {line}" for line in measured)]
+            lines += [f"  it means: {outcome.step.deviation}", "", *(f"  | {each}" for each in outcome.tail[-20:])]
     lines += ["", _verdict(outcomes, planned)]
     lines.append(f"Send back: {out}.zip, which has this report, every log and every result.")
     return "\n".join(lines) + "\n"
 
 
-def _line(outcome: Outcome) -> str:
+def line(outcome: Outcome) -> str:
+    """A step's outcome."""
     detail = outcome.tail[0] if outcome.status is Status.SKIPPED else f"{outcome.seconds:.0f} s"
-    found = [match[1] for line in outcome.tail if (match := _SUMMARY.search(line))]
+    found = [match[1] for each in outcome.tail if (match := _SUMMARY.search(each))]
     return f"{outcome.step.name}: {outcome.status.value}, {', '.join([detail, *found[-1:]])}"
 
 
@@ -56,24 +56,49 @@ def _verdict(outcomes: Sequence[Outcome], planned: int) -> str:
     return f"All {len(ran)} steps that ran passed; {planned - len(ran)} were not run."
 
 
-def _measured(out: Path) -> Iterator[str]:
-    if (out / "split.json").is_file():
-        yield from _split(json.loads((out / "split.json").read_text()))
-    for metrics in sorted(out.glob("*/metrics.jsonl")):
-        yield _run(metrics, out / f"{metrics.parent.name}.log")
-    yield from _apart(out)
+def measured(step: Step, out: Path) -> list[str]:
+    """Lines about what a step measured; none before it has run."""
+    files = step.files
+    if files == "split" and (out / "split.json").is_file():
+        return list(_split(json.loads((out / "split.json").read_text())))
+    if files == "links" and (out / "links.log").is_file():
+        return [each for each in (out / "links.log").read_text().splitlines() if each.startswith("links: ")]
+    if files == "bench" and (out / "bench/bench.json").is_file():
+        return list(_bench(json.loads((out / "bench/bench.json").read_text())))
+    rows = _rows(out / f"{files}.jsonl")
+    if not rows:
+        return []
+    kind, _, rest = files.partition("-")
+    first = _rows(out / f"{kind}-{rest.split('-')[0]}-1f1b.jsonl" if kind == "job" else out / "sweep-1f1b.jsonl")
+    return [_losses(files, rows, first) if kind == "job" else _times(rows, first)]
 
 
-def _apart(out: Path) -> Iterator[str]:
-    """Losses of the two jobs that start from the same weights."""
-    stock, ours = (_rows(out / name / "metrics.jsonl") for name in ("job-1f1b", "job-zb-h1"))
-    if stock and ours:
-        apart = max(abs(a["loss"] - b["loss"]) for a, b in zip(stock, ours, strict=False))
-        yield f"job-zb-h1: losses at most {apart:.2g} from job-1f1b's, expected 0.01 or less{'' if apart <= 0.01 else '  MISSED'}"
+def _bench(body: dict[str, Any]) -> Iterator[str]:
+    for row in body["contenders"]:
+        gain, ms = row["speed_up"], row["ms"]
+        if ms is not None and gain is not None:
+            interval = "" if gain["low"] is None else f" ({gain['low']:.3f} to {gain['high']:.3f})"
+            against = "" if row["predicted_speed_up"] is None else f", predicted {row['predicted_speed_up']:.3f}"
+            yield f"{row['name']}: {ms['value']:.1f} ms, {gain['value']:.3f}{interval} times as fast{against}"
+        else:
+            yield f"{row['name']}: {row['failure'] or 'not measured'}"
 
 
 def _rows(metrics: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
+    return [json.loads(each) for each in metrics.read_text().splitlines()] if metrics.is_file() else []
+
+
+def _losses(files: str, rows: list[dict[str, Any]], first: list[dict[str, Any]]) -> str:
+    apart = max((abs(a["loss"] - b["loss"]) for a, b in zip(rows, first, strict=False)), default=None)
+    redone = sum(bool(row.get("redone")) for row in rows)
+    steps = f"; {redone} optimizer steps redone" if redone else ""
+    against = "" if apart is None or files.endswith("-1f1b") else f", at most {apart:.2g} from 1F1B's"
+    return f"loss {rows[0]['loss']:.4f} to {rows[-1]['loss']:.4f}{against}{steps}"
+
+
+def _times(rows: list[dict[str, Any]], first: list[dict[str, Any]]) -> str:
+    own, base = (median(row["iteration_ms"] for row in each[len(each) // 2 :]) for each in (rows, first or rows))
+    return f"{own:.1f} ms per iteration, 1F1B {base:.1f} ms: {base / own:.3f} times as fast"
 
 
 def _split(body: dict[str, Any]) -> Iterator[str]:
@@ -81,19 +106,3 @@ def _split(body: dict[str, Any]) -> Iterator[str]:
         for verdict in shape["verdicts"]:
             met = "" if verdict["is_met"] else "  MISSED"
             yield f"{shape['shape']['name']}: {verdict['what']} {verdict['measured']:.3f}, target {verdict['target']}{met}"
-
-
-def _run(metrics: Path, log: Path) -> str:
-    rows = _rows(metrics)
-    if not rows:
-        return f"{metrics.parent.name}: no iteration ended"
-    late = rows[len(rows) // 2 :]
-    measured = median(row["iteration_ms"] for row in late)
-    found = _PREDICTED.findall(log.read_text()) if log.is_file() else []
-    against = ""
-    if found:
-        predicted = float(found[-1])
-        against = f", predicted {predicted:.1f} ms for the passes ({100 * (measured / predicted - 1):+.1f} %)"
-    speed = median(row["tokens_per_s"] for row in late)
-    losses = f"loss {rows[0]['loss']:.4f} to {rows[-1]['loss']:.4f}"
-    return f"{metrics.parent.name}: {measured:.1f} ms per iteration{against}; {speed:.0f} tokens/s; {losses}"

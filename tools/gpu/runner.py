@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -40,17 +41,26 @@ class Outcome:
     """The last lines of its output, or why it did not run."""
 
 
-def run(steps: Sequence[Step], out: Path, *, num_gpus: int, root: Path) -> Iterator[Outcome]:
-    """Run the steps that the machine has GPUs for; a failed step does not end the others."""
+def run(steps: Sequence[Step], out: Path, *, num_gpus: int, root: Path, minutes: float) -> Iterator[Outcome]:
+    """Run the steps that the machine has GPUs for, until the time is over; a failed step does not end the others."""
+    end = time.monotonic() + 60.0 * minutes
     for number, step in enumerate(steps, 1):
         title = f"[{number}/{len(steps)}] {step.name}"
-        if step.num_gpus > num_gpus:
-            why = f"needs {step.num_gpus} GPUs, and there {'is' if num_gpus == 1 else 'are'} {num_gpus}"
-            print(f"{title}: {why}", flush=True)
+        why = _obstacle(step, num_gpus, is_over=time.monotonic() > end)
+        if why is not None:
             yield Outcome(step, Status.SKIPPED, tail=(why,))
             continue
-        print(f"{title} (at most {step.minutes} min; {step.files}.log)", flush=True)
+        print(f"{title} (at most {step.minutes:g} min; {step.files}.log)", flush=True)
         yield _run(step, out, root)
+
+
+def _obstacle(step: Step, num_gpus: int, *, is_over: bool) -> str | None:
+    """Why a step cannot run here; None if it can."""
+    if step.num_gpus > num_gpus:
+        return f"needs {step.num_gpus} GPUs, and there {'is' if num_gpus == 1 else 'are'} {num_gpus}"
+    if step.program is not None and shutil.which(step.program) is None:
+        return f"needs {step.program}, which is not on the PATH"
+    return "the time was over" if is_over else None
 
 
 def _run(step: Step, out: Path, root: Path) -> Outcome:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,14 +14,16 @@ class Step:
     name: str
     """Of the step, for people."""
     files: str
-    """Name of its files in the report's folder."""
+    """Name of its files in the report's folder. Jobs whose losses are compared share the part before the last hyphen."""
     command: tuple[str, ...]
     """What runs, from the root of the repository. ``{out}`` is the report's folder."""
     environment: tuple[tuple[str, str], ...] = ()
     """Variables set for it; ``{out}`` as in `command`."""
     num_gpus: int = 1
     """GPUs that it needs."""
-    minutes: int
+    program: str | None = None
+    """Program that has to be on the PATH."""
+    minutes: float
     """After that long it is ended and counts as failed."""
     expected: str
     """The expected outcome."""
@@ -29,195 +31,241 @@ class Step:
     """What another outcome means."""
 
 
-def _pytest(marker: str, *words: str) -> tuple[str, ...]:
-    return (sys.executable, "-m", "pytest", "-m", marker, "-v", *words)
+_IN_ENVIRONMENT = 'source examples/gpu_environment.sh && exec "$0" "$@"'
 
 
-def _tool(name: str, *words: str) -> tuple[str, ...]:
-    return (sys.executable, "-m", f"tools.benchmarks.{name}", *words)
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What the steps run on."""
+
+    num_ranks: int
+    """GPUs, or ranks of a rehearsal."""
+    has_fp8: bool
+    rehearses: bool = False
+    """Whether sizes are tiny and everything is on the CPU. Tests that need a GPU are then only collected."""
+    variables: tuple[tuple[str, str], ...] = field(init=False)
+    """Of every job's environment in a rehearsal; on GPUs `examples/gpu_environment.sh` sets those that the user has not set."""
+
+    def __post_init__(self) -> None:
+        on_cpu = (("CUDA_VISIBLE_DEVICES", ""), ("OMP_NUM_THREADS", "1"))
+        object.__setattr__(self, "variables", on_cpu if self.rehearses else ())
+
+    def tests(self, marker: str, *words: str) -> tuple[str, ...]:
+        """Tests by their marker."""
+        return (
+            sys.executable,
+            "-m",
+            "pytest",
+            "-m",
+            marker,
+            *(["-q", "--collect-only"] if self.rehearses else ["-v"]),
+            *words,
+        )
+
+    def ranks(self, num_ranks: int, *program: str) -> tuple[str, ...]:
+        """A program on so many ranks."""
+        start = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", *program)
+        return start if self.rehearses else ("bash", "-c", _IN_ENVIRONMENT, *start)
+
+    def model(self, *, is_large: bool, pipeline: int) -> tuple[str, ...]:
+        """Flags of the model and the device."""
+        device = ("--distributed-backend", "gloo" if self.rehearses else "nccl")
+        hidden, heads, tokens = ("4096", "32", "4096") if is_large else ("2048", "16", "2048")
+        if self.rehearses:
+            hidden, heads, tokens = "32", "4", "32"
+        return (
+            *device,
+            *("--hidden-size", hidden, "--num-attention-heads", heads, "--seq-length", tokens),
+            *("--num-layers", str(4 * pipeline), "--pipeline-model-parallel-size", str(pipeline)),
+            *("--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear", "--position-embedding-type", "rope"),
+            *("--hidden-dropout", "0", "--attention-dropout", "0", "--untie-embeddings-and-output-weights"),
+            *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "255" if self.rehearses else "32000"),
+            *("--eval-iters", "0", "--micro-batch-size", "1", "--lr", "3e-4", "--log-interval", "5"),
+            *(() if self.rehearses else ("--bf16",)),
+        )
+
+    def job(
+        self, files: str, ranks: int, *words: str, pipeline: int, program: Sequence[str] = ("pretrain_gpt.py",)
+    ) -> tuple[str, ...]:
+        """A job of the reference trainer, without checkpoints."""
+        replicas = ranks // pipeline
+        return (
+            *self.ranks(ranks, *program),
+            *self.model(is_large=files.startswith("sweep"), pipeline=pipeline),
+            *("--global-batch-size", str(3 * pipeline * replicas), "--metrics-jsonl", f"{{out}}/{files}.jsonl"),
+            *("--train-iters", "4" if self.rehearses else "30", *words),
+        )
 
 
-def _job(*words: str) -> tuple[str, ...]:
-    return ("bash", "examples/pretrain_zero_bubble.sh", "--exit-duration-in-mins", "10", *words)
+def hour(machine: Machine) -> list[Step]:
+    """All steps, in the order of what would make later ones meaningless."""
+    return [*_kernels(machine), *_nccl(machine), *_jobs(machine), *_bench(machine), *_sweep(machine), _nsys(machine)]
 
 
-def _into(name: str, *switches: tuple[str, str]) -> tuple[tuple[str, str], ...]:
-    return (("RUN_DIR", "{out}/" + name), *switches)
+_TRUST = "no run can be trusted before it is excluded"
+_SPLIT = ("--shape", "Llama-3-8B", "--repeats", "11", "--json", "{out}/split.json", "--markdown", "{out}/split.md")
+_TINY_SPLIT = ("--device", "cpu", "--scale", "0.02", "--dtype", "fp32", "--warmup", "0", "--repeats", "1")
 
 
-_REPLANNED = ("--zero-bubble-pipeline-timers-start-iter", "20", "--zero-bubble-planning-seconds", "5")
-_ZB_H1 = (("ENABLE_ZERO_BUBBLE", "1"),)
-_STOCK = (("ENABLE_ZERO_BUBBLE", "0"),)
-_ZB_H2 = (("ZERO_BUBBLE_MAX_PENDING_BACKWARD", "2p"),)
-_V = (("ZERO_BUBBLE_V_SCHEDULE", "1"),)
-_INTERLEAVED = (("INTERLEAVED_1F1B", "1"),)
-_OPTIMISTIC = "--enable-optimizer-post-validation"
-
-TESTS = (
-    Step(
-        name="kernels of W",
+def _kernels(machine: Machine) -> Iterator[Step]:
+    yield Step(
+        name="kernels of W and the split linear",
         files="kernels",
-        command=_pytest("gpu", "tests/wgrad/test_gemm.py"),
-        minutes=5,
+        command=machine.tests("gpu", "tests/wgrad/test_gemm.py", "tests/wgrad/test_gpu.py"),
+        minutes=3,
         expected="passes; the log names the kernel: apex where it is installed, else torch addmm with out_dtype",
-        deviation="a kernel adds something else than dY^T X: no run can be trusted before it is excluded",
-    ),
-    Step(
-        name="the split linear",
-        files="linear",
-        command=_pytest("gpu", "tests/wgrad/test_gpu.py"),
-        minutes=5,
-        expected="gradients within the rounding of the dtype, against float64; W gives back the bytes that B left",
-        deviation="wrong gradients: operands of W change between B and W; bytes that stay: something else holds a saved tensor",
-    ),
-    Step(
-        name="transfers through host memory",
-        files="staging",
-        command=_pytest("gpu", "tests/runtime/test_gpu.py"),
-        minutes=15,
-        expected="passes for every schedule; on NCCL the host is ahead of the stream",
-        deviation="wrong numbers: a copy comes too early; a host that is behind: an op waits for the device",
-    ),
-    Step(
-        name="pipelines on one GPU",
-        files="one-gpu",
-        command=_pytest("gpu", "tests/mcore/test_gpu.py", "-k", "not 200_iterations"),
-        minutes=20,
-        expected="ZBV and ZB-H2 equal the model without a pipeline; one rank runs with NCCL",
-        deviation="a difference in one dtype only: rounding of a kernel; in all: the split or the order of sums",
-    ),
-    Step(
-        name="memory over 200 iterations",
-        files="memory-test",
-        command=_pytest("gpu", "tests/mcore/test_gpu.py", "-k", "200_iterations", "-s"),
-        minutes=15,
-        expected="nothing grows after the 20th iteration; the peak is within 5 % of the plan's; the log has a table of both",
-        deviation="growth: a tensor outlives its op; a higher peak: an operand of W is larger than the memory model says",
-    ),
-    Step(
-        name="recorder, watchdog",
-        files="others",
-        command=_pytest(
-            "gpu",
-            "tests/profiling/test_recorder.py",
-            "tests/job/test_watchdog.py",
-        ),
-        minutes=10,
-        expected="passes",
-        deviation="traces or the watchdog cannot be relied on; training itself does not depend on them",
-    ),
-    Step(
-        name="NCCL: order of transfers",
-        files="nccl-order",
-        command=_pytest("multi_gpu", "tests/runtime/test_gpu.py"),
-        num_gpus=2,
-        minutes=15,
-        expected="every schedule ends under random delays, with every message where it belongs",
-        deviation="a hang or another message: the four rules of ADR 3 are wrong about NCCL; send the log before anything else",
-    ),
-    Step(
-        name="NCCL: gradients",
-        files="nccl-gradients",
-        command=_pytest("multi_gpu", "tests/mcore/test_gpu.py"),
-        num_gpus=2,
-        minutes=15,
-        expected="as on one GPU",
-        deviation="as on one GPU, but only here: a buffer is used again before NCCL has read it",
-    ),
-    Step(
-        name="a job: megatron-core's 1F1B",
-        files="job-1f1b",
-        command=_job("--train-iters", "30"),
-        environment=_into("job-1f1b", *_STOCK),
-        num_gpus=2,
-        minutes=12,
-        expected="ends with 30 iterations",
-        deviation="the machine or megatron-core, not this package: fix that before going on",
-    ),
-    Step(
-        name="a job: ZB-H1",
-        files="job-zb-h1",
-        command=_job("--train-iters", "30"),
-        environment=_into("job-zb-h1", *_ZB_H1),
-        num_gpus=2,
-        minutes=12,
-        expected="the losses of 1F1B within 1e-2 (bf16; the same weights at the start)",
-        deviation="another first loss: another model; losses that diverge: gradients",
-    ),
-    Step(
-        name="a job: ZBV with post-validation",
-        files="job-zbv",
-        command=_job("--train-iters", "30", _OPTIMISTIC),
-        environment=_into("job-zbv", *_V),
-        num_gpus=2,
-        minutes=12,
-        expected="ends; the losses of 1F1B within 1e-2 (bf16; the same weights at the start)",
-        deviation="a hang: the log's last line says which rank waits for what; a NaN: gradients",
-    ),
-)
-"""The order: what would make all later steps meaningless comes first."""
-
-BENCHES = (
-    Step(
+        deviation=f"a kernel adds something else than dY^T X, or operands of W change between B and W: {_TRUST}",
+    )
+    yield Step(
         name="what the split costs",
         files="split",
-        command=_tool("split", "--json", "{out}/split.json", "--markdown", "{out}/split.md"),
-        minutes=20,
+        command=(sys.executable, "-m", "tools.benchmarks.split", *_SPLIT, *(_TINY_SPLIT if machine.rehearses else ())),
+        environment=machine.variables,
+        minutes=3,
         expected="(B + W) at most 1.02 of the full backward; W at least 0.95 of the plain matmul's rate",
         deviation="a ratio above it is lost in every schedule: compare the kernels of W in the table",
-    ),
-    Step(
-        name="a run of 1F1B (megatron-core)",
-        files="run-1f1b",
-        command=_job("--train-iters", "120"),
-        environment=_into("run-1f1b", *_STOCK),
+    )
+
+
+def _nccl(machine: Machine) -> Iterator[Step]:
+    yield Step(
+        name="a link",
+        files="links",
+        command=machine.ranks(2, "-m", "tools.gpu.links"),
+        environment=(*machine.variables, ("NCCL_DEBUG", "INFO"), ("NCCL_DEBUG_FILE", "{out}/nccl-%p.log")),
         num_gpus=2,
-        minutes=15,
-        expected="ends with 120 iterations: the baseline",
-        deviation="the machine or megatron-core, not this package",
-    ),
-    Step(
-        name="a run of interleaved 1F1B (megatron-core)",
-        files="run-interleaved",
-        command=_job("--train-iters", "120"),
-        environment=_into("run-interleaved", *_INTERLEAVED),
+        minutes=2,
+        expected="NVLink: over 100 GB/s one way; 16 or more channels",
+        deviation="a slow link: see nvidia-smi topo -m in the report, and NCCL's log",
+    )
+    for name, files in (("order of transfers", "tests/runtime/test_gpu.py"), ("gradients", "tests/mcore/test_gpu.py")):
+        yield Step(
+            name=f"NCCL: {name}",
+            files=f"nccl-{name.split()[0]}",
+            command=machine.tests("multi_gpu", files),
+            num_gpus=2,
+            minutes=4,
+            expected="every schedule ends under random delays, with every message where it belongs, and equals one GPU",
+            deviation="a hang or another message: the four rules of ADR 3 are wrong about NCCL; send the log first",
+        )
+    yield Step(
+        name="pipelines on one GPU",
+        files="one-gpu",
+        command=machine.tests(
+            "gpu",
+            *("tests/mcore/test_gpu.py", "tests/runtime/test_gpu.py", "tests/profiling/test_recorder.py"),
+            *("tests/job/test_watchdog.py", "--maxfail", "3"),
+        ),
+        minutes=6,
+        expected="equals the model without a pipeline; nothing grows over 200 iterations; the peak is within 5 % of the plan's",
+        deviation="in one dtype: rounding of a kernel; in all: the split or the order of sums; growth: a tensor outlives its op",
+    )
+
+
+_V = ("--zero-bubble-v-schedule",)
+
+
+def _jobs(machine: Machine) -> Iterator[Step]:
+    """Three jobs with everything on, each under megatron-core's 1F1B and under a schedule of ours."""
+    num = machine.num_ranks
+    shares = num >= 4  # a stage over two ranks
+    deep = 4 if num >= 8 else 2
+    everything = (
+        *("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", "--clip-grad", "0.5"),
+        *("--recompute-granularity", "selective", "--recompute-modules", "core_attn"),
+        *(("--tensor-model-parallel-size", "2", "--sequence-parallel") if shares else ()),
+        *(("--fp8-format", "hybrid") if machine.has_fp8 else ()),
+    )
+    experts: tuple[str, ...] = (
+        "--num-experts",
+        "4",
+        "--moe-ffn-hidden-size",
+        "64" if machine.rehearses else "1024",
+        "--moe-router-topk",
+        "2",
+    )
+    experts += ("--expert-model-parallel-size", "2") if shares else ()
+    optimistic = (*_V, "--enable-optimizer-post-validation")
+    for name, pipeline, ranks, flags, contender, schedule in (
+        ("everything", 2, 4 * (num // 4) if shares else 2, everything, "zbv", optimistic),
+        ("experts", deep, 2 * deep if shares else 2, experts, "zb-h1", ("--enable-zero-bubble",)),
+        ("context", deep, 2 * deep, ("--context-parallel-size", "2"), "zbv", _V),
+    ):
+        is_tensor_parallel = shares and name == "everything"
+        for who, own in (("1f1b", ()), (contender, schedule)):
+            is_stock = who == "1f1b"
+            yield Step(
+                name=f"a job with {name}: {who}",
+                files=f"job-{name}-{who}",
+                command=machine.job(f"job-{name}-{who}", ranks, *flags, *own, pipeline=pipeline),
+                environment=(*machine.variables, ("TP_SIZE", "2" if is_tensor_parallel else "1")),
+                num_gpus=ranks,
+                minutes=3,
+                expected="ends: the baseline" if is_stock else "the losses of 1F1B within 1e-2 (bf16), 5e-2 (FP8)",
+                deviation="the machine or megatron-core, not this package: fix that before going on"
+                if is_stock
+                else "another first loss: another model; losses that diverge: gradients; a hang: the last line says who waits",
+            )
+
+
+def _bench(machine: Machine) -> Iterator[Step]:
+    pipeline = machine.num_ranks
+    quick = ("--rounds", "1", "--timed-iters", "1", "--warmup-iters", "6") if machine.rehearses else ("--rounds", "4")
+    contenders = "stock-1f1b,interleaved-1f1b:2,interleaved-1f1b:4,zb-h1,zbv,zbv+pv,auto"
+    yield Step(
+        name="schedules side by side",
+        files="bench",
+        command=(
+            *machine.ranks(pipeline, "-m", "megatron.zerobubble.cli.bench", "--bench-dir", "{out}/bench"),
+            *("--contenders", contenders, *quick, *machine.model(is_large=True, pipeline=pipeline)),
+            *("--global-batch-size", str(3 * pipeline), "--train-iters", "100"),
+        ),
+        environment=machine.variables,
         num_gpus=2,
-        minutes=15,
-        expected="faster than 1F1B",
-        deviation="transfers are slow against passes: use larger microbatches for all runs",
-    ),
-    Step(
-        name="a run of ZB-H1",
-        files="run-zb-h1",
-        command=_job("--train-iters", "120", _OPTIMISTIC, *_REPLANNED),
-        environment=_into("run-zb-h1", *_ZB_H1),
-        num_gpus=2,
-        minutes=15,
-        expected="faster than 1F1B; within 5 % of the predicted time",
+        minutes=25,
+        expected="ZBV faster than interleaved 1F1B, and that than 1F1B; each within 5 % of what is predicted; the same losses",
         deviation="slower than predicted: see the trace for what ranks wait for (docs/reading-the-trace.md)",
-    ),
-    Step(
-        name="a run of ZB-H2",
-        files="run-zb-h2",
-        command=_job("--train-iters", "120", _OPTIMISTIC, *_REPLANNED),
-        environment=_into("run-zb-h2", *_ZB_H2),
+    )
+
+
+def _sweep(machine: Machine) -> Iterator[Step]:
+    """Jobs that differ in one thing; the median of their late iterations is compared with the first one's."""
+    no_margins = tuple((f"NVTE_{name}", "0") for name in ("FWD_LAYERNORM_SM_MARGIN", "BWD_LAYERNORM_SM_MARGIN", "EXT_MARGIN_SM"))
+    for name, flags, variables, program in (
+        ("1f1b", (), (), ("pretrain_gpt.py",)),
+        ("1f1b-without-sync", (), (), ("-m", "tools.gpu.without_sync")),
+        ("zbv", _V, (), ("pretrain_gpt.py",)),
+        ("zbv-2-ctas", (*_V, "--zero-bubble-p2p-max-ctas", "2"), (), ("pretrain_gpt.py",)),
+        ("zbv-16-ctas", (*_V, "--zero-bubble-p2p-max-ctas", "16"), (), ("pretrain_gpt.py",)),
+        ("zbv-without-margins", _V, no_margins, ("pretrain_gpt.py",)),
+    ):
+        files, num = f"sweep-{name}", machine.num_ranks
+        yield Step(
+            name=f"one thing at a time: {name}",
+            files=files,
+            command=machine.job(files, num, *flags, pipeline=num, program=program),
+            environment=(*machine.variables, *variables),
+            num_gpus=2,
+            minutes=2,
+            expected="ends; zbv's 4 CTAs and margins are a few percent faster than the other choices",
+            deviation="another choice is faster: the model of docs/benchmarks/gpu_model.md is wrong about this machine",
+        )
+
+
+def _nsys(machine: Machine) -> Step:
+    num = machine.num_ranks
+    profile = ("nsys", "profile", "--output={out}/nsys", "--trace=cuda,nvtx", "--delay=40", "--duration=10")
+    return Step(
+        name="kernels of a few iterations",
+        files="sweep-nsys",
+        command=(*profile, *machine.job("sweep-nsys", num, *_V, pipeline=num)),
+        environment=machine.variables,
         num_gpus=2,
-        minutes=15,
-        expected="faster than ZB-H1; within 5 % of the predicted time",
-        deviation="as ZB-H1",
-    ),
-    Step(
-        name="a run of ZBV",
-        files="run-zbv",
-        command=_job("--train-iters", "120", _OPTIMISTIC, *_REPLANNED),
-        environment=_into("run-zbv", *_V),
-        num_gpus=2,
-        minutes=15,
-        expected="faster than interleaved 1F1B; within 5 % of the predicted time",
-        deviation="as ZB-H1",
-    ),
-)
-SUITES = {"test": TESTS, "bench": BENCHES}
+        program="nsys",
+        minutes=4,
+        expected="between passes of a rank only transfers",
+        deviation="gaps with an idle host: launches are late; gaps with a busy host: a wait in the passes",
+    )
 
 
 def markdown(steps: Iterable[Step]) -> str:

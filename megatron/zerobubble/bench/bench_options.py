@@ -10,7 +10,6 @@ from pathlib import Path
 
 from megatron.zerobubble.bench.contenders import DEFAULT, WARM_UP, Contender, parse_contenders
 from megatron.zerobubble.bench.jobs import Job, ScriptJob, TrainerJob
-from megatron.zerobubble.bench.programs import Program
 from megatron.zerobubble.bench.speed_ups import Outcome
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.job.launch import is_turned_off
@@ -21,6 +20,7 @@ from megatron.zerobubble.training.arguments import settings_from_argv
 __all__ = ["Options", "parse_options"]
 
 _LATER_WARM_UP = 2
+"""Untimed iterations of a contender's later blocks, which load the plan and measure nothing."""
 _EXAMPLE = "'zbv,v-half=--virtual-pipeline-model-parallel-size 2'"
 _TRAIN_ITERS = "1000"
 """--train-iters, if it is not given: it only stretches the learning rate's schedule."""
@@ -35,7 +35,7 @@ class Options:
     contenders: tuple[Contender, ...]
     baseline: str
     """Name of the contender that speed-ups are relative to."""
-    programs: dict[str, Program]
+    programs: dict[str, Job]
     """Contender -> what it runs, for those under which the job can run."""
     outcomes: dict[str, Outcome]
     """Contender -> what is known of it: what differs from the job as given, or why the job cannot run under it."""
@@ -45,8 +45,6 @@ class Options:
     """Timed iterations of a block."""
     num_warm_up: int
     """Untimed iterations of a contender's first block."""
-    num_later_warm_up: int
-    """Untimed iterations of its later blocks, which load the plan and measure nothing."""
     directory: Path
     """Where the report and the ranks' output go."""
 
@@ -55,9 +53,13 @@ class Options:
         """Iterations of all blocks together."""
         return sum(self.block_length(number) for number in range(self.rounds)) * len(self.programs)
 
+    def warm_up(self, number: int) -> int:
+        """Untimed iterations of a block of round `number`, from 0."""
+        return self.num_warm_up if number == 0 else _LATER_WARM_UP
+
     def block_length(self, number: int) -> int:
         """Iterations of a block of round `number`, from 0."""
-        return (self.num_warm_up if number == 0 else self.num_later_warm_up) + self.num_timed
+        return self.warm_up(number) + self.num_timed
 
 
 def parse_options(argv: Sequence[str], *, world_size: int, prog: str) -> Options:
@@ -105,7 +107,6 @@ def parse_options(argv: Sequence[str], *, world_size: int, prog: str) -> Options
         rounds=rounds,
         num_timed=num_timed,
         num_warm_up=num_warm_up,
-        num_later_warm_up=_LATER_WARM_UP,
         directory=Path(args.bench_dir),
     )
 
@@ -171,13 +172,13 @@ def _flags(given: Sequence[str], contenders: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _programs(contenders: Sequence[Contender], job: Job, num_iterations: int, outcomes: dict[str, Outcome]) -> dict[str, Program]:
+def _programs(contenders: Sequence[Contender], job: Job, num_iterations: int, outcomes: dict[str, Outcome]) -> dict[str, Job]:
     """The programs by contender; notes and refusals are written to the outcomes."""
-    programs: dict[str, Program] = {}
+    programs: dict[str, Job] = {}
     for contender in contenders:
         outcome = outcomes[contender.text]
         try:
-            programs[contender.text], outcome.note = job.program(contender, num_iterations=num_iterations)
+            programs[contender.text], outcome.note = job.under(contender, num_iterations=num_iterations)
         except UserError as error:
             outcome.failure = " ".join(str(error).split())
     return programs

@@ -1,6 +1,6 @@
 """One block of a contender on one rank: start the job, and measure at the calls of its schedule.
 
-A job is a training loop as its users start it: the reference trainer, or a script (`programs`). Nothing of it is edited. What is
+A job is a training loop as its users start it: the reference trainer, or a script (`jobs`). Nothing of it is edited. What is
 measured hangs on the two doors through which every loop trains: `PipelineSchedule.forward_backward_func`, whether `install` or
 the reference trainer made the schedule, and the functions that megatron-core's `get_forward_backward_func` chooses from. An
 iteration lasts from one training call to the next, so data, optimizer step and logging count; evaluations in between do not.
@@ -31,7 +31,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
 from megatron.zerobubble.bench.contenders import PROFILED, WARM_UP
-from megatron.zerobubble.bench.programs import Program
+from megatron.zerobubble.bench.jobs import Job
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.job.launch import Launch
@@ -59,7 +59,7 @@ class BlockRequest:
 
     number: int
     """Counts the blocks of the comparison, from 0."""
-    program: Program
+    program: Job
     """The job under the contender."""
     is_first: bool
     """Whether it is the contender's first block, which measures and plans."""

@@ -91,7 +91,7 @@ class _Comparison:
             number=self._num_blocks,
             program=options.programs[name],
             is_first=first is None,
-            num_warm_up=options.num_warm_up if number == 0 else options.num_later_warm_up,
+            num_warm_up=options.warm_up(number),
             num_timed=options.num_timed,
             plan=None if first is None else first.result.plan,
         )

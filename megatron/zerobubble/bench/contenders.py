@@ -13,8 +13,8 @@ from megatron.zerobubble.plan.registry import known_schedules, schedule_info
 from megatron.zerobubble.plan.schedule_spec import STOCK
 from megatron.zerobubble.training.check import check_settings
 from megatron.zerobubble.training.config.checkpoints import CheckpointConfig
-from megatron.zerobubble.training.config.logging import LoggingConfig
 from megatron.zerobubble.training.config.parallel import ParallelConfig
+from megatron.zerobubble.training.config.run_control import RunConfig
 from megatron.zerobubble.training.config.settings import Settings
 
 __all__ = ["DEFAULT", "PROFILED", "WARM_UP", "Contender", "parse_contenders"]
@@ -88,10 +88,11 @@ class Contender:
                 exit_interval=None,
                 exit_duration_in_mins=None,
                 exit_signal_handler=False,
+                log_interval=RunConfig.log_interval,
+                metrics_jsonl=None,
             ),
             optim=replace(job.optim, lr_decay_iters=job.optim.lr_decay_iters or job.run.train_iters),
             checkpoint=CheckpointConfig(),
-            logging=LoggingConfig(),
         )
         check_settings(changed, is_first=False)  # the job's own settings are checked already, with all they read and write
         changed.stage_layers(changed.schedule_spec.placement)

@@ -1,24 +1,29 @@
-"""The job that is compared: of the reference trainer by its flags, or any script. What it runs under each contender.
+"""The job that is compared: of the reference trainer by its flags, or any script. Under a contender it is a job with other flags.
 
-Imports no torch.
+Both loops are run as their users run them. `block` measures them at the calls of their schedules. Imports no torch.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import dataclasses
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.zerobubble.bench.contenders import Contender
-from megatron.zerobubble.bench.programs import Program, Script, TrainerRun
 from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
+from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.overlay import check_supported
 from megatron.zerobubble.plan.partition.layer_costs import Model
 from megatron.zerobubble.plan.partition.layout import costs_of_placements
+from megatron.zerobubble.script import run_script
 from megatron.zerobubble.training.config.settings import Settings
+from megatron.zerobubble.training.models.gpt import forward_step_provider, model_provider
 
 if TYPE_CHECKING:
     from megatron.zerobubble.plan.costs.cost_model import CostModel
@@ -34,31 +39,52 @@ _SPREAD = "--pipeline-model-parallel-layout has another number of stages; layers
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerJob:
-    """The user's flags of pretrain_gpt.py."""
+    """The reference trainer, which makes its schedule itself."""
 
     settings: Settings
-    """As given."""
+    """From the user's flags of pretrain_gpt.py, or those under a contender."""
 
+    name = "the training loop"
+    """In messages."""
+    records_steps = True
+    """Whether optimizer steps are recorded with the passes."""
     loss_causes = "Dropout and --init-by-rank do this."
     """Why losses may differ."""
 
-    def program(self, contender: Contender, *, num_iterations: int) -> tuple[Program, str | None]:
-        """A contender's program, for at least so many iterations, and a note with each difference from the job as given.
+    @property
+    def zero_bubble(self) -> ZeroBubbleConfig:
+        """The zero-bubble flags."""
+        return self.settings.zero_bubble
+
+    def run(self, launch: Launch) -> None:
+        """Train. All ranks must call it."""
+        from megatron.zerobubble.training.loop import pretrain
+
+        pretrain(
+            self.settings,
+            launch,
+            model_provider=model_provider,
+            forward_step_provider=forward_step_provider,
+            prog="zerobubble bench",
+        )
+
+    def under(self, contender: Contender, *, num_iterations: int) -> tuple[Job, str | None]:
+        """The job under a contender, for at least so many iterations, and a note with each difference from the job as given.
 
         Raises:
             UserError: the job cannot run under it.
         """
         try:
-            return TrainerRun(settings=contender.settings(self.settings, num_iterations=num_iterations)), None
+            return TrainerJob(settings=contender.settings(self.settings, num_iterations=num_iterations)), None
         except UserError:
             if self.settings.parallel.pipeline_model_parallel_layout is None:
                 raise
             with contextlib.suppress(UserError):
                 spread = contender.settings(self.settings.without_layout(), num_iterations=num_iterations)
-                return TrainerRun(settings=spread), _SPREAD
+                return TrainerJob(settings=spread), _SPREAD
             raise
 
-    def costs_of(self, costs: CostModel, measured: Program, wanted: Program | None) -> CostsOf:
+    def costs_of(self, costs: CostModel, measured: Job, wanted: Job | None) -> CostsOf:
         """Placement -> costs, from those of one placement. It raises PlanError where they cannot be derived.
 
         Args:
@@ -66,8 +92,8 @@ class TrainerJob:
             measured: what was profiled.
             wanted: divides the layers over the stages; None: evenly.
         """
-        assert isinstance(measured, TrainerRun)
-        assert wanted is None or isinstance(wanted, TrainerRun)
+        assert isinstance(measured, TrainerJob)
+        assert wanted is None or isinstance(wanted, TrainerJob)
         own, layers = measured.settings.placement, (wanted.settings if wanted else self.settings.without_layout()).stage_layers
         held = measured.settings.stage_layers(own)
         others = costs_of_placements(Model.measured(("layer",) * held.num_layers, held, costs), layers, links=costs.links)
@@ -86,14 +112,14 @@ class TrainerJob:
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptJob:
-    """The user's script and its flags."""
+    """A training script for megatron-core, as `zerobubble run` runs it; under megatron-core's own schedules as it is."""
 
     script: str
     """Its file."""
     arguments: tuple[str, ...]
-    """Its flags as given, without zero-bubble flags."""
+    """Its flags, without zero-bubble flags."""
     zero_bubble: ZeroBubbleConfig
-    """The zero-bubble flags as given."""
+    """The zero-bubble flags."""
     flags: Mapping[str, str] = field(default_factory=dict)
     """Contender -> the flags that the script needs under it, such as a number of chunks; those missing here get Megatron-LM's."""
     on_cpu: bool = False
@@ -103,18 +129,32 @@ class ScriptJob:
     has_unequal_lengths = False
     has_full_sequences = True
 
-    def program(self, contender: Contender, *, num_iterations: int) -> tuple[Program, str | None]:
+    @property
+    def name(self) -> str:
+        """In messages."""
+        return Path(self.script).name
+
+    @property
+    def records_steps(self) -> bool:
+        """Whether optimizer steps are recorded with the passes."""
+        return self.zero_bubble.enable_optimizer_post_validation
+
+    def run(self, launch: Launch) -> None:
+        """Run the script as `python SCRIPT` would. All ranks must call it. Its folder is first on the path already."""
+        flags = {field.name: getattr(self.zero_bubble, field.name) for field in dataclasses.fields(self.zero_bubble)}
+        run_script(self.script, self.arguments, launch, flags=argparse.Namespace(**flags), on_cpu=self.on_cpu)
+
+    def under(self, contender: Contender, *, num_iterations: int) -> tuple[Job, str | None]:
         """See `TrainerJob`. How long the script trains is its own."""
         zero_bubble = contender.zero_bubble(self.zero_bubble)
         check_supported(zero_bubble)
         chunks = contender.num_chunks_per_rank
         default = f"{_CHUNK_FLAG} {chunks}" if chunks > 1 else ""
         words = shlex.split(self.flags.get(contender.text, default))
-        arguments = (*self.arguments, *words)
-        program = Script(script=self.script, arguments=arguments, zero_bubble=zero_bubble, on_cpu=self.on_cpu)
-        return program, f"with {shlex.join(words)}" if words else None
+        job = dataclasses.replace(self, arguments=(*self.arguments, *words), zero_bubble=zero_bubble)
+        return job, f"with {shlex.join(words)}" if words else None
 
-    def costs_of(self, costs: CostModel, measured: Program, wanted: Program | None) -> CostsOf:
+    def costs_of(self, costs: CostModel, measured: Job, wanted: Job | None) -> CostsOf:
         """See `TrainerJob`. Layers are spread as in the stages that were profiled, which may be merged."""
 
         def costs_of(placement: Placement) -> CostModel:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from megatron.zerobubble.bench.block import BlockResult
 from megatron.zerobubble.bench.contenders import Contender
 from megatron.zerobubble.bench.jobs import Job
-from megatron.zerobubble.bench.programs import Program
 from megatron.zerobubble.bench.speed_ups import Outcome
 from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
@@ -37,7 +36,7 @@ class FirstBlock:
     """A contender and the result of its first block."""
 
     contender: Contender
-    program: Program
+    program: Job
     """What it runs."""
     result: BlockResult
 
@@ -102,7 +101,7 @@ def interleaved_ms(blocks: Sequence[FirstBlock], job: Job) -> dict[int, float]:
             continue
         try:
             plan = build_plan("interleaved-1f1b", num_ranks=p, num_microbatches=m, num_chunks=v)
-            costs = job.costs_of(source.costs, source.program, None)(plan.placement)
+            costs = job.costs_of(*source, None)(plan.placement)
         except UserError:
             continue
         found[v] = simulate(plan, costs).makespan_ms + outside
@@ -132,21 +131,14 @@ def _simulated(block: FirstBlock, blocks: Sequence[FirstBlock], job: Job) -> Sim
         return None
     plan = block.plan()
     try:
-        return simulate(plan, job.costs_of(source.costs, source.program, block.program)(plan.placement))
+        return simulate(plan, job.costs_of(*source, block.program)(plan.placement))
     except UserError:
         return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Source:
-    """Measured costs of one placement, and what was measured."""
-
-    costs: CostModel
-    program: Program
-
-
-def _source(blocks: Sequence[FirstBlock]) -> _Source | None:
-    """The medians of the costs of all contenders on the placement with the most stages; None if nothing was profiled."""
+def _source(blocks: Sequence[FirstBlock]) -> tuple[CostModel, Job] | None:
+    """The medians of the costs of all contenders on the placement with the most stages, and what ran on it; None if nothing was
+    profiled."""
     known = [(block, block.costs, block.plan().placement) for block in blocks if block.costs is not None]
     if not known:
         return None
@@ -166,7 +158,7 @@ def _source(blocks: Sequence[FirstBlock]) -> _Source | None:
         for pair in pairs
     }
     costs = CostModel.of_lists({name: median(name) for name in names}).with_links(links, placement.num_ranks)
-    return _Source(costs=costs, program=alike[0][0].program)
+    return costs, alike[0][0].program
 
 
 def _outside_ms(blocks: Sequence[FirstBlock]) -> float | None:

@@ -1,4 +1,5 @@
-"""Costs as the flags of `zerobubble plan` and `zerobubble pareto` give them: scalars, or the file of --costs, which is read once.
+"""Costs as the flags of `zerobubble plan` and `zerobubble pareto` give them: scalars, or the file of --costs, which is read once;
+and lengths of microbatches and links of ranks that are not alike.
 
 The file is a plan, its costs alone, or a run's `report.json`, of which the last iteration counts. Where it has costs by length, a
 list of lengths is planned with those.
@@ -11,14 +12,41 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron.zerobubble.cli.length_flags import read_unequal
+from megatron.zerobubble.cli.parser import read_text
 from megatron.zerobubble.errors import ConfigError, PlanError
-from megatron.zerobubble.messages import parse_json, shown
+from megatron.zerobubble.messages import parse_json, quoted, shown
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.length_model import LengthModel
-from megatron.zerobubble.plan.costs.lengths_and_links import Unequal
+from megatron.zerobubble.plan.costs.lengths_and_links import Unequal, with_sizes
+from megatron.zerobubble.plan.costs.links import Links
+from megatron.zerobubble.plan.costs.microbatch_costs import check_tokens
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.profiling.report import COSTS_BY_LENGTH, FORMAT, last_iteration
+
+
+def add_unequal_flags(command: argparse.ArgumentParser) -> None:
+    """Add the flags to a planning command."""
+    command.add_argument(
+        "--microbatch-tokens",
+        metavar="LIST",
+        help="tokens of every microbatch, separated by commas, or a file of them (- reads standard input); the times are then "
+        "those of a microbatch of the mean length, and the plan assigns microbatches to its slots",
+    )
+    command.add_argument(
+        "--attention-share",
+        type=float,
+        default=0.0,
+        help="share of F's time in attention, which grows with the square of the length (default %(default)s)",
+    )
+    command.add_argument(
+        "--links",
+        metavar="FILE",
+        help="JSON with latency_ms and optionally gigabytes_per_s, one row per sending and one column per receiving rank, "
+        "in place of --comm-ms",
+    )
+    command.add_argument(
+        "--bytes-per-token", type=float, default=0.0, help="bytes of a message per token, for links with a bandwidth"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +82,12 @@ def read_costs(args: argparse.Namespace) -> GivenCosts:
     """Read the flags for costs, lengths and links, and take the number of microbatches from the lengths if it is not given.
 
     Raises:
-        ConfigError: as `read_unequal`; costs that are out of range; or an attention share beside measured costs by length.
-        PlanError: a file that is not JSON or has no costs.
+        ConfigError: lengths that are not whole numbers of 1 or more, their number differs from the number of microbatches, a
+            matrix of links that is of another size, costs that are out of range, or a flag that says something about lengths or
+            links that are not given or measured.
+        PlanError: a file that is not JSON, has no costs, or is not an object of matrices of links.
     """
-    unequal, of_file = read_unequal(args), None
+    unequal, of_file = _read_unequal(args), None
     if args.costs is not None:
         of_file, model = _read_file(args.costs)
         if unequal.tokens and model is not None:
@@ -92,3 +122,66 @@ def _read_file(name: str) -> tuple[CostModel, LengthModel | None]:
             "give those of one run"
         )
     return costs, model
+
+
+def _read_unequal(args: argparse.Namespace) -> Unequal:
+    tokens = () if args.microbatch_tokens is None else _read_tokens(args.microbatch_tokens)
+    if args.num_microbatches is None:
+        if not tokens:
+            raise ConfigError("the number of microbatches is missing: give --num-microbatches, or --microbatch-tokens")
+        args.num_microbatches = len(tokens)
+    if tokens and len(tokens) != args.num_microbatches:
+        raise ConfigError(
+            f"--microbatch-tokens has {len(tokens)} lengths and --num-microbatches is {args.num_microbatches}; "
+            "give one per microbatch"
+        )
+    _check_used(args)
+    return Unequal(tokens, args.attention_share, None if args.links is None else _read_links(args, tokens))
+
+
+def _check_used(args: argparse.Namespace) -> None:
+    """Refuse a share and a size that nothing would come of."""
+    share, size = args.attention_share, args.bytes_per_token
+    if share != 0 and args.microbatch_tokens is None:
+        raise ConfigError(f"--attention-share is {share:g} and all microbatches are equal; give --microbatch-tokens, or drop it")
+    if not size >= 0:
+        raise ConfigError(f"--bytes-per-token is {size:g}; give a number of 0 or more")
+    if size > 0 and (args.microbatch_tokens is None or args.links is None):
+        raise ConfigError(
+            f"--bytes-per-token is {size:g} and there are no tokens or no links; give --microbatch-tokens and --links, or drop it"
+        )
+
+
+def _read_tokens(given: str) -> tuple[int, ...]:
+    text = given
+    if given == "-" or not given.replace(",", "").replace(" ", "").isdecimal():
+        if given != "-" and not _is_file(given):
+            raise ConfigError(
+                f"--microbatch-tokens is {quoted(given)}; give whole numbers separated by commas, or a file of them"
+            )
+        text = read_text(given)
+    words = text.translate(str.maketrans("[],", "   ")).split()
+    try:
+        tokens = tuple(map(int, words))
+    except ValueError as error:
+        raise ConfigError(f"--microbatch-tokens: {error}; give whole numbers, 1 or more") from None
+    check_tokens(tokens)
+    return tokens
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except OSError:  # a list that is longer than a name can be
+        return False
+
+
+def _read_links(args: argparse.Namespace, tokens: tuple[int, ...]) -> Links:
+    links = Links.from_json(parse_json(read_text(args.links), args.links, PlanError))
+    if links.num_ranks != args.num_ranks:
+        raise ConfigError(
+            f"{args.links} has links of {links.num_ranks} ranks and --num-ranks is {args.num_ranks}; "
+            "give one row and one column per rank"
+        )
+    remedy = "give --bytes-per-token with --microbatch-tokens, or message_bytes in the file"
+    return with_sizes(links, tokens, args.bytes_per_token, source=args.links, remedy=remedy)

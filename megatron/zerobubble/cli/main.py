@@ -1,7 +1,7 @@
-"""The command `zerobubble plan|pareto|show|compare|export|import|verify|playground|train|run|bench|checkpoint`.
+"""The command `zerobubble plan|pareto|show|compare|export|import|verify|playground|train|run|bench|checkpoint|env`.
 
-Only `train`, `run` and `bench` import torch. These, `verify`, `playground` and `checkpoint` have their own parsers; the others
-share this one.
+Only `train`, `run`, `bench` and `env` import torch. These, `verify`, `playground` and `checkpoint` have their own parsers; the
+others share this one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from megatron.zerobubble.cli import plan
 from megatron.zerobubble.cli.parser import Parser
-from megatron.zerobubble.errors import PlanError, UserError
+from megatron.zerobubble.errors import ConfigError, PlanError, UserError
+from megatron.zerobubble.flags.require import installed
 from megatron.zerobubble.messages import one_line
 from megatron.zerobubble.version import __version__
 
@@ -31,6 +32,11 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "zerobubble") -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in _WITH_OWN_PARSER:
+        try:
+            installed(f"{prog} {words[0]}", *_NEEDS.get(words[0], ()), extra="train")
+        except ConfigError as error:
+            print(f"{prog}: error: {error}", file=sys.stderr)
+            return 2
         code: int = importlib.import_module(_WITH_OWN_PARSER[words[0]][0]).main(words[1:])
         return code
     args = build_parser(prog).parse_args(words)
@@ -71,8 +77,15 @@ _WITH_OWN_PARSER = {
     "run": ("megatron.zerobubble.cli.run", "run any Megatron-based training script, unedited"),
     "bench": ("megatron.zerobubble.cli.bench", "compare schedules on one training job: time, memory, losses"),
     "checkpoint": ("megatron.zerobubble.cli.checkpoint", "verify the files of a checkpoint"),
+    "env": ("megatron.zerobubble.cli.env", "print versions, devices and variables, for a report about a problem"),
 }
 """Command -> the module whose `main` runs it, imported only then, and what it is for."""
+_NEEDS = {
+    "train": ("torch", "megatron.core", "numpy", "packaging"),
+    "bench": ("torch", "megatron.core", "numpy", "packaging"),
+    "checkpoint": ("xxhash",),
+}
+"""Command -> the modules that it imports, besides the standard library."""
 
 
 if __name__ == "__main__":

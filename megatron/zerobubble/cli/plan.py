@@ -13,8 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.zerobubble.cli.cost_flags import GivenCosts, read_costs
-from megatron.zerobubble.cli.length_flags import add_unequal_flags
+from megatron.zerobubble.cli.cost_flags import GivenCosts, add_unequal_flags, read_costs
 from megatron.zerobubble.cli.output_files import write_whole
 from megatron.zerobubble.cli.parser import read_text, workers_of
 from megatron.zerobubble.cli.plan_layers import (
@@ -27,9 +26,9 @@ from megatron.zerobubble.cli.plan_layers import (
 from megatron.zerobubble.cli.progress_bar import stoppable, track
 from megatron.zerobubble.cli.published import REFERENCES, read_configs
 from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.flags.require import installed
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.bounds.certificate import certificate
-from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.objective import Objective
@@ -39,13 +38,10 @@ from megatron.zerobubble.plan.registry import (
     parse_max_pending_backward,
     schedule_spec,
 )
-from megatron.zerobubble.plan.render.chrome_trace import render_trace
-from megatron.zerobubble.plan.render.plan_summary import headline, lengths, measures, slot_notes, slots, summary
-from megatron.zerobubble.plan.render.svg import Panel, render_svg
+from megatron.zerobubble.plan.render.plan_summary import plan_svg, plan_trace, summary
 from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from megatron.zerobubble.plan.search.search_progress import Progress
-from megatron.zerobubble.plan.simulate import Simulation, simulate
-from megatron.zerobubble.plan.timeline import Timeline
+from megatron.zerobubble.plan.simulate import Simulation, read_plan
 from megatron.zerobubble.plan.torch_csv import from_torch_csv, to_torch_csv
 from megatron.zerobubble.plan.validate import validate
 
@@ -243,6 +239,8 @@ def _write(args: argparse.Namespace, simulation: Simulation, memory_limit: float
 
 def run_pareto(args: argparse.Namespace) -> None:
     """`pareto`: the best plan for each memory limit. A plan that fits a limit fits any larger one, so the curve never rises."""
+    if args.png is not None:
+        installed("--png", "matplotlib", extra="plot")  # before it searches
     try:
         limits = sorted({float(word) for word in args.memory_limits.split(",")})
     except ValueError:
@@ -327,24 +325,18 @@ def run_import(args: argparse.Namespace) -> None:
 
 def run_show(args: argparse.Namespace) -> None:
     """`show`: read and validate a plan file, simulate it under its own costs, and show it."""
-    text = read_text(args.file)
-    plan = Plan.from_json(text)
+    plan, costs = read_plan(read_text(args.file))
     validate(plan)
-    given = json.loads(text).get("costs")
-    costs = CostModel.uniform(plan.placement) if given is None else CostModel.from_json(given)
-    simulation = simulate(plan, costs)
-    _write_pictures(args, simulation)
-    bound = lower_bound(plan.placement, plan.num_microbatches, costs, max(simulation.peak_memory))
-    print(summary(Result(simulation, bound), args.width))
+    result = Result.of(plan, costs or CostModel.uniform(plan.placement))
+    _write_pictures(args, result.simulation)
+    print(summary(result, args.width))
 
 
 def _write_pictures(args: argparse.Namespace, simulation: Simulation) -> None:
     if args.svg is not None:
-        subtitle = "; ".join([measures(simulation), *lengths(simulation)[:1]])
-        panel = Panel.of_ops(simulation.rows, notes=slot_notes(simulation))
-        write_whole(args.svg, render_svg([panel], title=headline(simulation.plan), subtitle=subtitle))
+        write_whole(args.svg, plan_svg(simulation))
     if args.trace is not None:
-        write_whole(args.trace, render_trace([Timeline.planned(simulation)], slots(simulation)))
+        write_whole(args.trace, plan_trace(simulation))
 
 
 COMMANDS = {

@@ -27,6 +27,7 @@ from typing import NoReturn
 
 from megatron.zerobubble.cli.ranks import FLAG, start_ranks, take_count
 from megatron.zerobubble.errors import ConfigError, UserError
+from megatron.zerobubble.flags.require import installed
 from megatron.zerobubble.job.exit import exit_with_error
 from megatron.zerobubble.job.launch import Launch, read_launch
 from megatron.zerobubble.job.rendezvous import announce_exit
@@ -61,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         launch = read_launch()
         count, words = take_count(sys.argv[1:] if argv is None else argv)
+        installed(_PROG, "torch", "megatron.core", extra="train")
         args = _parse(words)
         if count is None:
             return _run(args, launch)

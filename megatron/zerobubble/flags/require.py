@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +12,18 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.dataclass_flags import flag_of
 from megatron.zerobubble.messages import quoted, shown
 
-__all__ = ["at_most", "divides", "not_negative", "one_of", "positive", "refuse", "within"]
+__all__ = ["at_most", "divides", "installed", "not_negative", "one_of", "positive", "refuse", "within"]
+
+
+def installed(what: str, *modules: str, extra: str) -> None:
+    """Raise ConfigError unless modules can be imported that `what` needs, and that an extra of this package brings."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        names = " and ".join(missing)
+        raise ConfigError(
+            f"{what} needs {names}, which {'is' if len(missing) == 1 else 'are'} not installed: pip install '.[{extra}]' in a "
+            "checkout of megatron-zerobubble"
+        )
 
 
 def positive(config: Any, *names: str) -> None:

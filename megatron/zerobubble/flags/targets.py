@@ -28,8 +28,6 @@ class Target:
     """Whether it is a file, not a directory."""
     is_replaced: bool = False
     """Whether the file is replaced by a new one, in a directory that must exist, and not written in place."""
-    is_also_read: bool = False
-    """Whether a directory with content need not be writable, because the run may only read it."""
 
     @property
     def text(self) -> str:
@@ -69,8 +67,7 @@ def _check(target: Target, path: Path) -> None:
     if not target.is_file:
         if not stat.S_ISDIR(mode):
             raise ConfigError(f"{target.text} is a file; give a directory")
-        if not (target.is_also_read and any(path.iterdir())):
-            _try_directory(target, path)
+        _try_directory(target, path)
         return
     if stat.S_ISDIR(mode):
         raise ConfigError(f"{target.text} is a directory; give the file to write in it, such as {path / 'NAME'}")

@@ -6,7 +6,6 @@ bubble papers' own flags where those exist. `__post_init__` checks what can be c
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,10 +16,11 @@ from megatron.zerobubble.flags.require import at_most, not_negative, one_of, pos
 from megatron.zerobubble.flags.targets import Target
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT
 from megatron.zerobubble.plan.registry import known_schedules, parse_max_pending_backward, schedule_info, schedule_spec
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
+from megatron.zerobubble.plan.simulate import read_plan
 
 __all__ = ["ZeroBubbleConfig"]
 
@@ -74,7 +74,8 @@ class ZeroBubbleConfig:
     profiling and search."""
     zero_bubble_p2p_max_ctas: int | None = None
     """Most CTAs (thread blocks) of a transfer between stages on NCCL: what a waiting receive takes from the kernels beside it.
-    Default: NCCL's choice."""
+    Give a power of two; NCCL rounds others up. Default: 4 if all ranks are on one host, otherwise NCCL's choice (by a model, not
+    run on a GPU: docs/benchmarks/gpu_model.md)."""
     zero_bubble_save_plan: str | None = field(default=None, metadata={"metavar": "FILE"})
     """JSON file to write the last plan of the run to, with the costs it was made for. Read it with zerobubble show."""
     zero_bubble_load_plan: str | None = field(default=None, metadata={"metavar": "FILE"})
@@ -265,7 +266,7 @@ class ZeroBubbleConfig:
     @property
     def plan(self) -> Plan | None:
         """The plan of the --zero-bubble-load-plan file; None without the flag. Raises as `plan_costs`."""
-        return None if self._given is None else self._given.plan
+        return self._given[0]
 
     @property
     def plan_costs(self) -> CostModel | None:
@@ -275,21 +276,23 @@ class ZeroBubbleConfig:
             ConfigError: the file cannot be read.
             PlanError: it is not a plan, or its costs do not fit its stages.
         """
-        return None if self._given is None else self._given.costs
+        return self._given[1]
 
     @cached_property
-    def _given(self) -> _GivenPlan | None:
+    def _given(self) -> tuple[Plan | None, CostModel | None]:
         """The --zero-bubble-load-plan file, read once."""
         if self.zero_bubble_load_plan is None:
-            return None
+            return None, None
         try:
-            given = _GivenPlan.parse(Path(self.zero_bubble_load_plan).read_bytes())
-            if given.plan.assignment or (given.costs is not None and given.costs.per_microbatch is not None):
+            plan, costs = read_plan(Path(self.zero_bubble_load_plan).read_bytes())
+            if costs is not None:
+                costs.check_fits(plan.placement)
+            if plan.assignment or (costs is not None and costs.per_microbatch is not None):
                 raise PlanError(
                     "it plans microbatches of certain lengths, and a run plans each iteration for its own; plan without "
                     "--microbatch-tokens"
                 )
-            return given
+            return plan, costs
         except OSError as error:
             raise ConfigError(f"--zero-bubble-load-plan {self.zero_bubble_load_plan}: {error.strerror}") from None
         except (PlanError, ConfigError) as error:
@@ -350,12 +353,13 @@ class ZeroBubbleConfig:
                 the schedule's own.
 
         Raises:
-            ConfigError: --zero-bubble-max-pending-backward is malformed, or the schedule does not support these sizes.
+            ConfigError: --zero-bubble-max-pending-backward is malformed, or the schedule does not support these sizes, or the
+                plan of the --zero-bubble-load-plan file is for other ones.
             PlanError: the --zero-bubble-load-plan file is not a plan.
         """
         if self.schedule == AUTO and memory_limit is None:
             memory_limit = AUTO_MEMORY_LIMIT
-        return schedule_spec(
+        spec = schedule_spec(
             self.family(num_chunks),
             num_ranks=num_ranks,
             num_chunks=num_chunks,
@@ -364,6 +368,13 @@ class ZeroBubbleConfig:
             shard_gradients=self.zero_bubble_shard_gradients,
             loaded_plan=self.plan,
         )
+        if self.plan is not None and self.plan.placement != spec.placement:
+            raise ConfigError(
+                f"--zero-bubble-load-plan {self.zero_bubble_load_plan}: the plan's stages are on ranks "
+                f"{_listed(self.plan.placement)}, those of schedule {self.schedule} on {num_ranks} pipeline ranks on "
+                f"{_listed(spec.placement)}; choose another schedule, pipeline size or plan"
+            )
+        return spec
 
     def max_pending_microbatches(self, *, num_ranks: int) -> int | None:
         """--zero-bubble-max-pending-backward in microbatches on `num_ranks` pipeline ranks; None if not given.
@@ -379,21 +390,8 @@ class ZeroBubbleConfig:
             raise ConfigError(f"--zero-bubble-max-pending-backward: {error}") from None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _GivenPlan:
-    """A parsed plan file."""
-
-    plan: Plan
-    costs: CostModel | None
-
-    @staticmethod
-    def parse(text: bytes) -> _GivenPlan:
-        plan, body = Plan.from_json(text), json.loads(text)
-        if "costs" not in body:
-            return _GivenPlan(plan=plan, costs=None)
-        costs = CostModel.from_json(body["costs"])
-        costs.check_fits(plan.placement)
-        return _GivenPlan(plan=plan, costs=costs)
+def _listed(placement: Placement) -> str:
+    return f"{', '.join(map(str, placement.stage_to_rank))} ({placement.name} placement)"
 
 
 def _schedule_names() -> tuple[str, ...]:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import Any, cast
 
 import torch
 
 from megatron.zerobubble.job.key_value_store import Store
 from megatron.zerobubble.runtime.threads import start_thread
 
-__all__ = ["AnsweringStore"]
-
-Value = TypeVar("Value")
+__all__ = ["answering"]
 
 
-class AnsweringStore:
-    """A store whose calls end: with RuntimeError where it has not answered for some seconds, now and in all later calls.
+def answering(store: Store, limit_s: float) -> Store:
+    """The store with calls that end: with RuntimeError where it has not answered for some seconds, now and in all later calls.
 
     By itself a call waits for the timeout of the job, if the machine that hosts the store has lost its power or its network.
 
@@ -25,34 +24,19 @@ class AnsweringStore:
         store: the store.
         limit_s: seconds in which it has to answer.
     """
+    return cast("Store", _AnsweringStore(store, limit_s))
 
+
+class _AnsweringStore:
     def __init__(self, store: Store, limit_s: float) -> None:
         self._store, self._limit_s, self._is_lost = store, limit_s, False
 
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """See `Store`, as for the other methods."""
-        return self._ask(lambda: self._store.compare_set(key, expected, desired))
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._store, name)
+        return lambda *args: self._ask(partial(method, *args))
 
-    def add(self, key: str, amount: int) -> int:
-        return self._ask(lambda: self._store.add(key, amount))
-
-    def set(self, key: str, value: str) -> None:
-        self._ask(lambda: self._store.set(key, value))
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return self._ask(lambda: self._store.multi_get(keys))
-
-    def check(self, keys: list[str]) -> bool:
-        return self._ask(lambda: self._store.check(keys))
-
-    def get(self, key: str) -> bytes:
-        return self._ask(lambda: self._store.get(key))
-
-    def clone(self) -> Store:
-        return AnsweringStore(self._store.clone(), self._limit_s)
-
-    def _ask(self, call: Callable[[], Value]) -> Value:
-        answers: SimpleQueue[Value | Exception] = SimpleQueue()
+    def _ask(self, call: Callable[[], Any]) -> Any:
+        answers: SimpleQueue[Any] = SimpleQueue()
 
         def answer() -> None:
             try:

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, TextIO
 import torch
 
 from megatron.zerobubble.errors import TransferError, UserError
-from megatron.zerobubble.job.answering_store import AnsweringStore
+from megatron.zerobubble.job.answering_store import answering
 from megatron.zerobubble.job.error_file import write_error_file
 from megatron.zerobubble.job.exit import leave_now
 from megatron.zerobubble.job.heartbeats import Beat, is_gone, published, this_process
@@ -88,7 +88,7 @@ class JobGuard:
         pause: Callable[[float], object] = time.sleep,
         world_size: int = 0,
     ) -> None:
-        self._store: Store = AnsweringStore(store, _STORE_S)
+        self._store = answering(store, _STORE_S)
         self._world_size = world_size
         self._rank = rank
         self._host = this_process().host
@@ -103,7 +103,7 @@ class JobGuard:
 
     def follow(self, store: Store, rank: int, *, world_size: int, doing: Callable[[], Doing | None]) -> None:
         """Use another store, and report what the rank does there; see the class and `doing`."""
-        self._store, self._rank, self._world_size, self.doing = AnsweringStore(store, _STORE_S), rank, world_size, doing
+        self._store, self._rank, self._world_size, self.doing = answering(store, _STORE_S), rank, world_size, doing
 
     def take_uncaught(self) -> None:
         """Report exceptions that nothing catches, in place of the process's own report, where this guard is not around it."""
@@ -223,7 +223,7 @@ def _gone(beats: Mapping[int, Beat], waits_for: int | None) -> RankFailure:
 def _line(error: Exception, *, rank: int, doing: str) -> str:
     """The reason in one line."""
     if isinstance(error, UserError):
-        return f"rank {rank} on {socket.gethostname()} has ended: {error}"
+        return f"{error} (rank {rank} on {socket.gethostname()} has ended)"  # all ranks may raise it, about another one's disk
     return f"rank {rank} failed{doing}: " + traceback.format_exception_only(error)[0].partition("\n")[0]  # its notes come after
 
 

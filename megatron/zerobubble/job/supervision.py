@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.job.failure import JobGuard
 from megatron.zerobubble.job.launch import read_launch
-from megatron.zerobubble.job.watchdog import watchdog
+from megatron.zerobubble.job.watchdog import Watchdog
 from megatron.zerobubble.runtime.watch import Watch
 
 __all__ = ["Supervision"]
@@ -102,7 +102,7 @@ class Supervision:
             self.guard.take_uncaught()
         self.guard.follow(ours, rank, world_size=world_size, doing=watch.last)
         launch = dataclasses.replace(launch, rank=rank, world_size=world_size)
-        self._dog = watchdog(launch, ours, watch, limit_s=limit_s, timeout_minutes=timeout_s / 60.0)
+        self._dog = Watchdog(watch, ours, launch, limit_s=limit_s, timeout_s=timeout_s)
         with watch.phase(text):  # the first beat says it
             self._dog.__enter__()
         self._store = store

@@ -31,10 +31,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 
-from megatron.zerobubble.job.answering_store import AnsweringStore
+from megatron.zerobubble.job.answering_store import answering
 from megatron.zerobubble.job.error_file import write_error_file
 from megatron.zerobubble.job.exit import leave_now
 from megatron.zerobubble.job.failure import RankFailure, first_to_fail, who_failed
@@ -47,7 +46,7 @@ from megatron.zerobubble.job.verdict import HangVerdict, decide
 from megatron.zerobubble.runtime.threads import start_thread
 from megatron.zerobubble.runtime.watch import Doing, Watch
 
-__all__ = ["Watchdog", "watchdog"]
+__all__ = ["Watchdog"]
 
 _log = logging.getLogger(__name__)
 
@@ -64,43 +63,16 @@ _LONGEST_INTERVAL_S = 2.0
 """Seconds between two beats of a rank, at most."""
 
 
-def watchdog(
-    launch: Launch, store: Store, watch: Watch, *, limit_s: float | None, timeout_minutes: float
-) -> AbstractContextManager[object]:
-    """The watchdog of --zero-bubble-watchdog-seconds, as a context manager; an inert one without a limit.
-
-    Args:
-        launch: which rank this process is.
-        store: the job's store.
-        watch: receives the main thread's current activity.
-        limit_s: seconds that a rank may spend in one activity; None: no watchdog.
-        timeout_minutes: the distributed timeout.
-    """
-    if limit_s is None:
-        return nullcontext()
-    return Watchdog(
-        watch,
-        store,
-        rank=launch.rank,
-        world_size=launch.world_size,
-        limit_s=limit_s,
-        first_limit_s=max(limit_s, _FIRST_FRACTION * 60.0 * timeout_minutes),
-        error_file=launch.error_file,
-    )
-
-
 class Watchdog:
     """One rank's watchdog. A context manager; two daemon threads watch while inside.
 
     Args:
         watch: receives the main thread's current activity.
         store: the job's store. Each thread gets a connection of its own.
-        rank: this rank.
-        world_size: number of ranks that have a watchdog.
-        limit_s: seconds that a rank may spend in one activity, and in which nothing is heard of it.
-        first_limit_s: the same during the first iteration and evaluation, until a rank joins the job, for waits for other ranks,
-            and of a rank of which nothing is known.
-        error_file: where torchrun expects the reason of this rank's failure; None without torchrun.
+        launch: which rank this is, of how many that have a watchdog.
+        limit_s: --zero-bubble-watchdog-seconds: how long a rank may spend in one activity, and nothing is heard of it.
+        timeout_s: the distributed timeout. Nine tenths of it are the limit during the first iteration and evaluation, until a
+            rank joins the job, for waits for other ranks, and of a rank of which nothing is known.
         leave: ends the process with an exit code, without exit handlers.
     """
 
@@ -108,26 +80,24 @@ class Watchdog:
         self,
         watch: Watch,
         store: Store,
+        launch: Launch,
         *,
-        rank: int,
-        world_size: int,
         limit_s: float,
-        first_limit_s: float,
-        error_file: str | None = None,
+        timeout_s: float,
         leave: Callable[[int], object] = leave_now,
     ) -> None:
         self._watch, self._leave = watch, leave
-        self._store = AnsweringStore(store.clone(), max(limit_s, _LEAST_UNANSWERED_S))
-        self._rank, self._world_size, self._error_file = rank, world_size, error_file
-        self._limit_s, self._first_limit_s = limit_s, first_limit_s
+        self._store = answering(store.clone(), max(limit_s, _LEAST_UNANSWERED_S))
+        self._rank, self._world_size, self._error_file = launch.rank, launch.world_size, launch.error_file
+        self._limit_s, self._first_limit_s = limit_s, max(limit_s, _FIRST_FRACTION * timeout_s)
         self._interval_s = min(1.0, limit_s / 10.0)
         self._over = threading.Event()
         self._threads: list[threading.Thread] = []
         self._stillness = Stillness(watch)
         self._pulse = Pulse(
             store.clone(),
-            rank=rank,
-            world_size=world_size,
+            rank=launch.rank,
+            world_size=launch.world_size,
             interval_s=min(_LONGEST_INTERVAL_S, limit_s / 10.0),
             watch=watch,
             stillness=self._stillness,

@@ -27,6 +27,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.job.key_value_store import UNREADABLE
+from megatron.zerobubble.job.launch import store_name
 from megatron.zerobubble.messages import one_line, shown
 from megatron.zerobubble.plan.communication import Program
 from megatron.zerobubble.version import __version__
@@ -118,7 +119,7 @@ def check_same(
             time.sleep(_LEAVE_S)
     except dist.DistError as error:
         raise ConfigError(
-            f"the store in which rank {rank} compares what it was given is gone: see the output of the other hosts ({error})"
+            f"{store_name()} in which rank {rank} compares what it was given is gone: see the output of that host ({error})"
         ) from error
     if verdict != _AGREED:
         raise ConfigError(one_line(verdict))

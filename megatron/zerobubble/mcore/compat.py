@@ -119,16 +119,6 @@ def router_loss_entries() -> dict[str, Any]:
     return metrics
 
 
-def mtp_loss_sums() -> Any:
-    """megatron-core's sums of the losses of MTP layers since they were last reset, for the log.
-
-    Returns:
-        Tensor of shape [MTP layers], float32: that of megatron-core. None before the first forward pass.
-    """
-    tracker = mtp_entries()
-    return tracker.get("loss_values", tracker.get("values"))
-
-
 def mtp_entries() -> dict[str, Any]:
     """What megatron-core keeps of MTP layers for the log: ``values``, from 0.19 on ``loss_values`` and counts of predictions."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper

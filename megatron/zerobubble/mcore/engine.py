@@ -34,6 +34,7 @@ from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.profiling.report import PipelineReport
 from megatron.zerobubble.profiling.trace_report import report_pipeline
+from megatron.zerobubble.runtime.link_groups import chosen_ctas
 from megatron.zerobubble.wgrad.store import WeightGradStore
 
 __all__ = ["Engine"]
@@ -93,7 +94,7 @@ class Engine:
             store=store,
             config=config,
             timeout=options.timeout,
-            p2p_max_ctas=flags.zero_bubble_p2p_max_ctas,
+            p2p_max_ctas=chosen_ctas(flags.zero_bubble_p2p_max_ctas, is_one_host=dist.get_world_size() == options.ranks_on_host),
             unequal=unequal,
         )
         self.iterations = 0

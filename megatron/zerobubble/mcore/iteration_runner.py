@@ -42,8 +42,6 @@ class IterationHooks:
 
     profiler: Profiler | MemoryMeter | None = None
     """Measures the times and memory of the passes of every training iteration, or their memory alone."""
-    observe: Callable[[ChunkWork, Any], None] | None = None
-    """Called after every op with the work in progress and the op; for tests and tools."""
     before_gradients: Callable[[], bool] | None = None
     """Called in every training iteration after its first forward passes and before anything touches gradients. True: the last
     optimizer step was wrong and has been redone, so those forward passes run again, with the same data and random state."""
@@ -134,6 +132,7 @@ class IterationRunner:
         assert hooks.before_gradients is not None
         rewind = Rewind(iteration.data_iterators, self._chunks)
         executor.begin(program.fence[self._rank])
+        rewind.before_step()
         _report(hooks, "asks the other ranks whether its last step was right")
         with self._recorder.span(Activity.VALIDATE):
             is_wrong = hooks.before_gradients()
@@ -164,14 +163,12 @@ class IterationRunner:
         )
 
     def _executor(self, program: Program, work: ChunkWork, recorder: Recorder | None, hooks: IterationHooks) -> Executor:
-        observer = None if hooks.observe is None else _Observer(work, hooks.observe)
-        recorders = fan_out([each for each in (observer, recorder, hooks.watch) if each is not None])
+        recorders = fan_out([each for each in (recorder, hooks.watch) if each is not None])
         return Executor(program, self._rank, self._links, work, recorders)
 
     def _recorder_of(self, plan: Plan, hooks: IterationHooks) -> Recorder | None:
         """What records this training iteration, for any kind of work."""
-        is_disturbed = hooks.profiler is not None or hooks.observe is not None
-        recording = self._recordings.begin(plan, is_disturbed=is_disturbed)
+        recording = self._recordings.begin(plan, is_disturbed=hooks.profiler is not None)
         return fan_out([each for each in (hooks.profiler, recording) if each is not None])
 
 
@@ -189,14 +186,3 @@ def _due_at_once(program: Program, rank: int) -> frozenset[tuple[int, int]]:
         for op, after in itertools.pairwise(ops)
         if (op.kind, after.kind) == (OpKind.B, OpKind.W) and (op.stage, op.microbatch) == (after.stage, after.microbatch)
     )
-
-
-class _Observer(Recorder):
-    """A recorder that shows the work in progress after every op."""
-
-    def __init__(self, work: ChunkWork, show: Callable[[ChunkWork, Any], None]) -> None:
-        self._work, self._show = work, show
-
-    def end(self, op: Any) -> None:
-        """Show."""
-        self._show(self._work, op)

@@ -107,11 +107,6 @@ class ChunkWork:
         self.failure: Exception | None = None
         """The first error of the last stage's forward pass or loss function, where there are forward passes only."""
 
-    @property
-    def live(self) -> frozenset[tuple[int, int]]:
-        """The (chunk, microbatch) pairs with activation memory: waiting for B, or with tensors saved for W."""
-        return frozenset(self._inflight) | self._store.pending
-
     def buffer(self, message: Message) -> Tensor:
         """An uninitialized receive buffer for an activation or a gradient, in the pipeline's dtype."""
         sender = message.stage - 1 if message.payload is Payload.ACTIVATION else message.stage

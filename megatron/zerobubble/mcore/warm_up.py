@@ -1,8 +1,10 @@
 """Communicators of the groups whose collectives run inside passes, opened before the first transfer.
 
 NCCL opens a communicator at a group's first use: it allocates memory and blocks the hosts of all members, and on the device it
-can wait for everything that runs there. Inside a pass the device also runs receives that were posted early, which end only when
-another rank gets somewhere. So each group is used once here, with one number, while nothing is under way (ADR 3).
+can wait for everything that runs there. From 2.22 on it opens the connections of an algorithm at the algorithm's first use, and
+chooses the algorithm by collective and size. Inside a pass the device also runs receives that were posted early, which end only
+when another rank gets somewhere. So each group is used here, by each collective and in each order of magnitude, while nothing is
+under way (ADR 3).
 
 Every rank goes through the groups in the same order, each of which divides the world: no two ranks wait for each other in turn.
 """
@@ -19,6 +21,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.multi_token_prediction import roll_tensor
 
 __all__ = ["warm_up_groups"]
+
+_SIZES = tuple(4**power for power in range(0, 14, 2))
+"""Numbers in a message: from one to 64 MiB of float32, beyond which NCCL's choice is the same."""
 
 
 def warm_up_groups(config: Any, chunks: Sequence[Any], device: torch.device) -> list[str]:
@@ -37,13 +42,29 @@ def warm_up_groups(config: Any, chunks: Sequence[Any], device: torch.device) -> 
         if group is not None and group.size() > 1 and id(group) not in used:
             used.add(id(group))
             names.append(name)
-            dist.all_reduce(torch.zeros(1, device=device), group=group)
+            _use(group, device, exchanges=name in ("ep", "tp_ep"))
     context = parallel_state.get_context_parallel_group()
     if context.size() > 1:
         names += _warm_up_context(config, context, device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return names
+
+
+def _use(group: dist.ProcessGroup, device: torch.device, *, exchanges: bool) -> None:
+    """Run what passes run on a group: with gloo, whose connections do not depend on it, one all-reduce of one number."""
+    if dist.get_backend(group) == "gloo":
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        return
+    for size in _SIZES:
+        part = torch.zeros(-(-size // group.size()), device=device)
+        whole = torch.zeros(part.numel() * group.size(), device=device)
+        dist.all_reduce(whole, group=group)
+        dist.all_gather_into_tensor(whole, part, group=group)
+        dist.reduce_scatter_tensor(part, whole, group=group)
+        dist.broadcast(part, dist.get_global_rank(group, 0), group=group)
+        if exchanges:
+            dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
 
 
 def _warm_up_context(config: Any, group: dist.ProcessGroup, device: torch.device) -> list[str]:

@@ -217,18 +217,6 @@ class Plan:
         """The position in the global batch of what the plan's ops call `microbatch`."""
         return self.assignment[microbatch] if self.assignment else microbatch
 
-    # -- text ---------------------------------------------------------------------------------------------------------
-
-    def to_text(self) -> str:
-        """One line per rank, ops separated by one space."""
-        return "\n".join(" ".join(map(str, row)) for row in self.ops)
-
-    @staticmethod
-    def from_text(text: str, *, schedule: str, placement: Placement, num_microbatches: int) -> Plan:
-        """Parse the output of `to_text`. Raises PlanError naming the first word that is not an op."""
-        rows = [[Op.parse(word) for word in line.split()] for line in text.strip().splitlines()]
-        return Plan.of(schedule, placement, num_microbatches, rows)
-
     # -- JSON ---------------------------------------------------------------------------------------------------------
 
     def to_json(self, *, costs: Mapping[str, Any] | None = None, metrics: Mapping[str, Any] | None = None) -> str:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.bounds.schedule_bound import Bound, lower_bound
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import check_at_least_one, check_size, plan_of, schedule_spec
@@ -46,6 +46,10 @@ _FAMILIES = (
 )
 _SEARCHED = frozenset({"zb", "zb-interleaved", "zbv"})
 _FIRST_SHARE = 0.1
+_WORTH = 0.99
+"""Most of the iteration time of the best plan that a schedule above the memory limit takes, if it is worth a line."""
+_LITTLE_W = 0.5
+"""Of F. Below it a zero-bubble schedule has little to fill the bubble with."""
 _CLOSE = 0.02
 """A runner-up that is slower by less than this share after the first round may still win."""
 _ENOUGH_FOR_V = 1.5
@@ -63,6 +67,15 @@ class Result:
     """Lower bound under the requested memory limit, or else under the plan's own peak memory. For `auto`: over all placements."""
     runner_up: Result | None = None
     """For `auto`: the best of the other schedules that were tried; None if the lower bounds rule all of them out."""
+    above_limit: Simulation | None = None
+    """For `auto`: 1F1B or interleaved 1F1B, if it is faster by 1 % or more and only the memory limit rules it out."""
+
+    @staticmethod
+    def of(plan: Plan, costs: CostModel, memory_limit: float | None = None) -> Result:
+        """A plan under its costs, with the lower bound under a memory limit; None: under the plan's own peak memory."""
+        simulation = simulate(plan, costs)
+        limit = max(simulation.peak_memory) if memory_limit is None else memory_limit
+        return Result(simulation, lower_bound(plan.placement, plan.num_microbatches, costs, limit))
 
     @property
     def name(self) -> str:
@@ -79,14 +92,16 @@ class Result:
         mine = objective.of(self.simulation)
         chosen = f"auto chose {self.titled(self.name)}: {mine:.3f} ms per iteration {objective.label}"
         if self.runner_up is None:
-            return f"{chosen}; the lower bounds of all others are above it"
-        second = objective.of(self.runner_up.simulation)
-        other = self.runner_up.titled(self.runner_up.name)
-        return f"{chosen}; runner-up {other}: {second:.3f} ms ({100 * (second / mine - 1):.1f} % slower)"
+            line = f"{chosen}; the lower bounds of all others are above it"
+        else:
+            second = objective.of(self.runner_up.simulation)
+            other = self.runner_up.titled(self.runner_up.name)
+            line = f"{chosen}; runner-up {other}: {second:.3f} ms ({100 * (second / mine - 1):.1f} % slower)"
+        return line if self.above_limit is None else f"{line}; {above_limit_text(self.above_limit, mine, objective)}"
 
     def titled(self, name: str) -> str:
         """A name of the schedule, with the virtual stages of its plan."""
-        return name if self.num_chunks == 1 else f"{name} with {self.num_chunks} virtual stages (VPP) per rank"
+        return _with_chunks(name, self.num_chunks)
 
     def metrics(self) -> dict[str, object]:
         """The `metrics` object of the plan's JSON form, with lower bounds and gaps."""
@@ -144,8 +159,7 @@ def hand_written(spec: ScheduleSpec, num_microbatches: int, costs_of: CostsOf, o
         plan = plan_of(spec, num_microbatches)
     else:
         plan = MicrobatchPlanner(spec, num_microbatches, options=replace(options, budget=ITERATION_BUDGET)).plan(costs)
-    simulation = simulate(plan, costs)
-    return Result(simulation, lower_bound(plan.placement, num_microbatches, costs, max(simulation.peak_memory)))
+    return Result.of(plan, costs)
 
 
 def pareto(
@@ -179,9 +193,7 @@ def _one(spec: ScheduleSpec, num_microbatches: int, costs_of: CostsOf, options: 
         half = replace(options, budget=0.5 * options.budget)
         planner = MicrobatchPlanner(spec, num_microbatches, costs=costs, options=half, base_options=half)
         plan = planner.plan(costs)
-    simulation = simulate(plan, costs)
-    limit = max(simulation.peak_memory) if options.memory_limit is None else options.memory_limit
-    return Result(simulation, lower_bound(plan.placement, num_microbatches, costs, limit))
+    return Result.of(plan, costs, options.memory_limit)
 
 
 def _auto(num_ranks: int, num_microbatches: int, costs_of: CostsOf, options: SearchOptions) -> Result:
@@ -216,11 +228,56 @@ def _auto(num_ranks: int, num_microbatches: int, costs_of: CostsOf, options: Sea
         if family.spec.name in _SEARCHED and options.budget > 0 and family.may_beat(best, options.objective):
             tried[place] = min((family, result), (family, search(family, rest)), key=time_of)
     tried.sort(key=time_of)
+    best_ms = time_of(tried[0])
     return replace(
         tried[0][1],
         bound=Bound.of_any([family.bound for family in families]),
         runner_up=tried[1][1] if len(tried) > 1 else None,
+        above_limit=_above_limit(num_ranks, num_microbatches, costs_of, options, best_ms),
     )
+
+
+def above_limit_text(faster: Simulation, than_ms: float, objective: Objective) -> str:
+    """What 1F1B or interleaved 1F1B would take with more memory, and with long sequences why, as the end of a line.
+
+    Args:
+        faster: of 1F1B or interleaved 1F1B.
+        than_ms: the iteration time of the plan within the limit.
+        objective: which iteration time.
+    """
+    ms, costs = objective.of(faster), faster.costs
+    name = _with_chunks(faster.plan.schedule, faster.plan.placement.num_chunks)
+    share = math.fsum(costs.wgrad_ms) / math.fsum(costs.forward_ms)
+    why = f"; W takes {share:.2f} of F, and fills little (long sequences: attention has no W)" if share < _LITTLE_W else ""
+    return (
+        f"with {max(faster.peak_memory):.2f} of 1F1B's activation memory {name} takes {ms:.3f} ms "
+        f"({100 * (1 - ms / than_ms):.1f} % less){why}"
+    )
+
+
+def _with_chunks(name: str, num_chunks: int) -> str:
+    return name if num_chunks == 1 else f"{name} with {num_chunks} virtual stages (VPP) per rank"
+
+
+def _above_limit(
+    num_ranks: int, num_microbatches: int, costs_of: CostsOf, options: SearchOptions, best_ms: float
+) -> Simulation | None:
+    """The fastest of megatron-core's orders above the memory limit, if it is faster than the best within it by 1 % or more.
+
+    With a limit below 1F1B's memory only 1F1B: that less memory costs time is known, not that the time is above 1F1B's.
+    """
+    assert options.memory_limit is not None
+    found, enough = None, _WORTH * best_ms
+    for name, num_chunks in _FAMILIES[:3] if options.memory_limit >= AUTO_MEMORY_LIMIT else _FAMILIES[:1]:
+        with suppress(PlanError, ConfigError):  # costs for another placement
+            spec = schedule_spec(name, num_ranks=num_ranks, num_chunks=num_chunks)
+            costs = costs_of(spec.placement)
+            if not costs.is_plain or options.objective.of(lower_bound(spec.placement, num_microbatches, costs)) > enough:
+                continue
+            simulation = simulate(plan_of(spec, num_microbatches), costs)
+            if max(simulation.peak_memory) > options.memory_limit and options.objective.of(simulation) <= enough:
+                found, enough = simulation, options.objective.of(simulation)
+    return found
 
 
 class _Least(NamedTuple):

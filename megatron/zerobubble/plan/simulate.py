@@ -17,6 +17,7 @@ in memory for as many short ones as it has tokens.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -69,6 +70,12 @@ class Simulation:
             "bubble_rate": self.bubble_rate,
             "peak_memory": list(self.peak_memory),
         }
+
+
+def read_plan(text: str | bytes) -> tuple[Plan, CostModel | None]:
+    """A plan in its JSON form, and the costs it was made for if they are there. Raises PlanError and ConfigError."""
+    plan, given = Plan.from_json(text), json.loads(text).get("costs")
+    return plan, None if given is None else CostModel.from_json(given)
 
 
 def simulate(plan: Plan, costs: CostModel) -> Simulation:

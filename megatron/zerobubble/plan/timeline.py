@@ -62,6 +62,13 @@ class Span:
     bucket: Bucket | None = None
     """For REDUCE and GATHER: the bucket."""
 
+    @property
+    def text(self) -> str:
+        """Its activity, with the bucket if it has one."""
+        if self.bucket is None:
+            return self.activity.value
+        return f"{self.activity.value} bucket {self.bucket.index} of stage {self.bucket.stage}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimeline:

@@ -9,11 +9,8 @@ from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import known_schedules
-from megatron.zerobubble.plan.render.chrome_trace import render_trace
-from megatron.zerobubble.plan.render.plan_summary import headline, lengths, measures, slot_notes, slots, title
-from megatron.zerobubble.plan.render.svg import Panel, render_svg
+from megatron.zerobubble.plan.render.plan_summary import plan_svg, plan_trace, title
 from megatron.zerobubble.plan.simulate import Simulation
-from megatron.zerobubble.plan.timeline import Timeline
 
 _SVG_WIDTH_PX = 1600
 _SVG_MOST_PX = 24_000
@@ -39,12 +36,9 @@ def export(simulation: Simulation, form: Export) -> TextFile:
     """Export a simulated plan as a file."""
     stem = stem_of(simulation.plan)
     if form is Export.TRACE:
-        return TextFile(f"{stem}.trace.json", "application/json", render_trace([Timeline.planned(simulation)], slots(simulation)))
+        return TextFile(f"{stem}.trace.json", "application/json", plan_trace(simulation))
     width = max(_SVG_WIDTH_PX, min(_SVG_MOST_PX, _PX_PER_PASS * max(map(len, simulation.rows))))
-    subtitle = "; ".join([measures(simulation), *lengths(simulation)[:1]])
-    name = headline(simulation.plan, title(simulation.plan.schedule))
-    panel = Panel.of_ops(simulation.rows, notes=slot_notes(simulation))
-    svg = render_svg([panel], title=name, subtitle=subtitle, width_px=width)
+    svg = plan_svg(simulation, title(simulation.plan.schedule), width_px=width)
     return TextFile(f"{stem}.svg", "image/svg+xml", svg)
 
 

@@ -16,6 +16,7 @@ from megatron.zerobubble.plan.costs.links import Links
 from megatron.zerobubble.plan.costs.microbatch_costs import check_tokens
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.registry import build_plan, schedule_info
+from megatron.zerobubble.plan.render.plan_summary import slots
 from megatron.zerobubble.plan.simulate import Simulation, simulate
 from megatron.zerobubble.playground.limits import MAX_TIME_MS, number, whole
 
@@ -143,11 +144,6 @@ def attention_share(costs: CostModel) -> float | None:
 
 def drawn_slots(plan: Plan, costs: CostModel) -> dict[str, list[int]] | None:
     """Per slot of a plan the index of its microbatch in the data, and its tokens if they are known; None if all are equal."""
-    every = costs.per_microbatch
-    if every is None and not plan.assignment:
-        return None
-    indices = [plan.batch_index(slot) for slot in range(plan.num_microbatches)]
-    return {
-        "indices": indices,
-        "tokens": [every.tokens[index] for index in indices] if every is not None and every.tokens else [],
-    }
+    found = slots(plan, costs)
+    tokens = [slot["tokens"] for slot in found if "tokens" in slot]
+    return {"indices": [slot["data_microbatch"] for slot in found], "tokens": tokens} if found else None

@@ -7,13 +7,11 @@ from typing import Any
 
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.messages import parse_json, quoted
-from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.links import Links
 from megatron.zerobubble.plan.ir import FORMATS as PLAN_FORMATS
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.planner import Result
-from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.validate import validate
 from megatron.zerobubble.playground.drawing import Drawing, draw_plan, draw_recorded
 from megatron.zerobubble.playground.length_fields import as_it_came, attention_share
@@ -83,9 +81,7 @@ def plan_result(text: str | bytes, body: Mapping[str, Any]) -> Result:
     validate(plan)
     given = body.get("costs")
     costs = CostModel.uniform(plan.placement) if given is None else read_stages(given)
-    simulation = simulate(plan, costs)
-    bound = lower_bound(plan.placement, plan.num_microbatches, costs, max(simulation.peak_memory))
-    return Result(simulation, bound)
+    return Result.of(plan, costs)
 
 
 def _open_report(given: Mapping[str, Any]) -> Opened:

@@ -2,17 +2,39 @@
 
 A send or receive on NCCL is a kernel that spins until the other rank's kernel runs. Its blocks (CTAs) take streaming
 multiprocessors from the GEMMs beside it, and where all of these are busy it starts late, and with it the next op of another rank.
-A high priority lets its blocks start first; a limit of CTAs bounds what they take.
+A high priority lets its blocks start first; a limit of CTAs bounds what they take: docs/benchmarks/gpu_model.md has a model of
+it, not run on a GPU.
 """
 
 from __future__ import annotations
 
+import logging
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["link_group"]
+__all__ = ["chosen_ctas", "link_group"]
+
+_ON_ONE_HOST = 4
+"""Most CTAs of a transfer on NVLink, by default. NCCL takes up to 16 for a large message."""
+
+_log = logging.getLogger(__name__)
+
+
+def chosen_ctas(given: int | None, *, is_one_host: bool) -> int | None:
+    """Most CTAs of a transfer; None leaves it to NCCL. A number that NCCL changes is logged.
+
+    Args:
+        given: the user's; None: the default.
+        is_one_host: whether all ranks are on one host. Between hosts NCCL takes a few per NIC.
+    """
+    if given is None:
+        return _ON_ONE_HOST if is_one_host else None
+    if given & (given - 1):
+        used = 1 << given.bit_length()
+        _log.warning("--zero-bubble-p2p-max-ctas is %d, no power of two: NCCL takes %d CTAs for a transfer", given, used)
+    return given
 
 
 def link_group(*, timeout: timedelta | None, max_ctas: int | None) -> dist.ProcessGroup | None:

@@ -6,8 +6,7 @@ from megatron.zerobubble.errors import DataError
 from megatron.zerobubble.flags.targets import Target, check_targets
 from megatron.zerobubble.training.config import schedule
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.data.corpus import read_corpus_info, split_documents
-from megatron.zerobubble.training.data.index import DatasetIndex, check_dataset, file_bytes
+from megatron.zerobubble.training.data.index import DatasetIndex, check_dataset, split_documents
 
 __all__ = ["check_settings"]
 
@@ -22,8 +21,7 @@ def check_settings(settings: Settings, *, is_first: bool = True) -> None:
 
     Raises:
         ConfigError: flags contradict each other, do not fit the number of ranks, or name a file that cannot be written.
-        DataError: the dataset is missing or damaged, has a split without documents, or was made with another tokenizer or
-            vocabulary.
+        DataError: the dataset is missing or damaged, or has a split without documents.
         CheckpointError: the checkpoint to load does not exist.
     """
     model, parallel, zero_bubble, data = settings.model, settings.parallel, settings.zero_bubble, settings.data
@@ -38,8 +36,8 @@ def check_settings(settings: Settings, *, is_first: bool = True) -> None:
     settings.moe.check(model, parallel, zero_bubble, world_size=settings.world_size)
     settings.fp8.check(model, settings.precision)
     data.check_documents(settings.optim)
-    data.check_lengths(model, settings.moe, parallel, zero_bubble)
-    data.check_packing(model, settings.mla, parallel, micro_batch_size=settings.batch.micro_batch_size)
+    data.check_lengths(settings.moe, parallel, zero_bubble)
+    data.check_packing(model, settings.mla, parallel)
     settings.optim.check(parallel, train_iters=settings.run.train_iters)
     settings.optim.check_sharding(parallel, model, zero_bubble, ranks=settings.gradient_reduction_size)
     check_data(settings, reads_all=is_first)
@@ -53,14 +51,13 @@ def written(settings: Settings) -> list[Target]:
     """The files and directories that a run writes."""
     return [
         Target("--save", settings.checkpoint.save),
-        Target("--metrics-jsonl", settings.logging.metrics_jsonl, is_file=True),
-        Target("--data-cache-path", settings.data.data_cache_path, is_also_read=True),
+        Target("--metrics-jsonl", settings.run.metrics_jsonl, is_file=True),
         *settings.zero_bubble.written,
     ]
 
 
 def check_data(settings: Settings, *, reads_all: bool) -> None:
-    """Raise unless the dataset is whole, was made with the tokenizer of the run, and every split that is read has samples.
+    """Raise unless the dataset is whole, and every split that is read has samples.
 
     Args:
         settings: the flags.
@@ -70,10 +67,6 @@ def check_data(settings: Settings, *, reads_all: bool) -> None:
     if prefix is None:
         return
     index = check_dataset(prefix, reads_all=reads_all)
-    info = read_corpus_info(prefix)
-    if info is not None:
-        info.check_matches(settings.tokenizer.tokenizer_type, settings.tokenizer.known_vocab_size)
-        info.check_index(index, bin_bytes=file_bytes(index.bin_path))
     splits = split_documents(index.num_sequences, settings.data.split_weights)
     _check_splits(settings, prefix, splits)
     if reads_all and settings.data.reads_documents:

@@ -94,8 +94,6 @@ def choose_device(settings: Settings, launch: Launch) -> HostDevice:
                 f"machine with {torch.cuda.device_count()} GPUs; with gloo ranks share a GPU or use the CPU"
             )
         torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
-    if backend == "gloo" and settings.parallel.ddp_average_in_collective:
-        raise ConfigError("--ddp-average-in-collective: gloo sums and cannot average; leave it out, gradients are scaled instead")
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[settings.precision.name]
     if not computes(dtype, host.device):
         raise ConfigError(

@@ -1,15 +1,16 @@
 """`pretrain`: from checked settings to a trained model.
 
 Phases, in order: choose the device; join the job; make process groups; build the datasets and the model; load a checkpoint;
-iterate; evaluate; save; log a summary. User errors that need no other rank are reported before the process group is initialized.
+iterate; evaluate; save; log the pipeline's report. User errors that need no other rank are reported before the process group is
+initialized.
 """
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from megatron.zerobubble.job.exit import exit_with_error
 from megatron.zerobubble.job.failure import JobGuard
 from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.job.rendezvous import announce_exit, connect
-from megatron.zerobubble.job.watchdog import watchdog
+from megatron.zerobubble.job.watchdog import Watchdog
 from megatron.zerobubble.mcore.compat import destroy_model_parallel
 from megatron.zerobubble.profiling.marks import Marks
 from megatron.zerobubble.runtime.watch import Watch
@@ -35,7 +36,6 @@ from megatron.zerobubble.training.data.microbatch_lengths import num_tokens
 from megatron.zerobubble.training.data.samples import Datasets, build_datasets, chunk_iterators, chunk_reads
 from megatron.zerobubble.training.data.token_ids import check_small_dataset
 from megatron.zerobubble.training.early_exit import EarlyExit
-from megatron.zerobubble.training.garbage import collecting_by_hand
 from megatron.zerobubble.training.initialize import (
     Job,
     choose_device,
@@ -43,8 +43,7 @@ from megatron.zerobubble.training.initialize import (
     set_up_logging,
 )
 from megatron.zerobubble.training.metrics.logger import MetricsLogger
-from megatron.zerobubble.training.metrics.progress_line import IterationRecord
-from megatron.zerobubble.training.metrics.run_summary import description, summary_lines
+from megatron.zerobubble.training.metrics.progress_line import IterationRecord, description, schedule_name
 from megatron.zerobubble.training.same_settings import check_same_settings, values_of
 from megatron.zerobubble.training.setup import build_training_state
 from megatron.zerobubble.training.step import ForwardStepProvider, ModelProvider, StepResult, Trainer, TrainingState, evaluate
@@ -112,9 +111,9 @@ def pretrain(
         values = values_of(settings, launch)
     except UserError as error:
         leave(error, before_exit=partial(announce_exit, launch))
-    timeout_minutes = settings.parallel.distributed_timeout_minutes
+    timeout_s = 60.0 * settings.parallel.distributed_timeout_minutes
     try:
-        connection = connect(launch, timeout_s=60.0 * timeout_minutes)
+        connection = connect(launch, timeout_s=timeout_s)
         check_same_settings(values, settings, launch, connection)
     except UserError as error:
         leave(error)
@@ -122,7 +121,9 @@ def pretrain(
     world_size = 0 if settings.watchdog_s is None else launch.world_size
     guard = JobGuard(connection.of(), launch.rank, error_file=launch.error_file, world_size=world_size)
     guard.doing = watch.last
-    dog = watchdog(launch, connection.of(), watch, limit_s=settings.watchdog_s, timeout_minutes=timeout_minutes)
+    dog: AbstractContextManager[object] = nullcontext()
+    if settings.watchdog_s is not None:
+        dog = Watchdog(watch, connection.of(), launch, limit_s=settings.watchdog_s, timeout_s=timeout_s)
     with guard, watch.phase("is between two phases"), dog:
         with watch.phase("joins the job"):
             job = join_job(settings, launch, host, connection=connection, watch=watch)
@@ -155,8 +156,7 @@ class _Run:
         self.settings = training_state.settings
         self.job = job
         self.reads_by_chunk = [chunk_reads(chunk, training_state.settings) for chunk in training_state.chunks]
-        reads, is_first = any(self.reads_by_chunk), job.launch.local_rank == 0
-        self.datasets: Datasets = build_datasets(self.settings, tokenizer, reads=reads, is_first_of_host=is_first)
+        self.datasets: Datasets = build_datasets(self.settings, tokenizer, reads=any(self.reads_by_chunk))
         run = self.settings.run
         self.early_exit = EarlyExit(job.store, handles_signal=run.exit_signal_handler, after_minutes=run.exit_duration_in_mins)
         self.run_id = job.attempt.job
@@ -170,16 +170,15 @@ class _Run:
         evaluates = run.eval_iters > 0
         self.actions = (
             _Action(self._evaluate, interval=run.eval_interval if evaluates else None, at_end=evaluates),
-            _Action(self.metrics.log, interval=self.settings.logging.log_interval, at_end=True),
+            _Action(self.metrics.log, interval=self.settings.run.log_interval, at_end=True),
             _Action(self._save, interval=self.settings.checkpoint.save_interval),
-            _Action(gc.collect, interval=run.manual_gc_interval or None),
         )
 
     def run(self) -> None:
-        """Iterate, evaluate, save, log a summary."""
+        """Iterate, evaluate, save, log the pipeline's report."""
         _log.info("%s", description(self.settings, on_cpu=self.job.host.enabled))
         phase = self.job.watch.phase
-        with collecting_by_hand(is_manual=self.settings.run.manual_gc), phase("trains, between the passes of two iterations"):
+        with phase("trains, between the passes of two iterations"):
             self._train()
         with phase("ends the run"):
             self._end()
@@ -189,7 +188,9 @@ class _Run:
             self._evaluate()  # nothing was trained
         self._save()
         self.engine.write_plan()
-        self._summarize()
+        self.engine.report()
+        self.engine.show_balance()
+        _log.info("done: %d iterations, schedule: %s", self.progress.iteration, schedule_name(self.settings))
         self.metrics.close()
         self.early_exit.close()
         self.training_state.close()
@@ -210,7 +211,7 @@ class _Run:
 
     def _iterate(self, data_iterator: Any) -> None:
         settings = self.settings
-        self.engine.begin(num_microbatches=settings.num_microbatches, micro_batch_size=settings.batch.micro_batch_size)
+        self.engine.begin(num_microbatches=settings.num_microbatches, micro_batch_size=settings.data.micro_batch_size)
         begin = self.marks.now()
         results = self.trainer.iterate(data_iterator)
         end = self.marks.now()
@@ -248,8 +249,6 @@ class _Run:
         """Evaluate, unless little time is left. Always on the same samples, so that validation losses are comparable."""
         if self.early_exit.is_urgent:
             return
-        if self.settings.run.manual_gc:
-            gc.collect()
         with self.job.watch.phase("evaluates, between two passes"):
             loss = evaluate(self.training_state, self._iterators(self.datasets.valid, consumed=0))
         self.progress.evaluated_iteration = self.progress.iteration
@@ -291,22 +290,6 @@ class _Run:
             rank=parallel_state.get_data_parallel_rank(),
             on_gpu=not self.job.host.enabled,
         )
-
-    def _summarize(self) -> None:
-        """Log the pipeline's report and, as the last thing, a table of the run. All ranks must call this."""
-        replanner, seen = self.engine.replanner, self.engine.report()
-        memory = None if replanner is None else replanner.memory
-        self.engine.show_balance()
-        lines = summary_lines(
-            self.settings,
-            self.metrics.totals,
-            iteration=self.progress.iteration,
-            seen=seen,
-            memory=memory,
-            on_cpu=self.job.host.enabled,
-        )
-        for line in lines:
-            _log.info("%s", line)
 
 
 def _tear_down(job: Job) -> None:

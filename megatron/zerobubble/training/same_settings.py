@@ -21,7 +21,7 @@ from megatron.zerobubble.training.initialize import resolved_backend
 
 __all__ = ["BY_CONTENT", "GIVEN_OR_NOT", "PER_HOST", "check_same_settings", "values_of"]
 
-PER_HOST = frozenset({"data_cache_path", "num_workers", "mmap_bin_files", "distributed_backend"})
+PER_HOST = frozenset({"num_workers", "distributed_backend"})
 """Fields that may differ between hosts: how a host reads the same samples; and of the backend the one that is chosen counts."""
 
 GIVEN_OR_NOT = frozenset({"save", "load", "metrics_jsonl", "zero_bubble_save_plan", "zero_bubble_trace"})

@@ -299,7 +299,7 @@ def run_passes(
                 model=training_state.chunks,
                 num_microbatches=num_microbatches or settings.num_microbatches,
                 seq_length=settings.model.seq_length,
-                micro_batch_size=settings.batch.micro_batch_size,
+                micro_batch_size=settings.data.micro_batch_size,
                 decoder_seq_length=settings.model.seq_length,
                 forward_only=forward_only,
             )

@@ -7,6 +7,7 @@ added to it, where ZeRO-1 adds all microbatches first: the sums differ by roundi
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -14,14 +15,15 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.zerobubble.mcore.ddp import zero2
-from megatron.zerobubble.mcore.ddp.zero2 import ShardedGradientsDDP
+from megatron.zerobubble.mcore.ddp import wrap, zero2
+from megatron.zerobubble.mcore.ddp.zero2 import Reductions, ShardedGradientsDDP
 from megatron.zerobubble.mcore.state_memory import state_bytes
 from megatron.zerobubble.plan.ir import OpKind
 from megatron.zerobubble.plan.registry import known_schedules
 from megatron.zerobubble.plan.timeline import Activity
 from tests.optimizer.support import BASE, Scenario
 from tests.optimizer.support import compare as compare_optimistic
+from tests.support.fake_nccl.communicators import Communicator
 from tests.support.fake_nccl.engine import FakeNcclError
 from tests.support.fake_nccl.megatron import run_megatron
 from tests.support.fake_nccl.tracing import TracedOps
@@ -80,9 +82,22 @@ def test_the_same_training_as_zero1(four_ranks: RankPool, case: Case, group_size
         assert min(expected) > 0.0
 
 
+class _Counted(Reductions):
+    """Counts the bytes of full buckets that are reduced, and the most of them, with their parts, when a reduction starts."""
+
+    reduced = peak = 0
+
+    def started(self, reduction: Any) -> None:
+        """Count."""
+        super().started(reduction)
+        self.reduced += reduction.full.nbytes
+        self.peak = max(self.peak, sum(each.full.nbytes + each.part.nbytes for each in self._in_flight))
+
+
 def _measure(rank: int, case: Case) -> list[tuple[int, int, int, int]]:
     """Per chunk: bytes of ZeRO-1's buffer, persistent bytes, peak of full buckets, and bytes reduced per iteration."""
-    trainer = Trainer(case)
+    with mock.patch.object(wrap, "Reductions", _Counted):
+        trainer = Trainer(case)
     trainer.train()
     results = []
     for chunk in trainer.built.chunks:
@@ -90,9 +105,10 @@ def _measure(rank: int, case: Case) -> list[tuple[int, int, int, int]]:
         assert all(buffer.grad_data.untyped_storage().nbytes() == 0 for buffer in chunk.buffers)
         buffer_bytes = sum(buffer.grad_data.nbytes for buffer in chunk.buffers)
         weights_bytes = sum(buffer.param_data.nbytes for buffer in chunk.buffers)
-        assert state_bytes([chunk], None) == weights_bytes + chunk.persistent_bytes
-        reduced = chunk.reductions.reduced_bytes // trainer.case.num_steps
-        results.append((buffer_bytes, chunk.persistent_bytes, chunk.reductions.peak_bytes, reduced))
+        counted = chunk.reductions
+        assert isinstance(counted, _Counted)
+        persistent_bytes = state_bytes([chunk], None) - weights_bytes
+        results.append((buffer_bytes, persistent_bytes, counted.peak, counted.reduced // trainer.case.num_steps))
     trainer.close()
     return results
 
@@ -192,6 +208,21 @@ def test_every_schedule_trains_the_same_in_every_order(name: str, seed: int) -> 
         assert ours.losses == theirs.losses
         assert ours.grad_norms == theirs.grad_norms
         assert all(torch.equal(weight, theirs.weights[name]) for name, weight in ours.weights.items())
+
+
+def test_nothing_is_connected_inside_passes() -> None:
+    """Each collective's algorithm has been used before, at the size that passes have."""
+    inside, connect = [], Communicator.connect
+
+    def watched(self: Communicator, place: int, kind: str, tensors: Any) -> None:
+        before = len(self._connected)
+        connect(self, place, kind, tensors)
+        if len(self._connected) > before and any(frame.filename.endswith("executor.py") for frame in inspect.stack(0)):
+            inside.append((self.name, kind))
+
+    with mock.patch.object(Communicator, "connect", watched):
+        run_megatron(4, train, replace(ZERO1_ON_FAKE_NCCL, shard_gradients=2), seed=0)
+    assert inside == []
 
 
 def _add_without_waiting(self: Any) -> None:

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.deep_ep import Buffer, deep_ep
-from tests.support.gpt import Difference, assert_near, assert_same_bits, compare, grown_by_op, refusal
+from tests.support.gpt import assert_near, assert_same_bits, compare, grown_by_op, refusal
 from tests.support.hybrid import HAS_HYBRID_MODEL, WHY_NOT, HybridCase, case
 from tests.support.moe import ZB_H2, ZBV, MoeCase
 from tests.support.mtp import ZB_H2 as MTP_ZB_H2
@@ -84,32 +83,10 @@ def test_same_bits_on_tensor_parallel_ranks(four_ranks: RankPool, base: MoeCase,
 @pytest.mark.sampled(0.5)
 def test_expert_parallel(four_ranks: RankPool, base: MoeCase, dispatcher: str) -> None:
     """Two replicas with different data, and half of the experts each. The reference has four, so that the mean over the replicas
-    is summed in another order: 1e-6. Adam gets a large epsilon, as in `test_data_parallel_2`."""
+    is summed in another order: 1e-6. Adam gets a large epsilon: with the usual one it would blow a last-bit
+    difference of a tiny gradient up to a whole step."""
     case = replace(base, expert_parallel=2, dispatcher=dispatcher, different_data=True, adam_eps=1.0, shared=True)
     assert_near(four_ranks.run(compare, case), case, 1e-6)
-
-
-def _compare_flex(rank: int, case: MoeCase, reference: MoeCase) -> Difference:
-    with deep_ep():
-        difference = compare(rank, case, reference)
-        assert Buffer.num_calls > 0
-        return difference
-
-
-@pytest.mark.claims(
-    "Layers",
-    "the flex dispatcher with DeepEP (`moe_token_dispatcher_type` flex), whose buffer is a double: ZBV and ZB-H2 with "
-    "expert parallelism 2, with recomputation",
-    "works, 1e-6 of the all-to-all dispatcher; **DeepEP, HybridEP and NCCL EP never run** ([what their sources "
-    "say](adr/0013-mixture-of-experts.md))",
-)
-@pytest.mark.parametrize("features", [{}, {"recompute": "full"}], ids=["", "recompute"])
-@pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=lambda case: case.schedule)
-@pytest.mark.sampled(0.5)
-def test_the_flex_dispatcher_trains_as_the_all_to_all_one(four_ranks: RankPool, base: MoeCase, features: dict[str, Any]) -> None:
-    """Without a pipeline there are four replicas instead of two, and experts get their tokens in another order: 1e-6."""
-    case = replace(base, expert_parallel=2, dispatcher="flex", different_data=True, adam_eps=1.0, shared=True, **features)
-    assert_near(four_ranks.run(_compare_flex, case, replace(case.unpipelined, dispatcher="alltoall")), case, 1e-6)
 
 
 def test_gradients_of_experts_come_in_w_and_those_of_routers_in_b(four_ranks: RankPool) -> None:

@@ -22,6 +22,7 @@ from megatron.zerobubble.plan.registry import schedule_spec
 from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumulate
 from megatron.zerobubble.wgrad.store import WeightGradStore
 from tests.mcore.test_zb_schedules import _gemms_per_op
+from tests.support.after_each_op import after_each_op
 from tests.support.gpt import Case, Trainer
 from tests.support.ranks import RankPool
 
@@ -275,7 +276,7 @@ def _forwards_per_op(rank: int, case: Case) -> list[tuple[Op, list[int]]]:
         seen.append((op, [counts.pop(layer.layer_number, 0) for layer in layers]))
         assert not counts, "a layer of another stage ran"
 
-    trainer.schedule.hooks.observe = observe
+    after_each_op(trainer.schedule, observe)
     trainer.forward_backward(0)
     trainer.close()
     return seen

@@ -117,6 +117,16 @@ def test_other_chunks_are_named_with_what_they_would_take() -> None:
     assert chunk_advice(plan, layers, slow, options) is None, "twice the messages take 38 ms of every 24"
 
 
+def test_interleaved_1f1b_above_the_memory_limit_is_named_where_w_is_small() -> None:
+    """As with long sequences: attention has no W."""
+    plan = build_plan("zbv", num_ranks=4, num_microbatches=8)
+    layers = StageLayers.spread(16, plan.placement)
+    costs = CostModel.uniform(plan.placement, forward_ms=24.0, backward_ms=40.0, wgrad_ms=6.0)
+    line = chunk_advice(plan, layers, costs, SearchOptions(memory_limit=1.0, objective=Objective.MAKESPAN, budget=1e4))
+    assert line is not None
+    assert re.search(r"with 1\.19 of 1F1B's activation memory interleaved-1f1b with 4 virtual stages .*attention has no W", line)
+
+
 def test_layers_of_several_kinds_have_costs_of_their_own() -> None:
     """Four dense layers before four with experts, three times as slow: even stages that look alike would hide it."""
     model = Model(

@@ -23,6 +23,7 @@ from megatron.zerobubble.mcore.post_validation.token_count import TokenCount
 from megatron.zerobubble.plan.ir import OpKind
 from megatron.zerobubble.runtime.watch import Watch
 from tests.optimizer.support import BASE
+from tests.support.after_each_op import after_each_op
 from tests.support.gpt import Case, Trainer, _destroy_groups
 from tests.support.ranks import RankPool
 
@@ -85,6 +86,8 @@ def record(name: str, loss: float, *, layer_number: int) -> None:
 @pytest.mark.usefixtures("_no_router_losses")
 def test_everything_is_restored() -> None:
     chunk = torch.nn.BatchNorm1d(2)
+    chunk.fp8_meta = {"scaling_fwd": SimpleNamespace(scale=torch.ones(2), amax_history=torch.zeros(1, 2))}  # type: ignore[assignment]
+    history = chunk.fp8_meta["scaling_fwd"].amax_history  # type: ignore[union-attr,operator,index]
     iterator = Replayed(iter(range(5)))
     record("known", 2.0, layer_number=1)
     rewind = Rewind([iterator, None], [chunk])
@@ -93,13 +96,17 @@ def test_everything_is_restored() -> None:
         taken = [next(iterator), next(iterator)]
         drawn = torch.rand(4, 2)
         chunk(drawn)
+        history[0, 0] = float("nan")  # of an input, after a step that went wrong
         record("known", 5.0, layer_number=1)
         record("new", 7.0, layer_number=2)
         return taken, float(drawn.sum())
 
     first = forwards()
     written = {name: buffer.clone() for name, buffer in chunk.named_buffers()}
+    rewind.before_step()
+    history[0, 1] = 3.0  # of a weight in FP8, from the step that is done again
     rewind.rewind()
+    assert history.tolist() == [[0.0, 3.0]]
     assert int(chunk.num_batches_tracked) == 0
     assert router_loss_sums()["known"].tolist() == [2.0, 0.0]
     assert router_loss_sums()["new"].tolist() == [0.0, 0.0]
@@ -139,7 +146,7 @@ def _first_rank_steps_first(rank: int, case: Case) -> list[str | None]:
         if pipeline_rank == slowest and op == last_op:
             store.wait([f"{case} {iteration} {replica}" for replica in range(4 // case.num_ranks)], PATIENCE)
 
-    schedule.hooks.observe = wait
+    after_each_op(schedule, wait)
     watch = schedule.hooks.watch = Watch(torch.device("cpu"))
     total, reported = TokenCount.total, []
 

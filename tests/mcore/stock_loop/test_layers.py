@@ -251,6 +251,12 @@ def _train(rank: int, flags: str, schedule: str | None, given: dict[str, Any]) -
 
 
 @pytest.mark.claims(
+    "Your own script",
+    "in a loop of your own: process groups and a communicator in every call, as Megatron-Bridge passes them: ZB-H1, ZB-H2, "
+    "ZBV, losses and gradients",
+    "works, bit for bit",
+)
+@pytest.mark.claims(
     "Planning and measuring",
     "`install` of ZBV, V-Half and ZB-W with layouts as lists, objects and text, `m` in the last stage, "
     "`account_for_*_in_pipeline_split`, `num_layers_in_first/last_pipeline_stage`, 6 layers on 4 stages; ZB-H1, ZB-H2 and "
@@ -260,7 +266,7 @@ def _train(rank: int, flags: str, schedule: str | None, given: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("flags", "schedule", "given"),
     [
-        (CHUNKS, "zbv", {}),
+        (f"{CHUNKS} --calculate-per-token-loss", "zbv", {}),
         (f"{CHUNKS} --tie-embeddings-and-output-weights", "zbv", {EMBEDDING: True, LOSS: True}),
         (CHUNKS, "v-half", {"pipeline_model_parallel_layout": _listed([0, 3, 2, 1])}),
         (f"{TWO} --virtual-pipeline-model-parallel-size 4", "zb-w", {}),
@@ -271,7 +277,7 @@ def _train(rank: int, flags: str, schedule: str | None, given: dict[str, Any]) -
         (CHUNKS, "zb-interleaved", {"pipeline_model_parallel_layout": "E|ttt|tt|tL"}),
     ],
     ids=[
-        "default",
+        "per-token",
         "accounted-tied",
         "list",
         "zb-w",
@@ -287,7 +293,7 @@ def test_the_losses_and_gradients_of_an_even_model(
     four_ranks: RankPool, flags: str, schedule: str, given: dict[str, Any]
 ) -> None:
     """Bit for bit those of megatron-core's 1F1B with three layers per rank: a layer has the same weights wherever it is."""
-    plain = " ".join([TWO, *(flag for flag in flags.split() if flag.startswith("--tie"))])
+    plain = " ".join([TWO, *(flag for flag in flags.split() if flag.startswith(("--tie", "--calculate")))])
     expected = merged(four_ranks.run(_train, plain, None, {}))
     actual = merged(four_ranks.run(_train, flags, schedule, given))
     assert actual.pop("results") == expected.pop("results") != [[]] * 4

@@ -1,6 +1,5 @@
-"""The lower bound: below every plan, tight for the closed forms, and compared with an exact solver on small instances."""
+"""The lower bound: below every plan, tight for the closed forms, and compared with exact optima of small instances."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -16,7 +15,6 @@ from megatron.zerobubble.plan.search.search import search
 from megatron.zerobubble.plan.search.search_options import SearchOptions, smallest_memory
 from megatron.zerobubble.plan.simulate import simulate
 from tests.plan import optima
-from tests.plan.exact import optimum
 from tests.plan.search.test_search import COMPILED, problems
 
 pytestmark = pytest.mark.claims(
@@ -133,12 +131,16 @@ def test_no_optimum_is_below_the_bound() -> None:
     assert tight >= 0.6 * len(known), f"{tight} of {len(known)}"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("index", range(0, 60, 15))
-def test_the_optima_are_what_the_solver_finds(index: int) -> None:
-    pytest.importorskip("ortools")
+@pytest.mark.skipif(not COMPILED, reason="takes the compiled core")
+@pytest.mark.parametrize("index", range(0, 155, 5))
+@pytest.mark.sampled(0.2)
+def test_a_search_finds_the_optimum_within_2_percent(index: int) -> None:
     instance = optima.read()[index]
-    assert optima.solved(instance, seconds=60) == instance
+    assert instance.optimum is not None
+    objective, costs = Objective(instance.objective), instance.costs()
+    options = SearchOptions(memory_limit=instance.limit, objective=objective, budget=3e7)
+    found = objective.of(simulate(search("x", instance.stages(), instance.num_microbatches, costs, options), costs))
+    assert instance.optimum * (1 - 1e-6) <= found <= 1.02 * instance.optimum
 
 
 V_MIN = CostModel.uniform(
@@ -202,39 +204,3 @@ def test_a_plan_is_proven_to_be_the_best(
     )
     plan = build_plan("zbv", num_ranks=p, num_microbatches=m, costs=costs, options=SearchOptions(memory_limit=limit, budget=3e7))
     assert simulate(plan, costs).span_ms == pytest.approx(lower_bound(placement, m, costs, limit).span_ms, rel=1e-8)
-
-
-@pytest.mark.skipif(not COMPILED, reason="takes the compiled core")
-@pytest.mark.parametrize("objective", list(Objective))
-@pytest.mark.parametrize(
-    ("placement", "m", "times", "limit"),
-    [
-        (Placement.linear(2), 4, (2, 2, 1), 1.0),
-        (Placement.linear(3), 4, (3, 2, 2), 1.0),
-        (Placement.linear(3), 3, (2, 3, 1), 2 / 3),
-        (Placement.v(2), 3, (4, 4, 2), 1.0),
-        pytest.param(Placement.v(2), 4, (4, 6, 2), 0.75, marks=pytest.mark.slow),
-        (Placement.loop(2, 2), 3, (4, 4, 2), 1.0),
-    ],
-)
-@pytest.mark.sampled(0.34)
-def test_against_the_exact_solver(
-    placement: Placement, m: int, times: tuple[int, int, int], limit: float, objective: Objective
-) -> None:
-    """The optimum lies between the bound and what the search finds, and the search is within 2 % of it."""
-    pytest.importorskip("ortools")
-    costs = CostModel.uniform(
-        placement,
-        forward_ms=times[0],
-        backward_ms=times[1],
-        wgrad_ms=times[2],
-        comm_ms=1,
-        activation_after_backward=0.5,
-    )
-    best = optimum(placement, m, costs, limit, makespan=objective is Objective.MAKESPAN)
-    assert best is not None, "it takes longer than a minute"
-    bound = lower_bound(placement, m, costs, limit)
-    plan = search("x", placement, m, costs, SearchOptions(memory_limit=limit, objective=objective, budget=3e7))
-    found = objective.of(simulate(plan, costs))
-    assert math.floor(objective.of(bound)) <= best <= found + 1e-6
-    assert found <= 1.02 * best

@@ -28,6 +28,7 @@ from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.simulate import memory_over_time, peak_memory, simulate
 from megatron.zerobubble.plan.transforms import first_microbatches
 from megatron.zerobubble.plan.validate import validate
+from tests.support.plans import text_of
 
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zbv", "v-half")
 
@@ -142,7 +143,7 @@ def test_two_microbatches_by_hand() -> None:
     costs = CostModel.of_microbatches(
         LengthModel.of(CostModel.uniform(plan.placement), tokens=100, squares=1e4).costs([100, 200]), links=links
     )
-    assert plan.to_text() == "0F0 0F1 0B0 0W0 0B1 0W1\n1F0 1B0 1F1 1B1 1W0 1W1"
+    assert text_of(plan) == "0F0 0F1 0B0 0W0 0B1 0W1\n1F0 1B0 1F1 1B1 1W0 1W1"
     simulation = simulate(plan, costs)
     assert [(start, end) for _, start, end in simulation.rows[0]] == [
         (0, 1),

@@ -1,8 +1,7 @@
-"""The bound over all layouts: against all assignments of layers, and the optimum over all partitions, placements and orders."""
+"""The bound over all layouts: against all assignments of layers, and plans of all partitions and placements."""
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import math
 from collections.abc import Iterator
@@ -19,7 +18,6 @@ from megatron.zerobubble.plan.partition.layout_bound import bound_over_layouts
 from megatron.zerobubble.plan.search.search import search
 from megatron.zerobubble.plan.search.search_options import SearchOptions, check_memory_limit
 from megatron.zerobubble.plan.simulate import simulate
-from tests.plan.exact import optimum
 
 pytestmark = pytest.mark.claims(
     "Planning and measuring",
@@ -28,8 +26,6 @@ pytestmark = pytest.mark.claims(
     "works",
     also=("mcore/planning/test_layers_file.py", "training/test_runs.py"),
 )
-
-has_solver = pytest.mark.skipif(importlib.util.find_spec("ortools") is None, reason="takes OR-tools")
 
 
 def part(forward: float, backward: float, wgrad: float, *, held: float = 4, kept: float = 2, static: float = 0) -> LayerCosts:
@@ -44,7 +40,7 @@ def part(forward: float, backward: float, wgrad: float, *, held: float = 4, kept
 
 
 def random_model(random: Random, num_layers: int, *, comm_ms: float = 0.0) -> Model:
-    """Whole milliseconds, so that constraint programming can solve it."""
+    """Whole milliseconds, so that sums are often equal."""
 
     def cost() -> LayerCosts:
         return part(*(random.randint(1, 3) for _ in range(3)))
@@ -200,28 +196,3 @@ def test_no_plan_found_is_below_the_bound(seed: int) -> None:
     assert bound.span_ms <= least[Objective.SPAN]
     assert bound.makespan_ms <= least[Objective.MAKESPAN]
     assert bound.makespan_ms >= 0.7 * least[Objective.MAKESPAN]  # a bound of nothing would pass, too
-
-
-@has_solver
-@pytest.mark.parametrize(
-    ("seed", "m", "memory", "makespan"),
-    [(7, 3, None, False), (7, 3, None, True), (8, 3, 12.0, True), (9, 2, 9.0, True)],
-)
-def test_the_optimum_over_all_layouts_is_not_below_the_bound(seed: int, m: int, memory: float | None, makespan: bool) -> None:
-    """Every partition, empty stages too, on every placement, with 16 bytes of activations in all. (A proof of the optimal span
-    under a memory limit takes a minute.)"""
-    random = Random(seed)
-    model = random_model(random, 3, comm_ms=1.0)
-    bound = bound_over_layouts(model, 2, m, memory)
-    best = math.inf
-    for placement in [*placements(2), Placement.loop(2, 3), Placement.w(2)]:
-        for counts in all_partitions(3, placement.num_stages):
-            layout = Layout(model=model, placement=placement, per_stage=counts)
-            if layout.bottleneck_ms * m >= best:
-                continue
-            stages = layout.stage_costs(m, memory)
-            limit = 100.0 if stages.memory_limit is None else stages.memory_limit
-            found = optimum(placement, m, stages.costs, limit, makespan=makespan, at_most=best - 1)
-            best = best if found is None else found
-    least = bound.makespan_ms if makespan else bound.span_ms
-    assert 0.7 * best <= least <= best < math.inf

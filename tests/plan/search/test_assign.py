@@ -30,6 +30,7 @@ from megatron.zerobubble.plan.search.search import best_core
 from megatron.zerobubble.plan.search.search_options import SearchOptions, smallest_memory
 from megatron.zerobubble.plan.simulate import peak_memory, simulate
 from megatron.zerobubble.plan.validate import validate
+from tests.support.plans import plan_of_text
 
 pytestmark = pytest.mark.claims(
     "Planning and measuring",
@@ -211,7 +212,7 @@ def test_a_fixed_order_that_fits_with_no_assignment_is_refused() -> None:
 
 
 def test_plans_with_fused_and_split_backwards_are_refused() -> None:
-    plan = Plan.from_text("0F0 0BW0 0F1 0B1 0W1", schedule="mixed", placement=Placement.linear(1), num_microbatches=2)
+    plan = plan_of_text("0F0 0BW0 0F1 0B1 0W1", schedule="mixed", placement=Placement.linear(1), num_microbatches=2)
     with pytest.raises(PlanError, match="fused and split"):
         assign([plan], of_lengths(plan.placement, [1, 2]), SearchOptions(budget=0))
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.generators.building_blocks import grid_blocks
+from megatron.zerobubble.plan.generators.building_blocks import grid_blocks, grid_order
 from megatron.zerobubble.plan.generators.zbv import zbv_pattern
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
 from megatron.zerobubble.plan.objective import Objective
@@ -247,8 +247,8 @@ def test_grid_blocks_are_steady(p: int) -> None:
         for m in (6 * p, 9 * p):
             stored = costs.activation
             core = PythonCore(Problem(m, placement.stage_to_rank, flat_durations(costs), 0.0, stored, stored, 1e9, False))
-            assert all(row.count(code) == m for row in block.order(m) for code in range(6))
-            spans.append(core.evaluate(block.order(m))[1])
+            assert all(row.count(code) == m for row in grid_order(block, m) for code in range(6))
+            spans.append(core.evaluate(grid_order(block, m))[1])
         assert spans[1] - spans[0] == pytest.approx(3 * p * 6.0)
 
 

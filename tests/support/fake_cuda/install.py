@@ -24,7 +24,9 @@ from unittest.mock import patch
 
 import torch
 import torch._dynamo  # else the first op imports it, which reads all of torch.cuda
+from torch.nn.attention.bias import CausalBias
 from torch.utils._device import _device_constructors
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from tests.support.fake_cuda import machine as machines
@@ -83,6 +85,7 @@ def fake_cuda(*, num_devices: int = 1) -> Iterator[FakeCuda]:
         *_types(),
         (torch._C._nn, "_parse_to", _with_device_numbers(torch._C._nn._parse_to)),
         (threading.Thread, "start", _start_in_mode(threading.Thread.start, mode)),
+        (CausalBias, "__new__", _without_modes(CausalBias.__new__)),
         *nccl_by_gloo(),
     ]
     before = machines.install(machine)
@@ -107,6 +110,17 @@ def _replace(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
     else:
         undo.callback(delattr, owner, name)
     setattr(owner, name, value)
+
+
+def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that makes a subclass of Tensor which no dispatch mode may see."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return call
 
 
 def _accelerator(module: Any) -> list[tuple[Any, str, Any]]:

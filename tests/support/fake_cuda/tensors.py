@@ -180,7 +180,8 @@ class DeviceMode(TorchDispatchMode):
         if device.type == "cuda":
             kwargs["device"] = _CPU
             return device_index(device, self._memory.machine.called(f"torch.{name}").device)
-        return None
+        in_backward = torch._C._current_graph_task_id() != -1  # C++ of autograd takes it from a gradient
+        return (index if index is not None else self._memory.machine.thread().device) if in_backward else None
 
     def _check_places(self, name: str, given: list[Tensor], places: list[int | None], args: Any) -> None:
         """Refuse a kernel over tensors of both places, as CUDA does; host tensors without dimensions are scalars to it."""

@@ -26,6 +26,10 @@ Carry = Callable[[Sequence[Sequence[Tensor]], Sequence[Sequence[Tensor]]], None]
 """Moves the data of a collective: (inputs per rank, outputs per rank), each a list of tensors."""
 
 
+_SMALL = 64
+"""Bytes of a message above which another algorithm carries it."""
+
+
 class MismatchError(FakeNcclError):
     """Ranks have issued operations on one communicator that do not fit together."""
 
@@ -89,6 +93,8 @@ class Communicator:
         self.ends: dict[int, End] = {}
         """By place."""
         self._arrived: set[int] = set()
+        self._connected: set[tuple[str, bool, int]] = set()
+        """(collective, whether it is large, place): the ends of an algorithm's connections."""
         engine.add(self)
 
     def join(self, place: int, device: Device) -> None:
@@ -102,6 +108,19 @@ class Communicator:
         self._arrived.add(place)
         missing = lambda: [rank for place, rank in enumerate(self.ranks) if place not in self._arrived]  # noqa: E731
         self._engine.block_until(lambda: not missing(), lambda: f"ranks {missing()}, to make {self.name}")
+
+    def connect(self, place: int, kind: str, tensors: Sequence[Tensor]) -> None:
+        """Open the connections of a collective's algorithm for this size, at its first use: as `join`, it waits and blocks."""
+        is_large = max((tensor.nbytes for tensor in tensors), default=0) > _SMALL
+        if self.on_host or (kind, is_large, place) in self._connected:
+            return
+        what = f"the connections of {'a large' if is_large else 'a small'} {kind} on {self.name}"
+        self.ends[place].device.synchronize(f"its device, to make {what}")
+        self._connected.add((kind, is_large, place))
+        missing = lambda: [  # noqa: E731
+            rank for each, rank in enumerate(self.ranks) if (kind, is_large, each) not in self._connected
+        ]
+        self._engine.block_until(lambda: not missing(), lambda: f"ranks {missing()}, to make {what}")
 
     def issue(
         self,

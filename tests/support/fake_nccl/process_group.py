@@ -158,6 +158,7 @@ class FakeNccl(dist.ProcessGroup):
             self._device.compute(f"{kind} of one rank", reads=inputs, writes=outputs)
             return FakeWork(self._device, [])
         communicator = self._of_the_group()
+        communicator.connect(self._place, kind, [*inputs, *outputs])
         text = f"{kind} {self._count()} of {communicator.name}"
         kernel = communicator.issue(self._place, kind, text, inputs, outputs, carry=carry)
         return FakeWork(self._device, [kernel], blocks=blocks, on_host=self.ON_HOST)

@@ -69,7 +69,7 @@ class Case:
     def argv(self) -> list[str]:
         """The flags."""
         return (
-            f"{self.model} --seq-length {self.seq_length} --max-position-embeddings {self.seq_length} "
+            f"{self.model} --seq-length {self.seq_length} "
             f"--pipeline-model-parallel-size {self.num_ranks} --tensor-model-parallel-size {self.tensor_parallel} "
             f"--context-parallel-size {self.context_parallel} "
             f"--global-batch-size {self.num_microbatches * self.data_parallel} --zero-bubble-schedule {self.schedule} "
@@ -117,11 +117,10 @@ CASES = [
         others="--fp16 --enable-optimizer-post-validation --recompute-granularity selective",
     ),
     Case(
-        name="Llama-3-8B, ZB-H2, the mask of documents",
+        name="Llama-3-8B, ZB-H2",
         model=LLAMA_8B,
         schedule="zb-h2",
         rank=0,
-        others="--reset-attention-mask --reset-position-ids",
     ),
     Case(
         name="Llama-3-8B, 32k, context parallel 4",

@@ -96,7 +96,7 @@ def run_rank(argv: list[str], *, rank: int, world_size: int) -> Ran:
     launch = Launch(rank=rank, local_rank=0, ranks_on_host=1, world_size=world_size, has_threads_set=True)
     moe = settings.moe
     selected = moe.moe_router_topk / moe.num_experts if moe.num_experts else 0.0
-    routed = settings.batch.micro_batch_size * settings.model.seq_length * moe.moe_router_topk if moe.num_experts else 0
+    routed = settings.data.micro_batch_size * settings.model.seq_length * moe.moe_router_topk if moe.num_experts else 0
     with FakeDevice(routed=routed, selected=selected).entered() as device:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         job: Any = initialize.Job(launch=launch, attempt=None, host=HostDevice(enabled=False), store=None, watch=Watch(DEVICE))  # type: ignore[arg-type]
@@ -141,8 +141,6 @@ def _measured(device: FakeDevice, state: Any, trainer: Any, meter: _Meter, data:
 
 def _microbatches(settings: Any) -> Iterator[dict[str, torch.Tensor]]:
     """As the data loader yields them, on the host."""
-    shape = settings.batch.micro_batch_size, settings.model.seq_length
+    shape = settings.data.micro_batch_size, settings.model.seq_length
     numbers = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "labels", "position_ids")}
-    if settings.data.reset_attention_mask:
-        numbers["attention_mask"] = torch.zeros(shape[0], 1, shape[1], shape[1], dtype=torch.bool)
     return itertools.repeat(numbers | {"loss_mask": torch.ones(shape)})

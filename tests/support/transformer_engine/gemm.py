@@ -35,19 +35,22 @@ def generic_gemm(
     _split_accumulator: bool,
     *,
     comm_overlap: Any = None,
+    comm_type: Any = None,
     extra_output: Any = None,
     bulk_overlap: bool = False,
     alpha: float = 1.0,
-    **_: Any,
+    beta: float | None = None,
 ) -> tuple[Any, Tensor | None, None, Any]:
     """(the result, the gradient of the bias, the input of GELU, the output of an overlapped collective)."""
     scatters = extra_output is not None
-    if gelu or alpha != 1.0 or (bulk_overlap and scatters):
+    if gelu or alpha != 1.0 or beta not in (None, float(accumulate)) or (bulk_overlap and scatters):
         raise NotImplementedError("GEMM with GELU, a factor, or beside a reduce-scatter")
+    assert (comm_overlap is None) == (comm_type is None)
     if comm_overlap is not None and not scatters:
         comm_overlap.gather()  # of this GEMM's own operand, or with `bulk_overlap` of the next one's
     left, right = dense(b), dense(a)
     result = _multiply(left, transb, right, transa)
+    _check(a, b, result, out, out_dtype, accumulate=accumulate)
     bias_gradient = None
     if grad and bias is not None:
         bias_gradient = left.reshape(-1, left.shape[-1]).sum(dim=0).to(torch_dtype(bias_dtype))
@@ -85,6 +88,7 @@ def te_general_grouped_gemm(
     for number, (one, other) in enumerate(zip(a, b, strict=True)):
         left, right = dense(other), dense(one)
         result = _multiply(left, transb, right, transa)
+        _check(one, other, result, places[number], out_dtype, accumulate=accumulate)
         if bias[number].numel():
             if grad:
                 bias[number].copy_(left.reshape(-1, left.shape[-1]).sum(dim=0))
@@ -92,6 +96,26 @@ def te_general_grouped_gemm(
                 result = result + bias[number].to(result.dtype)
         _written(result, places[number], None, out_dtype, accumulate)
     return bias
+
+
+def _check(a: Any, b: Any, result: Tensor, out: Tensor | None, out_dtype: Any, *, accumulate: bool) -> None:
+    """What the extension checks of its tensors, and what it takes for granted: it reads memory in order and knows no strides."""
+    plain = [each for each in (a, b) if isinstance(each, Tensor) and not hasattr(each, "_fp8_dtype")]
+    if len({each.dtype for each in plain}) > 1:
+        raise RuntimeError(f"operands of {plain[0].dtype} and {plain[1].dtype}")
+    if accumulate and out is None:
+        raise RuntimeError("nothing to add to")
+    written = [] if out is None or hasattr(out, "_fp8_dtype") else [out]
+    for each in (*plain, *written):
+        if not each.is_contiguous():
+            raise RuntimeError(
+                f"a tensor of shape {tuple(each.shape)} with strides {each.stride()}: memory would be read in order"
+            )
+    for each in written:
+        if each.numel() != result.numel() or each.shape[-1:] != result.shape[-1:]:
+            raise RuntimeError(f"an output of shape {tuple(each.shape)} for a result of {tuple(result.shape)}")
+        if out_dtype is not None and torch_dtype(out_dtype) != each.dtype:
+            raise RuntimeError(f"an output of {each.dtype}, and {torch_dtype(out_dtype)} asked for")
 
 
 def _multiply(left: Tensor, transposes_left: bool, right: Tensor, transposes_right: bool) -> Tensor:

@@ -40,6 +40,7 @@ class Userbuffer:
         """Copy this rank's part of an operand to its place."""
         assert local_chunk
         numel = part.numel() * self._group.size()
+        self._buffer.fill_(torch.nan)  # what the last owner has kept of it is gone, whole
         if self._buffer.numel() < numel:
             self._buffer = part.new_empty(numel)
         self._parts(numel)[self._group.rank()].copy_(part.reshape(-1))

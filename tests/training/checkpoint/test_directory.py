@@ -151,41 +151,25 @@ def errors(done: Any) -> list[str]:
     return [line for line in done.stderr.splitlines() if line.startswith("error: ")]
 
 
-def test_a_save_directory_that_a_host_does_not_see_is_refused_before_a_model_is_built(tmp_path: Path, hosts: list[Path]) -> None:
-    done = run(tmp_path, "--save", "checkpoints")
-    assert done.returncode != 0
-    (line,) = errors(done)
-    assert "--save checkpoints" in line
-    assert f"{os.uname().nodename} (rank 1): No such file or directory" in line
-    assert "directory that all hosts share" in line
-    assert "model:" not in done.stdout
-    assert list((hosts[0] / "checkpoints").iterdir()) == []
-
-
-def test_a_save_directory_that_hosts_see_by_a_link_is_used(tmp_path: Path, hosts: list[Path]) -> None:
+def test_hosts_save_by_a_link_and_do_not_load_what_one_of_them_does_not_see(tmp_path: Path, hosts: list[Path]) -> None:
+    """Whether files are verified or not."""
     (tmp_path / "shared").mkdir()
     for host in hosts:
         (host / "checkpoints").symlink_to(tmp_path / "shared")
     done = run(tmp_path, "--save", "checkpoints")
     assert done.returncode == 0, done.stderr
-    names = {path.name for path in (tmp_path / "shared").iterdir()}
-    assert names == {"iter_0000001", "latest_checkpointed_iteration.txt"}
-
-
-@pytest.mark.parametrize("verifies", [True, False], ids=["verified", "not-verified"])
-def test_a_checkpoint_that_a_host_does_not_see_is_not_loaded(verifies: bool, tmp_path: Path, hosts: list[Path]) -> None:
-    (hosts[1] / "checkpoints").symlink_to(hosts[0] / "checkpoints")
-    assert run(tmp_path, "--save", "checkpoints").returncode == 0
+    assert {path.name for path in (tmp_path / "shared").iterdir()} == {"iter_0000001", TRACKER}
     (hosts[1] / "checkpoints").unlink()
     (hosts[1] / "checkpoints").mkdir()
-    shutil.copy(hosts[0] / "checkpoints" / "latest_checkpointed_iteration.txt", hosts[1] / "checkpoints")
+    shutil.copy(tmp_path / "shared" / TRACKER, hosts[1] / "checkpoints")
     logged = tmp_path / "metrics.jsonl"
-    done = run(tmp_path, "--load", "checkpoints", "--metrics-jsonl", logged, *([] if verifies else ["--no-verify-checkpoint"]))
-    assert done.returncode != 0
-    (line,) = errors(done)
-    assert "iter_0000001" in line
-    assert f"{os.uname().nodename} (rank 1): No such file or directory" in line
-    assert not logged.exists() or not metrics(logged)
+    for more in ([], ["--no-verify-checkpoint"]):
+        done = run(tmp_path, "--load", "checkpoints", "--metrics-jsonl", logged, *more)
+        assert done.returncode != 0
+        (line,) = errors(done)
+        assert "iter_0000001" in line
+        assert f"{os.uname().nodename} (rank 1): No such file or directory" in line
+        assert not logged.exists() or not metrics(logged)
 
 
 @contextmanager

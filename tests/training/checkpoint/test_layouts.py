@@ -1,6 +1,6 @@
 """A checkpoint can be loaded with any other layout, and saved again: training continues as if uninterrupted.
 
-A chain of jobs on four ranks, each with another schedule, placement, pipeline, tensor or data-parallel size, or optimizer. The
+A chain of jobs on four ranks, each with another schedule, placement, pipeline, tensor or data-parallel size. The
 first one trains, each loads what the one before it saved and saves it again, and the last one trains on. After every load all
 weights, master weights, moments and step counts of the whole job are those of the first one, bit for bit, by their global names;
 and the losses of the last job's next iterations are those of the first job's, up to the order of sums.
@@ -23,8 +23,8 @@ from tests.support.whole_state import Tensors, whole_state
 
 pytestmark = pytest.mark.claims(
     "Layers",
-    "checkpoints of experts between plain and distributed optimizer, between expert-parallel sizes, and where a pipeline rank"
-    " has none (`make test-slow`)",
+    "checkpoints of experts between expert-parallel sizes, and where a pipeline rank has none, with the plain and the distributed"
+    " optimizer (`make test-slow`)",
     "works, bit for bit; the losses after 1e-6 (bf16 1e-3)",
 )
 
@@ -36,31 +36,24 @@ H1 = f"{P2} --enable-zero-bubble"
 DISTRIBUTED = "--use-distributed-optimizer"
 
 CHAINS = {
-    "fp32": [
-        f"{INTERLEAVED} {DISTRIBUTED}",
-        V2,
-        V4,
-        f"{H1} {T2}",
-        f"--tensor-model-parallel-size 1 {DISTRIBUTED}",
-        f"{INTERLEAVED} {DISTRIBUTED}",
-    ],
-    "bf16": [H1, f"{V2} {T2} {DISTRIBUTED}", V4, f"{DISTRIBUTED} {T2}", f"{V2} {DISTRIBUTED}", H1],
-    "fp16": [f"{V2} {DISTRIBUTED}", f"{P4} --enable-zero-bubble", f"{INTERLEAVED} {DISTRIBUTED}", f"{V2} {T2}", V4],
+    "fp32": [INTERLEAVED, V2, V4, f"{H1} {T2}", "--tensor-model-parallel-size 1", INTERLEAVED],
+    "bf16": [H1, f"{V2} {T2}", V4, T2, V2, H1],
+    "fp16": [V2, f"{P4} --enable-zero-bubble", INTERLEAVED, f"{V2} {T2}", V4],
     "sgd": [V2, H1, f"{P2} {T2}", V4, f"{P4} --zero-bubble-max-pending-backward 2p"],
     "uneven": [
-        f"{P2} --enable-zero-bubble --pipeline-model-parallel-layout Et|t*7L {DISTRIBUTED}",
+        f"{P2} --enable-zero-bubble --pipeline-model-parallel-layout Et|t*7L",
         f"{P2} --zero-bubble-v-schedule --pipeline-model-parallel-layout E|ttt|tttt|tL",
-        f"{P4} --zero-bubble-schedule v-half {DISTRIBUTED}",
+        f"{P4} --zero-bubble-schedule v-half",
         f"{P2} --pipeline-model-parallel-layout Ettt|t|tt|ttL",
         f"{P4} --zero-bubble-schedule v-min --pipeline-model-parallel-layout E|t|tt|t|t|t|tt|L",
-        f"{T2} {P2} --zero-bubble-schedule 1f1b-v {DISTRIBUTED}",
+        f"{T2} {P2} --zero-bubble-schedule 1f1b-v",
         f"{T2} --sequence-parallel {P2} --zero-bubble-schedule zb-interleaved",
     ],
     "sharded": [
-        f"{H1} {DISTRIBUTED} --zero-bubble-shard-gradients 2",
+        f"{H1} --zero-bubble-shard-gradients 2",
         f"{V2} --enable-optimizer-post-validation",
-        f"{V2} {DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather",
-        f"{V2} {DISTRIBUTED} --zero-bubble-shard-gradients 3",
+        f"{V2} --overlap-grad-reduce --overlap-param-gather",
+        f"{V2} --zero-bubble-shard-gradients 3",
         V4,
     ],
 }
@@ -69,11 +62,12 @@ CHAINS = {
 LLAMA = "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope --group-query-attention"
 LLAMA += " --num-query-groups 2 --untie-embeddings-and-output-weights"
 COMMON = {
+    "fp32": DISTRIBUTED,
     "bf16": "--bf16",
-    "fp16": "--fp16 --initial-loss-scale 1024 --loss-scale-window 1",
+    "fp16": f"--fp16 --initial-loss-scale 1024 --loss-scale-window 1 {DISTRIBUTED}",
     "sgd": f"--optimizer sgd {LLAMA}",
     "uneven": f"{LLAMA} --make-vocab-size-divisible-by 32",
-    "sharded": "--untie-embeddings-and-output-weights --bf16",
+    "sharded": f"--untie-embeddings-and-output-weights --bf16 {DISTRIBUTED}",
 }
 """What all jobs of a chain are given. Where the first and the last one differ in tensor parallelism the vocabulary must not be
 padded: megatron-core's loss counts the padding, of which there is more with more ranks."""
@@ -124,9 +118,9 @@ def _same(name: str, one: Tensors, other: Tensors) -> bool:
 
 @pytest.mark.claims(
     "Long runs",
-    "checkpoints: any schedule, placement, p, TP, DP, uneven layout, distributed optimizer or not, into any other: weights, "
-    "main weights, moments, step counts and loss scale bit for bit by global name, the same losses after; resumed bit for bit"
-    " where the layout is the same",
+    "checkpoints: any schedule, placement, p, TP, DP, uneven layout, into any other, with the plain and the distributed "
+    "optimizer: weights, main weights, moments, step counts and loss scale bit for bit by global name, the same losses after; "
+    "resumed bit for bit where the layout is the same",
     "works (fp32 in each run; bf16, fp16, SGD, uneven stages of a modern layer, sharded gradients with `make test-slow`)",
     also=("training/test_runs.py",),
 )
@@ -146,28 +140,22 @@ EXPERTS = "--num-experts 4 --moe-layer-freq [0,0,0,0,1,1,1,1]"
 SHARED = f"{EXPERTS} --expert-model-parallel-size 2"
 DENSE_FIRST, BOTH = f"{H1} {SHARED}", f"{V2} {SHARED}"
 """The first pipeline rank has no experts, so that its optimizer's second part is empty; every rank has some."""
-EXPERT_CHAINS = {
-    "to distributed": [DENSE_FIRST, f"{BOTH} {DISTRIBUTED}", f"{H1} {EXPERTS}", f"{DENSE_FIRST} {DISTRIBUTED}"],
-    "to plain": [f"{DENSE_FIRST} {DISTRIBUTED}", DENSE_FIRST, f"{H1} {EXPERTS} {DISTRIBUTED}", BOTH, DENSE_FIRST],
-}
+EXPERT_CHAIN = [DENSE_FIRST, BOTH, f"{H1} {EXPERTS}", DENSE_FIRST]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["", "--bf16"], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", EXPERT_CHAINS)
-def test_a_checkpoint_of_experts_loads_with_any_optimizer(
-    name: str, precision: str, four_ranks: RankPool, tmp_path: Path
+@pytest.mark.parametrize("optimizer", ["", DISTRIBUTED], ids=["plain", "distributed"])
+def test_a_checkpoint_of_experts_loads_with_any_layout(
+    optimizer: str, precision: str, four_ranks: RankPool, tmp_path: Path
 ) -> None:
     """Weights, master weights and optimizer state bit for bit; with expert parallelism tokens are summed in another order."""
-    chain = [f"{flags} {precision}" for flags in EXPERT_CHAINS[name]]
+    chain = [f"{flags} {precision} {optimizer}" for flags in EXPERT_CHAIN]
     walks = four_ranks.run(walk, chain, str(tmp_path))
     for flags, differing in zip(chain, walks[0].differing, strict=True):
         assert differing == [], flags
     for seen in walks:
         assert seen.actual == pytest.approx(seen.expected, rel=1e-3 if precision else 1e-6)
-
-
-ZERO1 = ["--use-distributed-optimizer"]
 
 
 def saved(flags: list[str], folder: Path) -> None:
@@ -183,19 +171,16 @@ def continued(flags: list[str], folder: Path) -> list[float]:
 
 
 @pytest.mark.usefixtures("world_of_one")
-@pytest.mark.parametrize("precision", [pytest.param([], id="fp32", marks=pytest.mark.slow), pytest.param(["--bf16"], id="bf16")])
-@pytest.mark.parametrize("writes_distributed", [True, False], ids=["distributed to plain", "plain to distributed"])
-@pytest.mark.sampled(0.25)
-def test_the_other_kind_continues_bit_for_bit(precision: list[str], writes_distributed: bool, tmp_path: Path) -> None:
-    """fp32 is also in the chain of layouts."""
-    writes, reads = (ZERO1, []) if writes_distributed else ([], ZERO1)
-    saved([*precision, *writes], tmp_path)
-    assert continued([*precision, *reads], tmp_path) == continued([*precision, *writes], tmp_path)
-
-
-@pytest.mark.usefixtures("world_of_one")
-def test_losing_master_weights_is_an_error(tmp_path: Path) -> None:
-    saved(["--bf16"], tmp_path)
-    with pytest.raises(CheckpointError, match=r"written by the plain optimizer with master weights .* --no-load-optim"):
-        continued([], tmp_path)
-    continued(["--no-load-optim", "--no-load-rng"], tmp_path)
+@pytest.mark.parametrize(
+    ("writes", "kind", "reads"),
+    [
+        (["--bf16"], "plain optimizer with master weights", []),
+        (["--bf16"], "plain optimizer with master weights", ["--bf16", DISTRIBUTED]),
+        ([DISTRIBUTED], "distributed optimizer", []),
+    ],
+)
+def test_another_kind_of_optimizer_is_an_error(writes: list[str], kind: str, reads: list[str], tmp_path: Path) -> None:
+    saved(writes, tmp_path)
+    with pytest.raises(CheckpointError, match=rf"written by the {kind} .* --no-load-optim"):
+        continued(reads, tmp_path)
+    continued([*reads, "--no-load-optim"], tmp_path)

@@ -130,8 +130,7 @@ def test_packed_documents_restart_their_positions(prefix: str) -> None:
 
 MODES = {
     "padded": (["--variable-seq-lengths"], 2),
-    "padded to a multiple": (["--variable-seq-lengths", "--pad-length-multiple", "8"], 2),
-    "packed": (["--variable-seq-lengths", "--pack-sequences", "--pad-length-multiple", "4"], 1),
+    "packed": (["--variable-seq-lengths", "--pack-sequences"], 1),
     "packed, padded to --seq-length": (["--pack-sequences"], 1),
 }
 
@@ -150,13 +149,13 @@ def test_lengths_are_those_of_the_batches(prefix: str, mode: str) -> None:
 
 
 def test_a_batch_is_padded_to_its_longest_sample(prefix: str) -> None:
-    given = settings(prefix, "--variable-seq-lengths", "--pad-length-multiple", "8")
+    given = settings(prefix, "--variable-seq-lengths")
     train = dataset(given)
     iterator = chunk_iterators(train, given, reads_by_chunk=[True], consumed=0, rank=0, on_gpu=False)
     lengths = set()
     for number, batch in enumerate(islice(iterator, 8)):
         own = [len(train[2 * number + row]["tokens"]) for row in range(2)]
-        length = -(-max(own) // 8) * 8
+        length = max(own)
         lengths.add(length)
         names = ("tokens", "labels", "loss_mask", "position_ids")
         assert {name: tuple(tensor.shape) for name, tensor in batch.items()} == dict.fromkeys(names, (2, length))
@@ -172,7 +171,7 @@ def test_a_batch_is_padded_to_its_longest_sample(prefix: str) -> None:
 def test_a_middle_stage_gets_where_documents_begin(prefix: str) -> None:
     given = settings(prefix, "--pack-sequences", micro=1)
     iterator = chunk_iterators(dataset(given), given, reads_by_chunk=[True], consumed=0, rank=0, on_gpu=False)
-    batch = next_batch(iterator, device=torch.device("cpu"), embeds=False, is_last_stage=False, needs_mask=False)
+    batch = next_batch(iterator, device=torch.device("cpu"), embeds=False, is_last_stage=False)
     assert batch.tokens is None
     packed = batch.packed_seq_params
     assert packed is not None
@@ -185,7 +184,6 @@ def test_a_middle_stage_gets_where_documents_begin(prefix: str) -> None:
     ("flags", "world_size", "multiple"),
     [
         ("", 1, 1),
-        ("--pad-length-multiple 4", 1, 4),
         ("--context-parallel-size 2", 2, 4),
         ("--tensor-model-parallel-size 2", 2, 1),
         ("--tensor-model-parallel-size 2 --sequence-parallel", 2, 2),
@@ -216,7 +214,7 @@ def test_a_token_outside_of_the_vocabulary_is_found(tmp_path: Path, flag: str) -
     documents = [[7, 8], [2] * 40 + [300, 3]]
     given = settings(write_documents(tmp_path / "wrong", documents), flag, micro=1)
     iterator = chunk_iterators(dataset(given), given, reads_by_chunk=[True], consumed=0, rank=0, on_gpu=False)
-    with pytest.raises(DataError, match=r"wrong\.bin: document 1 has the token 300 at position 40, and the vocabulary has 256"):
+    with pytest.raises(DataError, match=r"wrong\.bin: a document has the token 300, and the vocabulary has 256"):
         list(islice(iterator, 4))
 
 
@@ -256,11 +254,6 @@ def test_equal_lengths_are_known_without_a_dataset(prefix: str) -> None:
         ("--pack-sequences --multi-latent-attention", "--pack-sequences does not go with --multi-latent-attention"),
         ("--pack-sequences --mtp-num-layers 1 --position-embedding-type rope", "does not go with --mtp-num-layers"),
         ("--pack-sequences --attention-backend local", "--pack-sequences does not go with --attention-backend local, which has"),
-        ("--pack-sequences --eod-mask-loss", "--eod-mask-loss is for samples that run across documents, and --pack-sequences"),
-        ("--variable-seq-lengths --reset-position-ids", "--reset-position-ids is for samples that run across documents, and"),
-        ("--pad-length-multiple 4", "--pad-length-multiple 4 needs --variable-seq-lengths"),
-        ("--pad-length-multiple 0", "--pad-length-multiple 0 must be greater than 0"),
-        ("--variable-seq-lengths --pad-length-multiple 5", "--seq-length 32 is not divisible by --pad-length-multiple 5, .* 30"),
         ("--variable-seq-lengths --pipeline-model-parallel-size 2 --num-experts 2", "allgather; choose alltoall"),
     ],
 )

@@ -13,7 +13,7 @@ from megatron.zerobubble.errors import DataError
 from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
 from megatron.zerobubble.training.arguments import settings_from_argv
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.data.corpus import CorpusInfo, corpus_info_path, read_corpus_info, split_documents
+from megatron.zerobubble.training.data.index import split_documents
 from tests.training.launch import TINY_BATCH, TINY_MODEL
 
 with quiet_third_parties():
@@ -67,34 +67,22 @@ def test_a_microbatch_is_never_short() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "last", "mask", "names"),
+    ("first", "last", "names"),
     [
-        (True, False, False, {"tokens", "position_ids"}),
-        (False, True, False, {"labels", "loss_mask"}),
-        (True, True, False, {"tokens", "position_ids", "labels", "loss_mask"}),
-        (False, False, True, {"attention_mask"}),
+        (True, False, {"tokens", "position_ids"}),
+        (False, True, {"labels", "loss_mask"}),
+        (True, True, {"tokens", "position_ids", "labels", "loss_mask"}),
     ],
 )
-def test_a_stage_gets_what_it_needs(first: bool, last: bool, mask: bool, names: set[str]) -> None:
+def test_a_stage_gets_what_it_needs(first: bool, last: bool, names: set[str]) -> None:
     sample = {name: torch.zeros(1) for name in Batch.__dataclass_fields__}
-    batch = next_batch(iter([sample]), device=torch.device("cpu"), embeds=first, is_last_stage=last, needs_mask=mask)
+    batch = next_batch(iter([sample]), device=torch.device("cpu"), embeds=first, is_last_stage=last)
     assert {name for name in Batch.__dataclass_fields__ if getattr(batch, name) is not None} == names
 
 
 def test_a_stage_in_the_middle_reads_nothing() -> None:
-    batch = next_batch(None, device=torch.device("cpu"), embeds=False, is_last_stage=False, needs_mask=False)
+    batch = next_batch(None, device=torch.device("cpu"), embeds=False, is_last_stage=False)
     assert batch == Batch()
-
-
-def test_corpus_info_is_read_back(tmp_path: Path) -> None:
-    info = CorpusInfo(tokenizer_type="ByteLevelTokenizer", vocab_size=256, num_documents=2, num_tokens=10)
-    prefix = str(tmp_path / "data")
-    assert read_corpus_info(prefix) is None, "data of other tools has none"
-    corpus_info_path(prefix).write_text(info.to_json())
-    assert read_corpus_info(prefix) == info
-    corpus_info_path(prefix).write_text("{")
-    with pytest.raises(DataError, match="is damaged"):
-        read_corpus_info(prefix)
 
 
 @pytest.mark.parametrize("num_documents", [1, 3, 50, 499, 500])
@@ -139,7 +127,7 @@ def test_a_small_dataset_is_searched_before_the_job_starts(tmp_path: Path, at: t
     document, position = at
     with pytest.raises(
         DataError,
-        match=rf"data\.bin: document {document} has the token {token} at position {position}, and the vocabulary has 100",
+        match=rf"data\.bin: position {position} of document {document} has the token {token}, and the vocabulary has 100",
     ):
         check_small_dataset(given, Tokenizer())
     check_small_dataset(given, Tokenizer(), at_most_bytes=DOCUMENTS * LENGTH * 4 - 1)  # too large to be searched
@@ -157,20 +145,11 @@ def batches(given: Settings) -> list[dict[str, Any]]:
     return list(iterator)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("flags", [(), ("--num-workers", "1"), ("--no-mmap-bin-files",)])
-def test_a_batch_names_the_document(tmp_path: Path, flags: tuple[str, ...]) -> None:
-    """6 iterations of 8 samples of 32 tokens read 1536 of 2000 tokens."""
-    found = None
-    for document in (7, 8, 9, 10, 11):  # samples are shuffled; not all of them are read
-        bad = write(tmp_path, at=(document, 10), token=4711)
-        try:
-            batches(settings(bad, flags=flags))
-        except DataError as error:
-            found = str(error)
-            break
-    assert found is not None
-    assert f"{bad}.bin: document {document} has the token 4711 at position 10, and the vocabulary has 10" in found
-    assert "\n" not in found
+@pytest.mark.parametrize("flags", [(), ("--num-workers", "1")])
+def test_a_batch_with_a_token_outside_of_the_vocabulary_is_an_error(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    bad = write(tmp_path, at=(slice(None), 10), token=4711)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=rf"^{bad}\.bin: a document has the token 4711, and the vocabulary has 10"):
+        batches(settings(bad, flags=flags))
 
 
 def test_batches_are_what_the_dataset_has(tmp_path: Path) -> None:

@@ -80,11 +80,6 @@ class _Bucket:
         """Number of parameters whose gradients W computes in this iteration: those that are not frozen."""
         return sum(parameter.requires_grad for parameter in self.in_w)
 
-    @property
-    def persistent_bytes(self) -> int:
-        """Bytes allocated during the whole iteration: the shard, and gradients that B computes."""
-        return self.shard.nbytes + sum(parameter.main_grad.nbytes for parameter in self.in_backward)
-
     def view(self, parameter: Any) -> Tensor:
         """A view of the full bucket with the gradient of `parameter`, in its shape."""
         assert self.full is not None
@@ -111,10 +106,6 @@ class _Reduction:
     def __init__(self, bucket: _Bucket, full: Tensor, part: Tensor, handle: Any) -> None:
         self.bucket, self.full, self.part, self.handle = bucket, full, part, handle
 
-    @property
-    def num_bytes(self) -> int:
-        return self.full.nbytes + self.part.nbytes
-
     def finish(self) -> None:
         """Wait, and add the result to the shard."""
         self.handle.wait()
@@ -126,24 +117,10 @@ class Reductions:
 
     def __init__(self) -> None:
         self._in_flight: list[_Reduction] = []
-        self._open: dict[int, int] = {}
-        self.reduced_bytes = 0
-        """Bytes of full buckets that have been reduced so far."""
-        self.peak_bytes = 0
-        """Peak of the bytes of full buckets, being filled or in flight, on this rank."""
-
-    def opened(self, bucket: _Bucket) -> None:
-        """Count a bucket whose full gradient has been allocated."""
-        assert bucket.full is not None
-        self._open[id(bucket)] = bucket.full.nbytes
-        self._update_peak()
 
     def started(self, reduction: _Reduction) -> None:
         """Add a reduction that has been issued."""
-        self._open.pop(id(reduction.bucket), None)
         self._in_flight.append(reduction)
-        self.reduced_bytes += reduction.full.nbytes
-        self._update_peak()
 
     def finish(self, leave: int) -> None:
         """Wait for the oldest reductions until only `leave` are in flight."""
@@ -153,11 +130,6 @@ class Reductions:
     def clear(self) -> None:
         """Drop the reductions of an aborted iteration."""
         self._in_flight.clear()
-        self._open.clear()
-
-    def _update_peak(self) -> None:
-        now = sum(self._open.values()) + sum(reduction.num_bytes for reduction in self._in_flight)
-        self.peak_bytes = max(self.peak_bytes, now)
 
 
 class ShardedGradientsDDP(DistributedDataParallel):
@@ -203,11 +175,6 @@ class ShardedGradientsDDP(DistributedDataParallel):
             split.hooks[:] = [partial(self._added, split.weight)]
         self.watch: Watch | None = None
         """Called for every reduction, if not None."""
-
-    @property
-    def persistent_bytes(self) -> int:
-        """Bytes of gradients allocated during the whole iteration: shards, and gradients that B computes."""
-        return sum(bucket.persistent_bytes for bucket in self._buckets)
 
     @property
     def shards(self) -> list[Tensor]:
@@ -290,7 +257,6 @@ class ShardedGradientsDDP(DistributedDataParallel):
     def _make(self, bucket: _Bucket) -> None:
         self.reductions.finish(_MAX_IN_FLIGHT)
         bucket.full = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
-        self.reductions.opened(bucket)
 
     def _reduce(self, bucket: _Bucket) -> None:
         full, bucket.full, bucket.num_added = bucket.full, None, 0

@@ -14,7 +14,7 @@ from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.partition.layer_costs import Model
 from megatron.zerobubble.plan.partition.layout import costs_of_placements
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
-from megatron.zerobubble.plan.planner import AUTO, make_plan
+from megatron.zerobubble.plan.planner import AUTO, above_limit_text, make_plan
 from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
 
@@ -29,6 +29,8 @@ _SHARE = 0.1
 
 def chunk_advice(plan: Plan, layers: StageLayers, costs: CostModel, options: SearchOptions) -> str | None:
     """One line with what other chunks would take and the flags for them; None: no others are faster by 1 %.
+
+    Interleaved 1F1B is in it, too, if only the memory limit rules it out.
 
     Args:
         plan: the running plan.
@@ -57,12 +59,16 @@ def chunk_advice(plan: Plan, layers: StageLayers, costs: CostModel, options: Sea
     except (ConfigError, PlanError):
         return None
     now, then = (options.objective.of(each) for each in (running, result.simulation))
-    if then >= now * (1 - _WORTH):
-        return None
-    return (
-        f"by the measured times {result.name} with {_start(result.simulation.plan.placement)} would take {then / now:.2f} of "
-        f"this iteration time ({then:.2f} instead of {now:.2f} ms), its layers spread evenly"
-    )
+    found = []
+    if then < now * (1 - _WORTH):
+        start = _start(result.simulation.plan.placement)
+        found.append(
+            f"{result.name} with {start} would take {then / now:.2f} of this iteration time "
+            f"({then:.2f} instead of {now:.2f} ms), its layers spread evenly"
+        )
+    if result.above_limit is not None and options.objective.of(result.above_limit) < now * (1 - _WORTH):
+        found.append(above_limit_text(result.above_limit, now, options.objective))
+    return f"by the measured times {'; '.join(found)}" if found else None
 
 
 def _start(placement: Placement) -> str:

@@ -63,14 +63,23 @@ class Rewind:
         buffers = (buffer for chunk in chunks for _, buffer in chunk.named_buffers())
         written = [*buffers, *scaling_tensors(chunks), *_logged()]
         self._written = [(tensor, tensor.clone()) for tensor in written]
+        self._before_step: list[Tensor] = []
+
+    def before_step(self) -> None:
+        """The step before the forwards may be done again: what it writes is kept by `rewind`.
+
+        With weights in FP8 and delayed scaling that is their magnitude, which is written where forwards write those of inputs.
+        """
+        self._before_step = [tensor.clone() for tensor, _ in self._written]
 
     @torch.no_grad()
     def rewind(self) -> None:
         """Restore the state, in place, so that the forwards can be rerun."""
         mcore_random._set_all_rng_states(*self._random_states)
         forget_scales_for_recomputation()
-        for tensor, copy in self._written:
-            tensor.copy_(copy)
+        for (tensor, copy), before in zip(self._written, self._before_step, strict=True):
+            is_same = (tensor == before) | (tensor.isnan() & before.isnan())
+            tensor.copy_(torch.where(is_same, copy, tensor))
         known = {id(tensor) for tensor, _ in self._written}
         for tensor in _logged():
             if id(tensor) not in known:  # created since, from zeros

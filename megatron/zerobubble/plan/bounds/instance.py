@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS
+from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, CostLists
 from megatron.zerobubble.plan.ir import Placement
 
 
@@ -27,11 +26,6 @@ class Derivation:
     def value_ms(self) -> float:
         """The lower bound in milliseconds."""
         return math.fsum(value for _, value in self.terms)
-
-    @staticmethod
-    def nothing() -> Derivation:
-        """The bound 0."""
-        return Derivation("nothing", (), ())
 
 
 class Instance:
@@ -60,7 +54,7 @@ class Instance:
         """Milliseconds of all passes of some stages."""
         return math.fsum(self.items.sum(name, stages) for name in COST_LISTS[:3])
 
-    def alike(self, stages: Sequence[int], names: Sequence[str] = COST_LISTS) -> tuple[StageLists, int, int] | None:
+    def alike(self, stages: Sequence[int], names: Sequence[str] = COST_LISTS) -> tuple[CostLists[float], int, int] | None:
         """Costs, a stage, and the number of microbatches times stages of a rank, if all of them are equal in these lists."""
         costs, count = self.items.parts[0]
         if len(self.items.parts) > 1 or any(len({getattr(costs, name)[s] for s in stages}) > 1 for name in names):
@@ -89,26 +83,15 @@ class Instance:
         return replace(found, terms=(("microbatch 0 to the rank", self.paths.down_to(first)), *found.terms))
 
 
-class StageLists(NamedTuple):
-    """The lists of `CostModel` per stage, of one microbatch or of each."""
-
-    forward_ms: tuple[float, ...]
-    backward_ms: tuple[float, ...]
-    wgrad_ms: tuple[float, ...]
-    activation: tuple[float, ...]
-    activation_after_backward: tuple[float, ...]
-
-
 class Items:
     """Times and memory of passes as (time, memory, count): one item per stage, or of unequal microbatches one per microbatch."""
 
     def __init__(self, costs: CostModel, num_microbatches: int) -> None:
         every = costs.per_microbatch
-        if every is None:
-            self.parts = [(StageLists(*(getattr(costs, name) for name in COST_LISTS)), num_microbatches)]
-        else:
-            columns = (zip(*getattr(every, name), strict=True) for name in COST_LISTS)
-            self.parts = [(StageLists(*lists), 1) for lists in zip(*columns, strict=True)]
+        self.parts: list[tuple[CostLists[float], int]] = [(costs, num_microbatches)]
+        if every is not None:
+            columns = zip(*(zip(*rows, strict=True) for rows in every.lists.values()), strict=True)
+            self.parts = [(CostLists(**dict(zip(COST_LISTS, lists, strict=True))), 1) for lists in columns]
 
     def sum(self, name: str, stages: Sequence[int]) -> float:
         """Sum of a list of costs over stages and microbatches."""

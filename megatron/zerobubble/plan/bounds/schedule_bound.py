@@ -70,7 +70,7 @@ def lower_bound(placement: Placement, num_microbatches: int, costs: CostModel, m
     # Plans keep a limit up to rounding, so the bound uses a slightly larger one.
     limit = math.inf if memory_limit is None else memory_limit * unit * (1 + 1e-9) + 1e-9
     instance = Instance(placement, costs, num_microbatches, limit)
-    span, makespan = Derivation.nothing(), Derivation.nothing()
+    span = makespan = Derivation("nothing", (), ())
     for found in derivations(instance):
         span = max(span, found, key=_value)
         makespan = max(makespan, instance.since_first_start(found), key=_value)

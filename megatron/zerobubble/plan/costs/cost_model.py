@@ -20,7 +20,7 @@ from typing import Any
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.costs.links import Links, LinkTime, unequal_links
-from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, MicrobatchCosts, check_number
+from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, CostLists, MicrobatchCosts, check_number
 from megatron.zerobubble.plan.ir import OpKind, Placement
 
 _SMALLEST = 1e-9
@@ -32,24 +32,14 @@ Activations = Mapping[str, tuple[float, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CostModel:
+class CostModel(CostLists[float]):
     """Costs of every stage and of a message between ranks. Raises ConfigError on values below 0 or above 1e12.
 
     The largest time is 1e-9 ms or more, unless all are 0; the largest activation memory likewise.
     """
 
-    forward_ms: tuple[float, ...]
-    """Time of F, per stage."""
-    backward_ms: tuple[float, ...]
-    """Time of B (dgrad), per stage. A fused BW takes B plus W."""
-    wgrad_ms: tuple[float, ...]
-    """Time of W (wgrad), per stage."""
     comm_ms: float = 0.0
     """P2P latency per message, added to every dependency that crosses ranks."""
-    activation: tuple[float, ...]
-    """Activation memory from the start of a stage's F to the end of its B, per stage (M_B)."""
-    activation_after_backward: tuple[float, ...]
-    """Activation memory from the end of a stage's B to the end of its W, per stage (M_W)."""
     per_microbatch: MicrobatchCosts | None = None
     """Costs of every microbatch; the lists above are then their means, not those given. None: all microbatches are equal."""
     links: Links | None = None
@@ -89,11 +79,6 @@ class CostModel:
             object.__setattr__(self, "comm_ms", self.links.neighbors_ms)
             if self.links.is_uniform:
                 object.__setattr__(self, "links", None)
-
-    @property
-    def num_stages(self) -> int:
-        """Number of stages."""
-        return len(self.forward_ms)
 
     @property
     def num_microbatches(self) -> int | None:
@@ -157,29 +142,13 @@ class CostModel:
             activation_after_backward: fraction of a microbatch's activation memory kept after B, M_W / M_B. The default,
                 all of it, is the safe assumption without a measurement; with recomputation it is above 1.
         """
-        times = (forward_ms, backward_ms, wgrad_ms)
-        for name, value in zip(COST_LISTS, times, strict=False):
+        values = (forward_ms, backward_ms, wgrad_ms, 1.0, activation_after_backward)
+        whole = dict(zip(COST_LISTS, values, strict=True))
+        for name, value in whole.items():
             check_number(name, value)
-        _check_largest(COST_LISTS[:3], max(times))  # before the division, which may make it 0
+        _check_largest(COST_LISTS[:3], max(values[:3]))  # before the division, which may make it 0
         parts = [len(placement.rank_to_stages[rank]) for rank in placement.stage_to_rank]
-
-        def shared(name: str, value: float) -> tuple[float, ...]:
-            check_number(name, value)
-            return tuple(value / part for part in parts)
-
-        return CostModel(
-            forward_ms=shared("forward_ms", forward_ms),
-            backward_ms=shared("backward_ms", backward_ms),
-            wgrad_ms=shared("wgrad_ms", wgrad_ms),
-            comm_ms=comm_ms,
-            activation=shared("activation", 1.0),
-            activation_after_backward=shared("activation_after_backward", activation_after_backward),
-        )
-
-    @property
-    def lists(self) -> dict[str, tuple[float, ...]]:
-        """The five lists per stage, by the names of their fields."""
-        return {name: getattr(self, name) for name in COST_LISTS}
+        return CostModel.of_lists({name: [value / part for part in parts] for name, value in whole.items()}, comm_ms=comm_ms)
 
     @property
     def activations(self) -> Activations:
@@ -241,8 +210,8 @@ class CostModel:
             raise PlanError(f"costs of {self.num_stages} stages cannot be merged into {num_stages}: give a divisor")
         size = self.num_stages // num_stages
         lists = {
-            name: tuple(math.fsum(getattr(self, name)[at : at + size]) for at in range(0, self.num_stages, size))
-            for name in COST_LISTS
+            name: tuple(math.fsum(values[at : at + size]) for at in range(0, self.num_stages, size))
+            for name, values in self.lists.items()
         }
         every = None if self.per_microbatch is None else self.per_microbatch.merged(size)
         return replace(CostModel.of_lists(lists, comm_ms=self.comm_ms), per_microbatch=every, links=self.links)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, MicrobatchCosts, check_number, check_tokens
+from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, CostLists, MicrobatchCosts, check_number, check_tokens
 
 
 class Terms(NamedTuple):
@@ -84,19 +84,11 @@ class Terms(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LengthModel:
-    """How the costs of a microbatch follow from its lengths, per stage."""
+class LengthModel(CostLists[Terms]):
+    """How the costs of a microbatch follow from its lengths, per stage.
 
-    forward_ms: tuple[Terms, ...]
-    """Time of F."""
-    backward_ms: tuple[Terms, ...]
-    """Time of B (dgrad)."""
-    wgrad_ms: tuple[Terms, ...]
-    """Time of W (wgrad)."""
-    activation: tuple[Terms, ...]
-    """Activation memory from the start of F to the end of B; 1 is one rank's share of a microbatch of the usual size."""
-    activation_after_backward: tuple[Terms, ...]
-    """Activation memory from the end of B to the end of W."""
+    Activation memory of 1 is one rank's share of a microbatch of the usual size.
+    """
 
     @staticmethod
     def of(costs: CostModel, *, tokens: float, squares: float, attention_share: float = 0.0) -> LengthModel:
@@ -116,18 +108,12 @@ class LengthModel:
             raise ConfigError(f"attention share is {quoted(attention_share)}; it must be between 0 and 1")
         if not (tokens > 0 and squares > 0):
             raise ConfigError(f"a microbatch of {tokens:g} tokens and {squares:g} squared lengths has no costs; give 1 or more")
-        backward_share = 2 * attention_share / (1 + attention_share)
+        shares = {"forward_ms": attention_share, "backward_ms": 2 * attention_share / (1 + attention_share)}
 
         def terms(values: tuple[float, ...], share: float) -> tuple[Terms, ...]:
             return tuple(Terms(0.0, value * (1 - share) / tokens, value * share / squares) for value in values)
 
-        return LengthModel(
-            forward_ms=terms(costs.forward_ms, attention_share),
-            backward_ms=terms(costs.backward_ms, backward_share),
-            wgrad_ms=terms(costs.wgrad_ms, 0.0),
-            activation=terms(costs.activation, 0.0),
-            activation_after_backward=terms(costs.activation_after_backward, 0.0),
-        )
+        return LengthModel(**{name: terms(values, shares.get(name, 0.0)) for name, values in costs.lists.items()})
 
     @staticmethod
     def fit(costs: MicrobatchCosts, squares: Sequence[float] = ()) -> LengthModel:
@@ -142,13 +128,8 @@ class LengthModel:
         """
         check_tokens(costs.tokens)
         lengths = list(zip(costs.tokens, squares or [float(count) * count for count in costs.tokens], strict=True))
-        fitted = {name: tuple(Terms.fit(lengths, row) for row in getattr(costs, name)) for name in COST_LISTS}
+        fitted = {name: tuple(Terms.fit(lengths, row) for row in rows) for name, rows in costs.lists.items()}
         return LengthModel(**fitted)
-
-    @property
-    def num_stages(self) -> int:
-        """Number of stages."""
-        return len(self.forward_ms)
 
     def costs(self, tokens: Sequence[int], squares: Sequence[float] = ()) -> MicrobatchCosts:
         """The costs of microbatches with these lengths; what a fit makes negative is 0.
@@ -165,8 +146,8 @@ class LengthModel:
             raise ConfigError(f"{len(tokens)} microbatches have tokens and {len(squares)} have squared lengths")
         pairs = list(zip(tokens, squares or [float(count) * count for count in tokens], strict=True))
         lists = {
-            name: tuple(tuple(max(0.0, terms.at(*pair)) for pair in pairs) for terms in getattr(self, name))
-            for name in COST_LISTS
+            name: tuple(tuple(max(0.0, terms.at(*pair)) for pair in pairs) for terms in stages)
+            for name, stages in self.lists.items()
         }
         return MicrobatchCosts(**lists, tokens=tuple(tokens))
 
@@ -184,7 +165,7 @@ class LengthModel:
 
     def to_json(self) -> dict[str, Any]:
         """Per list of costs and stage the terms by name."""
-        return {name: [terms._asdict() for terms in getattr(self, name)] for name in COST_LISTS}
+        return {name: [terms._asdict() for terms in stages] for name, stages in self.lists.items()}
 
     @staticmethod
     def from_json(body: object) -> LengthModel:

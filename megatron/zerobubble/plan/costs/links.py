@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.messages import quoted
-from megatron.zerobubble.plan.costs.microbatch_costs import LARGEST
+from megatron.zerobubble.plan.costs.microbatch_costs import check_number
 
 _BYTES_PER_MS = 1e6
 """Bytes per millisecond in 1 GB/s."""
@@ -58,19 +58,18 @@ class Links:
         for name in ("latency_ms", "gigabytes_per_s"):
             rows = enumerate(getattr(self, name))
             object.__setattr__(self, name, tuple((*row[:rank], 0.0, *row[rank + 1 :]) for rank, row in rows))
-        for source, row in enumerate(self.latency_ms):
-            for target, value in enumerate(row):
-                if source != target:
-                    _check(f"latency_ms from rank {source} to rank {target}", value, positive=False)
-        for source, row in enumerate(self.gigabytes_per_s):
-            for target, value in enumerate(row):
-                if source != target:
-                    _check(f"gigabytes_per_s from rank {source} to rank {target}", value, positive=True)
+            for source, row in enumerate(getattr(self, name)):
+                for target, value in enumerate(row):
+                    if source != target:
+                        check_number(f"{name} from rank {source} to rank {target}", value, "links")
+                        if value == 0 and name == "gigabytes_per_s":
+                            between = f"from rank {source} to rank {target}"
+                            raise ConfigError(f"links: {name} {between} is 0; give a bandwidth above 0, or leave {name} out")
         for microbatch, value in enumerate(self.message_bytes):
-            _check(f"message_bytes of microbatch {microbatch}", value, positive=False)
+            check_number(f"message_bytes of microbatch {microbatch}", value, "links")
         for source, target in itertools.permutations(range(self.num_ranks), 2):
             time = self._time(source, target, max(self.message_bytes))
-            _check(f"the time in ms of the largest message from rank {source} to rank {target}", time, positive=False)
+            check_number(f"the time in ms of the largest message from rank {source} to rank {target}", time, "links")
 
     @property
     def num_ranks(self) -> int:
@@ -221,10 +220,3 @@ def _check_square(name: str, rows: Sequence[Sequence[float]], size: int) -> None
             f"links: {name} has {len(rows)} rows of {', '.join(map(str, sorted(set(widths)))) or 'no'} numbers; "
             f"it must have one row and one column for each of {size} ranks"
         )
-
-
-def _check(name: str, value: object, *, positive: bool) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= LARGEST:
-        raise ConfigError(f"links: {name} is {quoted(value)}; it must be a finite number from 0 to {LARGEST:g}")
-    if positive and value == 0:
-        raise ConfigError(f"links: {name} is 0; give a bandwidth above 0, or leave gigabytes_per_s out")

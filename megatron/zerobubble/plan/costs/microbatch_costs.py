@@ -1,11 +1,11 @@
-"""Costs of every stage and microbatch, where microbatches are not alike."""
+"""The five lists of costs, and those of every stage and microbatch where microbatches are not alike."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.messages import quoted
@@ -15,33 +15,49 @@ LARGEST = 1e12
 COST_LISTS = ("forward_ms", "backward_ms", "wgrad_ms", "activation", "activation_after_backward")
 """The lists of costs, by their names in a plan file."""
 
-_Matrix = tuple[tuple[float, ...], ...]
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MicrobatchCosts:
+class CostLists(Generic[Value]):
+    """What a cost model has per stage: a number, one per microbatch, or how it follows from the length."""
+
+    forward_ms: tuple[Value, ...]
+    """Time of F, per stage."""
+    backward_ms: tuple[Value, ...]
+    """Time of B (dgrad), per stage. A fused BW takes B plus W."""
+    wgrad_ms: tuple[Value, ...]
+    """Time of W (wgrad), per stage."""
+    activation: tuple[Value, ...]
+    """Activation memory from the start of a stage's F to the end of its B, per stage (M_B)."""
+    activation_after_backward: tuple[Value, ...]
+    """Activation memory from the end of a stage's B to the end of its W, per stage (M_W)."""
+
+    @property
+    def lists(self) -> dict[str, tuple[Value, ...]]:
+        """The five lists per stage, by the names of their fields."""
+        return {name: getattr(self, name) for name in COST_LISTS}
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.forward_ms)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicrobatchCosts(CostLists[tuple[float, ...]]):
     """Costs of every stage and microbatch, `[stage][microbatch]`, in the units of `CostModel`.
 
     Microbatches are numbered as they come in the global batch. Raises ConfigError for lists of different sizes, and for numbers
     that are not finite or below 0.
     """
 
-    forward_ms: _Matrix
-    """Time of F."""
-    backward_ms: _Matrix
-    """Time of B (dgrad)."""
-    wgrad_ms: _Matrix
-    """Time of W (wgrad)."""
-    activation: _Matrix
-    """Activation memory from the start of F to the end of B."""
-    activation_after_backward: _Matrix
-    """Activation memory from the end of B to the end of W."""
     tokens: tuple[int, ...] = ()
     """Tokens of every microbatch, for messages; empty: not known."""
 
     def __post_init__(self) -> None:
-        for name in COST_LISTS:
-            rows = tuple(tuple(row) for row in getattr(self, name))
+        for name, given in self.lists.items():
+            rows = tuple(tuple(row) for row in given)
             object.__setattr__(self, name, rows)
             if len(rows) != self.num_stages or not rows:
                 raise ConfigError(f"costs: forward_ms has {self.num_stages} stages and {name} has {len(rows)}")
@@ -64,11 +80,6 @@ class MicrobatchCosts:
                 raise ConfigError(f"costs: {self.num_microbatches} microbatches and tokens of {len(self.tokens)}")
 
     @property
-    def num_stages(self) -> int:
-        """Number of stages."""
-        return len(self.forward_ms)
-
-    @property
     def num_microbatches(self) -> int:
         """Number of microbatches, m."""
         return len(self.forward_ms[0])
@@ -76,15 +87,15 @@ class MicrobatchCosts:
     @property
     def is_uniform(self) -> bool:
         """Whether all microbatches cost the same."""
-        return all(len(set(row)) == 1 for name in COST_LISTS for row in getattr(self, name))
+        return all(len(set(row)) == 1 for rows in self.lists.values() for row in rows)
 
     def means(self) -> dict[str, tuple[float, ...]]:
         """Per stage, the mean over the microbatches, by the names of the lists of `CostModel`."""
-        return {name: tuple(map(_mean, getattr(self, name))) for name in COST_LISTS}
+        return {name: tuple(map(_mean, rows)) for name, rows in self.lists.items()}
 
     def reordered(self, assignment: Sequence[int]) -> MicrobatchCosts:
         """The same costs, with microbatch i the one that was `assignment[i]`."""
-        lists = {name: tuple(tuple(row[index] for index in assignment) for row in getattr(self, name)) for name in COST_LISTS}
+        lists = {name: tuple(tuple(row[index] for index in assignment) for row in rows) for name, rows in self.lists.items()}
         return MicrobatchCosts(**lists, tokens=tuple(self.tokens[index] for index in assignment) if self.tokens else ())
 
     def merged(self, size: int) -> MicrobatchCosts:
@@ -93,13 +104,13 @@ class MicrobatchCosts:
             name: tuple(
                 tuple(math.fsum(values) for values in zip(*rows[at : at + size], strict=True)) for at in range(0, len(rows), size)
             )
-            for name, rows in ((name, getattr(self, name)) for name in COST_LISTS)
+            for name, rows in self.lists.items()
         }
         return MicrobatchCosts(**lists, tokens=self.tokens)
 
     def to_json(self) -> dict[str, Any]:
         """The `microbatches` object of the costs in a plan's JSON form."""
-        body: dict[str, Any] = {name: [list(row) for row in getattr(self, name)] for name in COST_LISTS}
+        body: dict[str, Any] = {name: [list(row) for row in rows] for name, rows in self.lists.items()}
         return body | ({"tokens": list(self.tokens)} if self.tokens else {})
 
     @staticmethod
@@ -117,10 +128,10 @@ class MicrobatchCosts:
         return MicrobatchCosts(**{name: tuple(body[name]) for name in COST_LISTS}, tokens=tuple(tokens))
 
 
-def check_number(name: str, value: object) -> None:
-    """Raise ConfigError unless a cost is a number from 0 to `LARGEST`."""
+def check_number(name: str, value: object, subject: str = "costs") -> None:
+    """Raise ConfigError, which begins with its subject, unless a cost is a number from 0 to `LARGEST`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= LARGEST:
-        raise ConfigError(f"costs: {name} is {quoted(value)}; it must be a finite number from 0 to {LARGEST:g}")
+        raise ConfigError(f"{subject}: {name} is {quoted(value)}; it must be a finite number from 0 to {LARGEST:g}")
 
 
 def check_tokens(tokens: Sequence[object]) -> None:

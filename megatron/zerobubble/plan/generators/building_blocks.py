@@ -15,8 +15,7 @@ small letters for the way up::
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 
 from megatron.zerobubble.plan.search.interface import Order
@@ -28,21 +27,13 @@ _LEAST_SHARE = 0.6
 _MOST_SHARE = 1.25
 
 
-@dataclass(frozen=True)
-class GridBlock:
-    """When one microbatch passes every rank, in ticks; the block repeats every six ticks."""
+GridBlock = tuple[tuple[int, ...], ...]
+"""Per rank, the ticks at which microbatch 0 starts F, B, W of the chunk on the way down, then of the chunk on the way up."""
 
-    ticks: tuple[tuple[int, ...], ...]
-    """Per rank, the ticks at which microbatch 0 starts F, B, W of the chunk on the way down, then of the chunk on the way up."""
 
-    @property
-    def residence(self) -> float:
-        """Microbatches between F and B on the rank with most of them, each of its two stages counting half."""
-        return max((b0 - f0 + b1 - f1) / (2 * _PERIOD) for f0, b0, _, f1, b1, _ in self.ticks)
-
-    def order(self, num_microbatches: int) -> Order:
-        """The block repeated for every microbatch, as op codes per rank (see `search.core`)."""
-        return [_row(ticks, num_microbatches) for ticks in self.ticks]
+def grid_order(block: GridBlock, num_microbatches: int) -> Order:
+    """The block repeated every six ticks for every microbatch, as op codes per rank (see `search.core`)."""
+    return [_row(ticks, num_microbatches) for ticks in block]
 
 
 def grid_seed_orders(num_ranks: int, memory: float) -> list[SeedOrder]:
@@ -52,10 +43,14 @@ def grid_seed_orders(num_ranks: int, memory: float) -> list[SeedOrder]:
         num_ranks: p.
         memory: the limit per rank, in activations of microbatches.
     """
-    fitting = [block for block in grid_blocks(num_ranks) if block.residence <= _MOST_SHARE * memory]
-    most = max((block.residence for block in fitting), default=0.0)
-    blocks = [block for block in fitting if block.residence >= _LEAST_SHARE * most]
-    return [block.order for block in blocks]
+    fitting = [block for block in grid_blocks(num_ranks) if _residence(block) <= _MOST_SHARE * memory]
+    most = max(map(_residence, fitting), default=0.0)
+    return [partial(grid_order, block) for block in fitting if _residence(block) >= _LEAST_SHARE * most]
+
+
+def _residence(block: GridBlock) -> float:
+    """Microbatches between F and B on the rank with most of them, each of its two stages counting half."""
+    return max((b0 - f0 + b1 - f1) / (2 * _PERIOD) for f0, b0, _, f1, b1, _ in block)
 
 
 @lru_cache(maxsize=8)
@@ -68,7 +63,7 @@ def grid_blocks(num_ranks: int) -> tuple[GridBlock, ...]:
         for turns in itertools.product(range(1, _PERIOD + 1), repeat=3):
             ticks = _ticks(num_ranks, (down, up, back, home), turns)
             if ticks:
-                blocks.append(GridBlock(ticks))
+                blocks.append(ticks)
     return tuple(blocks)
 
 

@@ -11,7 +11,8 @@ from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.plan.search.orders import SeedOrder
 from megatron.zerobubble.plan.search.search import search
-from megatron.zerobubble.plan.search.search_options import SearchOptions, memory_of, smallest_memory
+from megatron.zerobubble.plan.search.search_options import SearchOptions, smallest_memory
+from megatron.zerobubble.plan.validate import MEMORY_TOLERANCE
 
 __all__ = ["Request"]
 
@@ -55,7 +56,9 @@ class Request:
             fused: build plans of F and BW only.
         """
         placement, m, options = self.spec.placement, self.num_microbatches, self.options_within(memory_limit)
-        seeds = seed_orders(memory_of(options, placement, m))
+        limit = options.memory_limit
+        memory = limit * min(placement.num_ranks, m) + MEMORY_TOLERANCE if limit is not None and limit >= 0 else 0.0
+        seeds = seed_orders(memory)
         return search(self.spec.name, placement, m, self.stage_costs, options, seed_orders=seeds, fused=fused)
 
     @property

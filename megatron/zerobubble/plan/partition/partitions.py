@@ -13,31 +13,18 @@ import bisect
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from random import Random
 
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.layer_costs import Model
 
-__all__ = ["Wish", "partitions", "wishes"]
+__all__ = ["partitions"]
 
 _STARTS = 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wish:
-    """What a partition should be like, beside little work on the bottleneck rank."""
-
-    evenness: float
-    """Weight of the slowest stage; the bottleneck rank has weight 1."""
-    in_flight: float
-    """Microbatches that every rank should be able to hold, as a multiple of p; rank r of a linear placement (p-r)/p of it."""
-
-
-def wishes() -> tuple[Wish, ...]:
-    """Different weights; each leads to a partition that is best for some model, schedule and memory."""
-    pairs = itertools.product((0.0, 0.1, 0.5), (0.0, 0.5, 1.0))
-    return tuple(Wish(evenness=evenness, in_flight=in_flight) for evenness, in_flight in pairs)
+_WISHES = tuple(itertools.product((0.0, 0.1, 0.5), (0.0, 0.5, 1.0)))
+"""What a partition should be like beside little work on the bottleneck rank, which has weight 1: the weight of the slowest stage,
+and the microbatches that every rank should be able to hold, as a multiple of p; rank r of a linear placement (p-r)/p of it. Each
+leads to a partition that is best for some model, schedule and memory."""
 
 
 def partitions(
@@ -65,7 +52,7 @@ def partitions(
         return []
     found: dict[tuple[int, ...], tuple[float, float]] = {}
     random = Random(seed)
-    for wish in wishes() if memory_bytes is not None else wishes()[::3]:
+    for wish in _WISHES if memory_bytes is not None else _WISHES[::3]:
         score = _Score(model, placement, wish, memory_bytes)
         for start in _starts(score, least, random):
             counts = _descend(score, list(start), least)
@@ -76,7 +63,7 @@ def partitions(
 class _Score:
     """The score of a partition, in milliseconds: smaller is better."""
 
-    def __init__(self, model: Model, placement: Placement, wish: Wish, memory_bytes: float | None) -> None:
+    def __init__(self, model: Model, placement: Placement, wish: tuple[float, float], memory_bytes: float | None) -> None:
         sums = model.sums
         names = ("forward_ms", "backward_ms", "wgrad_ms")
         self.work = [math.fsum(parts) for parts in zip(*(sums[name] for name in names), strict=True)]
@@ -84,11 +71,11 @@ class _Score:
         self.ends = [0.0] * placement.num_stages
         self.ends[0] += model.first.work_ms
         self.ends[-1] += model.last.work_ms
-        self._evenness = wish.evenness
+        self._evenness, in_flight = wish
         self._memory = memory_bytes
         p = placement.num_ranks
         is_linear = placement.num_stages == p
-        self._in_flight = [max(1.0, wish.in_flight * (p - rank if is_linear else p)) for rank in range(p)]
+        self._in_flight = [max(1.0, in_flight * (p - rank if is_linear else p)) for rank in range(p)]
         self._static, self._activation = sums["static_bytes"], sums["activation_bytes"]
         self._held = [0.0] * p
         for rank, part in ((0, model.first), (placement.stage_to_rank[-1], model.last)):

@@ -71,7 +71,7 @@ def _passes(iteration: int, rank: int, own: RankTimeline, begin: float, slots: S
     for span in own.spans:
         if span.activity not in _LANES:
             thread = _PASSES if span.activity is Activity.WAIT else _AROUND
-            events.append(_span(span, span.activity.value, iteration, rank, thread, begin))
+            events.append(_span(span, span.text, iteration, rank, thread, begin))
     return events
 
 
@@ -86,16 +86,16 @@ def _transfers(iteration: int, rank: int, own: RankTimeline, activity: Activity,
         lane = next((lane for lane, until in enumerate(busy_until) if until <= span.start_ms), len(busy_until))
         busy_until[lane:] = [span.end_ms, *busy_until[lane + 1 :]]
         tid = _LANES[activity] + lane
+        name = span.text if span.message is None else _text(span.message)
+        events.append(_span(span, name, iteration, rank, tid, begin))
         if span.message is None:
-            events.append(_span(span, _bucket_text(span), iteration, rank, tid, begin))
             continue
-        events.append(_span(span, _text(span.message), iteration, rank, tid, begin))
         is_send = activity is Activity.SEND
         arrow = {
             "name": "transfer",
             "cat": "transfer",
             "ph": "s" if is_send else "f",
-            "id": f"{iteration}/{_text(span.message)}",
+            "id": f"{iteration}/{name}",
             "pid": rank,
             "tid": tid,
             "ts": ((span.start_ms if is_send else span.end_ms) - begin) * 1e3,
@@ -117,11 +117,6 @@ def _span(span: Span, name: str, iteration: int, rank: int, tid: int, begin: flo
 
 def _text(message: Message) -> str:
     return f"{message.payload.value} for stage {message.stage}, microbatch {message.microbatch}"
-
-
-def _bucket_text(span: Span) -> str:
-    assert span.bucket is not None
-    return f"{span.activity.value} bucket {span.bucket.index} of stage {span.bucket.stage}"
 
 
 def _complete(name: str, cat: str, pid: int, tid: int, start_ms: float, duration_ms: float, **args: object) -> Event:

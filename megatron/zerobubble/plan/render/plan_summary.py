@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.planner import Result
 from megatron.zerobubble.plan.registry import known_schedules
+from megatron.zerobubble.plan.render.chrome_trace import render_trace
+from megatron.zerobubble.plan.render.svg import Panel, render_svg
 from megatron.zerobubble.plan.render.text import render_text
 from megatron.zerobubble.plan.simulate import Simulation
+from megatron.zerobubble.plan.timeline import Timeline
 from megatron.zerobubble.plan.validate import live_microbatches, pending_wgrads
 
 
@@ -57,9 +61,9 @@ def lengths(simulation: Simulation, came: Simulation | None = None) -> list[str]
     return lines
 
 
-def slots(simulation: Simulation) -> list[dict[str, int]]:
+def slots(plan: Plan, costs: CostModel) -> list[dict[str, int]]:
     """Per slot of the plan its microbatch of the data, and its tokens if they are known; empty if all microbatches are equal."""
-    every, plan = simulation.costs.per_microbatch, simulation.plan
+    every = costs.per_microbatch
     if every is None and not plan.assignment:
         return []
     indices = map(plan.batch_index, range(plan.num_microbatches))
@@ -67,10 +71,20 @@ def slots(simulation: Simulation) -> list[dict[str, int]]:
     return [{"data_microbatch": index} | ({"tokens": tokens[index]} if tokens else {}) for index in indices]
 
 
-def slot_notes(simulation: Simulation) -> list[str]:
-    """`slots` in words, to follow the name of a pass."""
-    words = ((slot["data_microbatch"], f", {slot['tokens']} tokens" if "tokens" in slot else "") for slot in slots(simulation))
-    return [f" (microbatch {index} of the data{tokens})" for index, tokens in words]
+def plan_svg(simulation: Simulation, name: str | None = None, *, width_px: int = 1200) -> str:
+    """The timeline of a plan as SVG; `name` stands for that of its schedule."""
+    subtitle = "; ".join([measures(simulation), *lengths(simulation)[:1]])
+    notes = [
+        f" (microbatch {slot['data_microbatch']} of the data{f', {tokens} tokens' if (tokens := slot.get('tokens')) else ''})"
+        for slot in slots(simulation.plan, simulation.costs)
+    ]
+    panel = Panel.of_ops(simulation.rows, notes=notes)
+    return render_svg([panel], title=headline(simulation.plan, name), subtitle=subtitle, width_px=width_px)
+
+
+def plan_trace(simulation: Simulation) -> str:
+    """The timeline of a plan as a Chrome trace."""
+    return render_trace([Timeline.planned(simulation)], slots(simulation.plan, simulation.costs))
 
 
 def _joined(values: Sequence[int]) -> str:

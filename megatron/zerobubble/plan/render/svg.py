@@ -116,22 +116,16 @@ class _Drawing:
             parts.append(self._span(span, y))
         chunks = chunks_of(timeline.ops)
         parts.extend(self._op(timed, y, chunks[timed.op.stage]) for timed in timeline.ops)
-        parts.extend(self._exchange(span, y + _ROW + 1) for span in timeline.spans if span.bucket is not None)
+        parts.extend(self._span(span, y + _ROW + 1) for span in timeline.spans if span.bucket is not None)
         return parts
-
-    def _exchange(self, span: Span, y: int) -> str:
-        assert span.bucket is not None
-        left, right = max(self._x(span.start_ms), _LEFT), max(self._x(span.end_ms), _LEFT)
-        what = f"{span.activity.value} bucket {span.bucket.index} of stage {span.bucket.stage}, {span.bucket.num_bytes} bytes"
-        title = f"<title>{what} {span.start_ms - self.begin_ms:.3f}..{span.end_ms - self.begin_ms:.3f} ms</title>"
-        fill = _EXCHANGE_COLORS[span.activity]
-        return f"<rect x='{left:.2f}' y='{y}' width='{right - left:.2f}' height='{_BAR}' fill='{fill}'>{title}</rect>"
 
     def _span(self, span: Span, y: int) -> str:
         left, right = max(self._x(span.start_ms), _LEFT), max(self._x(span.end_ms), _LEFT)
-        title = f"<title>{span.activity.value} {span.start_ms - self.begin_ms:.3f}..{span.end_ms - self.begin_ms:.3f} ms</title>"
-        fill = SPAN_COLORS[span.activity]
-        return f"<rect x='{left:.2f}' y='{y}' width='{right - left:.2f}' height='{_ROW}' fill='{fill}'>{title}</rect>"
+        what, fill, height = span.text, (SPAN_COLORS | _EXCHANGE_COLORS)[span.activity], _ROW
+        if span.bucket is not None:
+            what, height = f"{what}, {span.bucket.num_bytes} bytes", _BAR
+        title = f"<title>{what} {span.start_ms - self.begin_ms:.3f}..{span.end_ms - self.begin_ms:.3f} ms</title>"
+        return f"<rect x='{left:.2f}' y='{y}' width='{right - left:.2f}' height='{height}' fill='{fill}'>{title}</rect>"
 
     def _op(self, timed: TimedOp, y: int, chunk: int) -> str:
         op, x = timed.op, self._x(timed.start_ms)

@@ -1,14 +1,11 @@
-// The inner loop of the search, compiled: annealing, and what Python sees of it all. With its headers it is the twin of core.py,
-// which documents it: the same arithmetic in the same order and the same random numbers, so that the same seed gives the same
-// plan. Build without floating-point contraction (a*b+c).
-
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
+// The inner loop of the search, compiled: annealing, and the C functions that native.py calls. With its headers it is the twin of
+// core.py, which documents it: the same arithmetic in the same order and the same random numbers, so that the same seed gives the
+// same plan. Build without floating-point contraction (a*b+c).
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <memory>
+#include <cstring>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -16,8 +13,6 @@
 #include "decode.hpp"
 #include "evaluate.hpp"
 #include "moves.hpp"
-
-namespace py = pybind11;
 
 namespace {
 
@@ -30,19 +25,14 @@ constexpr double kAssignShare = 0.8;
 constexpr double kLateMoveShare = 0.5;
 
 using zerobubble::Changes;
-using zerobubble::from_tuple;
 using zerobubble::kCertain;
 using zerobubble::kInfinity;
 using zerobubble::ListScheduler;
 using zerobubble::Moves;
 using zerobubble::Order;
-using zerobubble::PolicyTuple;
+using zerobubble::Policy;
 using zerobubble::Random;
 using zerobubble::Row;
-
-// `Problem` of interface.py.
-using ProblemTuple = std::tuple<int, std::vector<int>, std::vector<double>, double, std::vector<double>, std::vector<double>, double,
-                                bool, std::vector<double>, std::vector<double>, double>;
 
 class NativeCore : public ListScheduler {
  public:
@@ -149,51 +139,115 @@ class NativeCore : public ListScheduler {
   std::atomic<bool> stopped_{false};
 };
 
-// Run what takes long, so that a planner thread does not stop the others of its process. A core belongs to one thread.
-template <typename Function>
-auto without_gil(Function function) {
-  const py::gil_scoped_release released;
-  return function();
-}
+// An array and what is left of it.
+class Doubles {
+ public:
+  explicit Doubles(const double* values) : values_(values) {}
 
-std::vector<py::bytes> to_bytes(const Order& order) {
-  std::vector<py::bytes> rows;
-  for (const Row& row : order) rows.emplace_back(row);
+  std::vector<double> next(int count) {
+    std::vector<double> taken(values_, values_ + count);
+    values_ += count;
+    return taken;
+  }
+
+ private:
+  const double* values_;
+};
+
+// Op codes per rank, one rank after the other.
+Order rows_of(const char* codes, const int* lengths, int num_ranks) {
+  Order rows;
+  for (int rank = 0; rank < num_ranks; codes += lengths[rank++]) rows.emplace_back(codes, lengths[rank]);
   return rows;
 }
 
+// Returns the number of ranks: none where no order was found.
+int write(const Order& order, char* codes, int* lengths) {
+  for (const Row& row : order) {
+    std::memcpy(codes, row.data(), row.size());
+    codes += row.size();
+    *lengths++ = static_cast<int>(row.size());
+  }
+  return static_cast<int>(order.size());
+}
+
+std::vector<int> ints_of(const int* values, int count) { return {values, values + count}; }
+
 }  // namespace
 
-PYBIND11_MODULE(_core, module) {
-  module.doc() = "Compiled twin of core.py";
-  py::class_<NativeCore>(module, "NativeCore")
-      .def(py::init([](const ProblemTuple& problem) {
-             return std::apply([](const auto&... fields) { return std::make_unique<NativeCore>(fields...); }, problem);
-           }),
-           py::arg("problem"))
-      .def_readwrite("work", &NativeCore::work)
-      .def("stop", &NativeCore::stop)
-      .def("evaluate", [](NativeCore& core, const Order& rows) { return without_gil([&] { return core.evaluate(rows); }); })
-      .def("evaluate_assigned", &NativeCore::evaluate_assigned)
-      .def("fill_assigned", [](NativeCore& core, const Order& rows, const std::vector<double>& patience,
-                               const std::vector<int>& assignment) {
-             return to_bytes(core.fill_assigned(rows, patience, assignment));
-           })
-      .def("assign", [](NativeCore& core, const Order& rows, const std::vector<double>& patience, const std::vector<int>& assignment,
-                        std::uint64_t seed, double budget, double temperature, bool fixed_order) {
-             const auto found = without_gil([&] {
-               return core.assign(rows, patience, assignment, seed, budget, temperature, fixed_order);
-             });
-             return std::make_pair(to_bytes(found.first), found.second);
-           })
-      .def("decode", [](NativeCore& core, const PolicyTuple& policy) {
-             return to_bytes(without_gil([&] { return core.decode(from_tuple(policy)); }));
-           })
-      .def("fill", [](NativeCore& core, const Order& rows, const std::vector<double>& patience) {
-             return to_bytes(without_gil([&] { return core.fill(rows, patience); }));
-           })
-      .def("anneal", [](NativeCore& core, const Order& rows, const std::vector<double>& patience, std::uint64_t seed, double budget,
-                        double temperature) {
-             return to_bytes(without_gil([&] { return core.anneal(rows, patience, seed, budget, temperature); }));
-           });
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+
+// Each takes a core first, but for the first. Orders go in and out as the codes of all ranks in turn and the number per rank; the
+// caller's buffers for results hold every op. The arguments are those of the methods of core.py.
+
+EXPORTED NativeCore* zb_new(int num_microbatches, int num_stages, const int* stage_to_rank, const double* lists, const int* sizes,
+                            double comm_ms, double limit, int is_makespan, double excess_ms) {
+  Doubles values(lists);
+  auto durations = values.next(sizes[0]), activation = values.next(sizes[1]), remaining = values.next(sizes[2]);
+  auto links = values.next(sizes[3]), busy = values.next(sizes[4]);
+  return new NativeCore(num_microbatches, ints_of(stage_to_rank, num_stages), std::move(durations), comm_ms, std::move(activation),
+                        std::move(remaining), limit, is_makespan != 0, std::move(links), std::move(busy), excess_ms);
+}
+
+EXPORTED void zb_delete(NativeCore* core) { delete core; }
+
+EXPORTED double* zb_work(NativeCore* core) { return &core->work; }
+
+EXPORTED void zb_stop(NativeCore* core) { core->stop(); }
+
+EXPORTED void zb_evaluate(NativeCore* core, const char* codes, const int* lengths, int num_ranks, double* result) {
+  std::tie(result[0], result[1]) = core->evaluate(rows_of(codes, lengths, num_ranks));
+}
+
+EXPORTED void zb_evaluate_assigned(NativeCore* core, const char* codes, const int* lengths, int num_ranks, const double* patience,
+                                   const int* assignment, int num_assigned, double* result) {
+  const auto rows = rows_of(codes, lengths, num_ranks);
+  const auto patience_of = Doubles(patience).next(num_ranks);
+  std::tie(result[0], result[1]) = core->evaluate_assigned(rows, patience_of, ints_of(assignment, num_assigned));
+}
+
+EXPORTED int zb_fill(NativeCore* core, const char* codes, const int* lengths, int num_ranks, const double* patience, char* found,
+                      int* found_lengths) {
+  return write(core->fill(rows_of(codes, lengths, num_ranks), Doubles(patience).next(num_ranks)), found, found_lengths);
+}
+
+EXPORTED int zb_fill_assigned(NativeCore* core, const char* codes, const int* lengths, int num_ranks, const double* patience,
+                               const int* assignment, int num_assigned, char* found, int* found_lengths) {
+  const auto rows = rows_of(codes, lengths, num_ranks);
+  const auto patience_of = Doubles(patience).next(num_ranks);
+  return write(core->fill_assigned(rows, patience_of, ints_of(assignment, num_assigned)), found, found_lengths);
+}
+
+EXPORTED int zb_decode(NativeCore* core, const double* lists, const int* sizes, const double* numbers, char* found,
+                        int* found_lengths) {
+  Doubles values(lists);
+  Policy policy;
+  policy.durations = values.next(sizes[0]);
+  policy.offsets = values.next(sizes[1]);
+  policy.caps = values.next(sizes[2]);
+  policy.comm_ms = numbers[0];
+  policy.period = numbers[1];
+  policy.wait_weight = numbers[2];
+  policy.max_wait = numbers[3];
+  policy.limit = numbers[4];
+  policy.settled = numbers[5];
+  policy.settle_after = numbers[6];
+  return write(core->decode(policy), found, found_lengths);
+}
+
+EXPORTED int zb_anneal(NativeCore* core, const char* codes, const int* lengths, int num_ranks, const double* patience,
+                        std::uint64_t seed, double budget, double temperature, char* found, int* found_lengths) {
+  const auto rows = rows_of(codes, lengths, num_ranks);
+  return write(core->anneal(rows, Doubles(patience).next(num_ranks), seed, budget, temperature), found, found_lengths);
+}
+
+// The assignment is overwritten by the one that was found.
+EXPORTED int zb_assign(NativeCore* core, const char* codes, const int* lengths, int num_ranks, const double* patience,
+                        int* assignment, int num_assigned, std::uint64_t seed, double budget, double temperature, int fixed_order,
+                        char* found, int* found_lengths) {
+  const auto rows = rows_of(codes, lengths, num_ranks);
+  const auto patience_of = Doubles(patience).next(num_ranks);
+  const auto result = core->assign(rows, patience_of, ints_of(assignment, num_assigned), seed, budget, temperature, fixed_order != 0);
+  std::copy(result.second.begin(), result.second.end(), assignment);
+  return write(result.first, found, found_lengths);
 }

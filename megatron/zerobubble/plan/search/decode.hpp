@@ -6,7 +6,6 @@
 #include <cstddef>
 #include <functional>
 #include <queue>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -28,14 +27,6 @@ struct Policy {
   double settled;
   double settle_after;
 };
-
-using PolicyTuple = std::tuple<std::vector<double>, double, std::vector<double>, std::vector<double>, double, double, double,
-                               double, double, double>;
-
-inline Policy from_tuple(const PolicyTuple& t) {
-  return {std::get<0>(t), std::get<1>(t), std::get<2>(t), std::get<3>(t), std::get<4>(t),
-          std::get<5>(t), std::get<6>(t), std::get<7>(t), std::get<8>(t), std::get<9>(t)};
-}
 
 class ListScheduler : public Evaluator {
  public:

@@ -129,7 +129,7 @@ def evaluations_per_second() -> float:
 def best_core() -> type[PythonCore]:
     """The compiled core if the install built it, else its Python twin, with one warning about the lost speed."""
     try:
-        compiled = importlib.import_module("megatron.zerobubble.plan.search._core")
+        compiled = importlib.import_module("megatron.zerobubble.plan.search.native")
     except ImportError:
         logger.warning("planner: the compiled search core was not built; the same plans take about 50 times longer to find")
         return PythonCore

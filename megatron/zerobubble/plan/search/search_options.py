@@ -96,9 +96,3 @@ def largest_microbatch(placement: Placement, costs: CostModel, share: float) -> 
     return f", microbatch {index} " + (
         f"has {tokens[index]} tokens and the limit holds at most {int(tokens[index] * share)}" if tokens else "is the largest"
     )
-
-
-def memory_of(options: SearchOptions, placement: Placement, num_microbatches: int) -> float:
-    """The memory limit in microbatches of one rank's activations; 0 for NaN and negatives, which `search` rejects."""
-    limit = math.inf if options.memory_limit is None else options.memory_limit
-    return limit * min(placement.num_ranks, num_microbatches) + MEMORY_TOLERANCE if limit >= 0 else 0.0

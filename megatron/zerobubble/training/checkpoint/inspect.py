@@ -28,7 +28,6 @@ COMMON_FILE = "common.pt"
 _COMMON_OBJECT = "common_state/shard_0_1"
 """Name of the object in which megatron-core saves the common state from 0.19 on."""
 _BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-_ZIP = b"PK\x03\x04"
 _METADATA_NAMES = {
     ("torch.distributed.checkpoint.metadata", name)
     for name in (
@@ -65,13 +64,9 @@ def inspect_checkpoint(directory: Path) -> None:
         if not file.is_file() or file.stat().st_size < place.offset + place.length:
             raise CheckpointError(f"{directory} is damaged: {place.relative_path} is missing or too short")
         if isinstance(metadata.state_dict_metadata.get(index.fqn), BytesStorageMetadata):
-            held = _check_object(file, place.offset, place.length, index.fqn)
-            if index.fqn == _COMMON_OBJECT:
-                _check_common(file, held[0] if isinstance(held, list) and len(held) == 1 else held)
-        else:
-            _check_tensor(file, place.offset, index.fqn)
+            _check_object(file, place.offset, place.length, index.fqn)
     if common.is_file():
-        _check_common(common, _check_loads(common, common.read_bytes()))
+        _check_loads(common, common.read_bytes())
 
 
 def _check_backend(path: Path) -> None:
@@ -97,34 +92,18 @@ def _read_metadata(path: Path) -> Any:
     return metadata
 
 
-def _check_object(file: Path, offset: int, length: int, name: str) -> Any:
+def _check_object(file: Path, offset: int, length: int, name: str) -> None:
     with file.open("rb") as stream:
         stream.seek(offset)
-        return _check_loads(Path(f"{file} ({name})"), stream.read(length))
+        _check_loads(Path(f"{file} ({name})"), stream.read(length))
 
 
-def _check_tensor(file: Path, offset: int, name: str) -> None:
-    """Check only the first bytes of a stored tensor; torch loads tensors with `weights_only`, so they need no inspection."""
-    with file.open("rb") as stream:
-        stream.seek(offset)
-        if stream.read(len(_ZIP)) != _ZIP:
-            raise CheckpointError(f"{file} is damaged: there is no tensor where {name} should be")
-
-
-def _check_common(path: Path, common: Any) -> None:
-    """Check that the common state, read from `path`, is what its readers take it for."""
-    header = common.get("header", {}) if isinstance(common, dict) else common
-    if not isinstance(header, dict):
-        what = "header" if isinstance(common, dict) else "content"
-        raise CheckpointError(f"{path} is damaged: the {what} of the common state is a {type(header).__name__}, not a dict")
-
-
-def _check_loads(what: Path, data: bytes) -> Any:
-    """Load `data` without running code from it; return what it holds."""
+def _check_loads(what: Path, data: bytes) -> None:
+    """Raise CheckpointError unless `data` loads without running code from it."""
     try:
         with warnings.catch_warnings():  # about content that it then rejects
             warnings.simplefilter("ignore")
-            return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+            torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
         raise CheckpointError(f"{what} is damaged or holds more than data: {reason}") from error

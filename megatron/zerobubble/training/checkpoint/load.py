@@ -38,7 +38,7 @@ from megatron.zerobubble.training.checkpoint.contents import (
 from megatron.zerobubble.training.checkpoint.directory import existing_directory, tracked_iteration
 from megatron.zerobubble.training.checkpoint.inspect import COMMON_FILE, inspect_checkpoint
 from megatron.zerobubble.training.checkpoint.manifest import Manifest
-from megatron.zerobubble.training.checkpoint.optimizer_kinds import OptimizerKind, ask_for, stored_kind, translate
+from megatron.zerobubble.training.checkpoint.optimizer_parts import assembled, by_part, check_same_kind
 from megatron.zerobubble.training.checkpoint.shared import check_all_hosts_see, run_on_rank_0
 from megatron.zerobubble.training.checkpoint.torch_optimizer import load_state, prepare_to_load
 from megatron.zerobubble.training.checkpoint.verification import check_run, verify_checkpoint
@@ -49,7 +49,7 @@ __all__ = ["RestoredProgress", "latest_iteration", "load_checkpoint", "load_veri
 _log = logging.getLogger(__name__)
 
 _OF_ODD_CONTENT = (KeyError, IndexError, ValueError, TypeError, AttributeError, RuntimeError, AssertionError, OSError)
-"""What torch, megatron-core and the code here raise on content that is not what was saved."""
+"""What torch, megatron-core and the code here raise on content that was not verified, and is not what was saved."""
 _OWN_OPTIMIZER = "optimizer of this rank"
 """Key of the optimizer's sharded tensors, apart from the common state, whose parts may be those of another rank."""
 
@@ -73,7 +73,7 @@ def load_checkpoint(training_state: TrainingState) -> RestoredProgress | None:
         training_state: changed in place.
 
     Returns:
-        Progress of the run that saved it; None with --finetune, or if the --save directory has no checkpoint yet.
+        Progress of the run that saved it; None if the --save directory has no checkpoint yet.
 
     Raises:
         CheckpointError: it is missing, damaged, contains more than data, or belongs to another model.
@@ -100,7 +100,7 @@ def verified(training_state: TrainingState, iteration: int) -> tuple[Path, Manif
     """Verify and inspect the checkpoint of an iteration in the --load directory; nothing is loaded. All ranks must call this.
 
     Returns:
-        The arguments of `load_verified`: the checkpoint's directory, and its manifest, if there is one.
+        The arguments of `load_verified`: the checkpoint's directory, and its manifest; None with --no-verify-checkpoint.
 
     Raises:
         CheckpointError: it is missing, damaged, not seen by a host, or contains more than data.
@@ -115,11 +115,11 @@ def verified(training_state: TrainingState, iteration: int) -> tuple[Path, Manif
     return directory, manifest
 
 
-def load_verified(training_state: TrainingState, directory: Path, manifest: Manifest | None) -> RestoredProgress | None:
+def load_verified(training_state: TrainingState, directory: Path, manifest: Manifest | None) -> RestoredProgress:
     """Load a checkpoint that `verified` returned. All ranks must call this.
 
     Returns:
-        Progress of the run that saved it; None with --finetune.
+        Progress of the run that saved it.
 
     Raises:
         CheckpointError: it belongs to another model, or cannot be read after all.
@@ -131,7 +131,7 @@ def load_verified(training_state: TrainingState, directory: Path, manifest: Mani
             raise
         raise CheckpointError(f"{directory} cannot be loaded into this model: {_reason(error)}") from error
     _log.info("loaded %s", directory)
-    return None if training_state.settings.checkpoint.finetune else restored
+    return restored
 
 
 def _reason(error: BaseException) -> str:
@@ -145,51 +145,43 @@ def _load_from(training_state: TrainingState, directory: Path, manifest: Manifes
     flags, optimizer = training_state.settings.checkpoint, training_state.optimizer
     common = _load_common(directory)
     header = _header_of(common, directory)
-    if flags.verify_checkpoint:
-        check_run(manifest, header.get("run"), directory)
+    if manifest is not None:
+        check_run(manifest, header["run"], directory)
     _check_model(header, training_state, directory)
-    loads_optimizer = flags.load_optim and not flags.finetune
-    if loads_optimizer:
+    if flags.load_optim:
         _check_optimizer(common, training_state, directory)
-    same_layout = header["layout"] == layout_of(training_state)
-    loads_rng = flags.load_rng and not flags.finetune and same_layout
+    loads_rng = header["layout"] == layout_of(training_state)
     with training_state.on_host():
         wanted = model_state(training_state)
-        if loads_optimizer:
+        if flags.load_optim:
             prepare_to_load(optimizer)
             own = optimizer.sharded_state_dict(dict(wanted), is_loading=True, metadata=dict(SHARDING))
-            wanted[_OWN_OPTIMIZER] = ask_for(own, common=common["optimizer"], optimizer=optimizer)
+            wanted[_OWN_OPTIMIZER] = by_part(own)
         if loads_rng:
             wanted["rng"] = sharded_rng_states()
         with _quiet_torch():
             state = dist_checkpointing.load(wanted, str(directory), strict=StrictHandling.RAISE_UNEXPECTED)
         for name, stage in named_stages(training_state):
             stage.load_state_dict(state[name])
-        if loads_optimizer:
+        if flags.load_optim:
             _load_optimizer(training_state, state | {"optimizer": common["optimizer"]}, asked=wanted[_OWN_OPTIMIZER])
         else:
             optimizer.reload_model_params()
     if loads_rng:
         set_rng_states(state["rng"])
-    elif flags.load_rng and not flags.finetune:
+    else:
         _log.info("the layout differs from the checkpoint's: dropout continues with newly seeded generators")
     return RestoredProgress(header["iteration"], header["consumed_samples"])
 
 
 def _header_of(common: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """The header of a checkpoint; what is read from the common state has the right types."""
+    """The header of a checkpoint of this format."""
     header: dict[str, Any] = common.get("header", {})
     if header.get("format") != FORMAT:
         raise CheckpointError(
             f"{directory} has format {quoted(header.get('format'))}; this version reads {FORMAT!r} (those of Megatron-LM's loop "
             "load there, under zerobubble run)"
         )
-    kinds = {"iteration": int, "consumed_samples": int, "layout": dict, "model": dict}
-    read = [(name, header.get(name), kind) for name, kind in kinds.items()]
-    read += [(name, common[name], dict) for name in ("optimizer", SCHEDULER) if name in common]
-    for name, value, kind in read:
-        if type(value) is not kind or (isinstance(value, int) and value < 0):
-            raise CheckpointError(f"{directory} is damaged: {name} in its common state is {quoted(value)}")
     return header
 
 
@@ -228,7 +220,8 @@ def _check_model(header: dict[str, Any], training_state: TrainingState, director
 def _check_optimizer(common: dict[str, Any], training_state: TrainingState, directory: Path) -> None:
     """Raise unless the checkpoint has an optimizer state with the schedule of the flags, or the flags override it."""
     if SCHEDULER not in common:
-        raise CheckpointError(f"{directory} has no optimizer state; give --no-load-optim, or --finetune to start at iteration 0")
+        raise CheckpointError(f"{directory} has no optimizer state; give --no-load-optim")
+    check_same_kind(common["optimizer"], training_state.optimizer)
     if training_state.settings.optim.override_opt_param_scheduler:
         return
     for name, value in training_state.scheduler.state_dict().items():
@@ -246,9 +239,7 @@ def _load_optimizer(training_state: TrainingState, state: dict[str, Any], *, ask
     """
     optimizer, common = training_state.optimizer, state["optimizer"]
     groups = [(group["max_lr"], group["min_lr"]) for group in optimizer.param_groups]
-    load_state(optimizer, translate(state[_OWN_OPTIMIZER], asked=asked, common=common, optimizer=optimizer))
-    if stored_kind(common) is OptimizerKind.PLAIN:
-        optimizer.reload_model_params()  # which are its master weights
+    load_state(optimizer, assembled(state[_OWN_OPTIMIZER], asked=asked, common=common, optimizer=optimizer))
     if training_state.settings.optim.override_opt_param_scheduler:
         for group, (max_lr, min_lr) in zip(optimizer.param_groups, groups, strict=True):
             group["max_lr"], group["min_lr"] = max_lr, min_lr

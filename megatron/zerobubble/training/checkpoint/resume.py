@@ -7,8 +7,8 @@ The first attempt does what the flags request. After a restart by torchrun, in t
 2. what the flags request, as at the first start: --load, there too an older checkpoint if the latest is damaged since, or newly
    initialized weights.
 
-One log line names what it is. The optimizer, the generators and the samples consumed continue in case 1 with any --finetune and
---no-load-optim requested for the first start, so losses are those of a run that was not disturbed.
+One log line names what it is. The optimizer continues in case 1 with any --no-load-optim requested for the first start, so losses
+are those of a run that was not disturbed.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _as_requested(training_state: TrainingState, attempt: Attempt) -> RestoredPr
         return None
     _log.info("%s: starting from --load %s, as at the first start", nothing, flags.load)
     latest = latest_iteration(flags.load) if flags.ckpt_step is None else None
-    if latest is not None and not flags.finetune:
+    if latest is not None:
         for iteration in run_on_rank_0(lambda: [each for each in iterations_in(str(flags.load)) if each <= latest]):
             if (restored := _try(training_state, iteration, attempt)) is not None:
                 return restored
@@ -118,5 +118,5 @@ def _written_by(folder: str, job: str) -> list[int]:
 def _with(training_state: TrainingState, *, load: str | None) -> TrainingState:
     """The same state, with flags that load all that this job saved."""
     settings = training_state.settings
-    flags = replace(settings.checkpoint, load=load, ckpt_step=None, finetune=False, load_optim=True, load_rng=True)
+    flags = replace(settings.checkpoint, load=load, ckpt_step=None, load_optim=True)
     return replace(training_state, settings=replace(settings, checkpoint=flags))

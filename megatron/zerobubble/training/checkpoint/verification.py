@@ -32,22 +32,17 @@ _REMEDY = (
 )
 
 
-def verify_checkpoint(directory: Path) -> Manifest | None:
+def verify_checkpoint(directory: Path) -> Manifest:
     """Compare all files of a checkpoint with its manifest. All ranks must call this.
 
     Args:
         directory: the checkpoint.
 
-    Returns:
-        The manifest; None if the checkpoint has none, or does not exist.
-
     Raises:
-        CheckpointError: a file is missing, damaged, or not of this checkpoint; the same on all ranks.
+        CheckpointError: the manifest or a file is missing, damaged, or not of this checkpoint; the same on all ranks.
     """
     begin = time.monotonic()
     manifest = run_on_rank_0(lambda: _read(directory))
-    if manifest is None:
-        return None
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     own = share_of_rank(manifest.files, rank=rank, world_size=world_size)
     everywhere = gathered(damaged_content(directory, own))
@@ -57,35 +52,23 @@ def verify_checkpoint(directory: Path) -> Manifest | None:
     return manifest
 
 
-def check_run(manifest: Manifest | None, run: str | None, directory: Path) -> None:
-    """Compare the run that a checkpoint's common state names with that of its manifest.
-
-    Args:
-        manifest: of the checkpoint; None if it has none.
-        run: id of the run in the common state; None in checkpoints of Megatron-LM and of versions without manifests.
-        directory: the checkpoint.
-
-    Raises:
-        CheckpointError: the manifest is missing, or of another run.
-    """
-    if manifest is None and run is None:
-        _log.info("%s has no %s (saved by Megatron-LM or an older version): its files are not verified", directory, MANIFEST)
-    elif manifest is None:
-        raise CheckpointError(f"{directory / MANIFEST} is missing; {_REMEDY}")
-    elif run is not None and manifest.run != run:
+def check_run(manifest: Manifest, run: str, directory: Path) -> None:
+    """Raise CheckpointError unless the run that a checkpoint's common state names is that of its manifest."""
+    if manifest.run != run:
         raise CheckpointError(
             f"{directory / MANIFEST} is of run {str(manifest.run)[:40]}, the checkpoint of run {str(run)[:40]}; {_REMEDY}"
         )
 
 
-def _read(directory: Path) -> Manifest | None:
+def _read(directory: Path) -> Manifest:
     """The manifest; names and sizes are those of the files."""
     try:
         manifest = Manifest.read(directory)
     except CheckpointError as error:
         raise CheckpointError(f"{error}; {_REMEDY}") from error
-    if manifest is not None:
-        _refuse(directory, damaged_names(directory, manifest))
+    if manifest is None:
+        raise CheckpointError(f"{directory / MANIFEST} is missing; {_REMEDY}")
+    _refuse(directory, damaged_names(directory, manifest))
     return manifest
 
 

@@ -27,19 +27,15 @@ class CheckpointConfig:
     verify_checkpoint: bool = True
     """Do not compare the files of the checkpoint with its manifest before it is loaded. By default damaged, missing and foreign
     files are refused by name."""
-    finetune: bool = False
-    """Load only the weights and start at iteration 0, with a new optimizer state."""
     load_optim: bool = True
     """Do not load the optimizer state. By default it is loaded."""
-    load_rng: bool = True
-    """Do not load the state of the random number generators. By default it is loaded if the layout of ranks is the same."""
 
     def __post_init__(self) -> None:
         positive(self, "save_interval", "ckpt_step")
         if self.save is None and self.save_interval is not None:
             raise ConfigError("--save-interval needs --save DIR")
-        if self.load is None and (self.ckpt_step is not None or self.finetune):
-            raise ConfigError("--ckpt-step and --finetune need --load DIR")
+        if self.load is None and self.ckpt_step is not None:
+            raise ConfigError("--ckpt-step needs --load DIR")
 
     def check(self) -> None:
         """Raise CheckpointError if the checkpoint to load does not exist."""

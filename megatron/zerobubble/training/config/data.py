@@ -1,4 +1,4 @@
-"""Datasets: the flags of the group "Data"."""
+"""Datasets and batch sizes: the flags of the group "Data"."""
 
 from __future__ import annotations
 
@@ -25,36 +25,29 @@ _DEFAULT_SPLIT = "969, 30, 1"
 class DataConfig:
     """Data."""
 
+    micro_batch_size: int
+    """Samples per microbatch."""
+    global_batch_size: int | None = None
+    """Samples per iteration, over all microbatches and data-parallel ranks. Default: one microbatch per data-parallel rank."""
     data_path: str | None = field(default=None, metadata={"metavar": "PREFIX"})
     """Path prefix of an indexed dataset, without .bin and .idx. --split divides it."""
     split: str | None = None
     """Proportions of training, validation and test documents, separated by commas. Default: 969, 30, 1."""
     mock_data: bool = False
     """Train on synthetic data instead of --data-path."""
-    data_cache_path: str | None = None
-    """Directory to cache sample indices in. Default: beside the dataset."""
     num_workers: int = 0
     """Data loader processes per rank; 0 loads samples in the rank's own process."""
-    reset_position_ids: bool = False
-    """Restart position ids after each end-of-document token."""
-    reset_attention_mask: bool = False
-    """Mask attention across end-of-document tokens."""
-    eod_mask_loss: bool = False
-    """Mask the loss of end-of-document tokens."""
-    mmap_bin_files: bool = True
-    """Read .bin files through file pointers. By default they are memory-mapped."""
     variable_seq_lengths: bool = False
     """Make each document a sample of its own length, and pad a microbatch to its longest sample instead of --seq-length. Longer
     documents become several samples."""
-    pad_length_multiple: int = 1
-    """With --variable-seq-lengths: pad microbatches to a multiple of this many tokens."""
     pack_sequences: bool = False
     """Pack several documents into each sample of at most --seq-length tokens. No document attends to another one. Without
     --variable-seq-lengths samples are padded to --seq-length."""
 
     def __post_init__(self) -> None:
         not_negative(self, "num_workers")
-        positive(self, "pad_length_multiple")
+        positive(self, "micro_batch_size", "global_batch_size")
+        at_most(self, 2**31 - 1, "micro_batch_size", "global_batch_size")
         at_most(self, 1024, "num_workers")
         weights = re.split(r"[,/]\s*", self.split_text.strip())
         are_numbers = len(weights) <= 3 and all(re.fullmatch(r"\d*\.?\d+", weight.strip()) for weight in weights)
@@ -71,23 +64,9 @@ class DataConfig:
             raise ConfigError("no data: give --data-path PREFIX (see tools/preprocess_data.py), or --mock-data")
 
     def _check_documents(self) -> None:
-        if self.pad_length_multiple > 1 and not self.variable_seq_lengths:
-            raise ConfigError(f"--pad-length-multiple {self.pad_length_multiple} needs --variable-seq-lengths")
         flag = self.document_flag
-        if flag is None:
-            return
-        if self.mock_data:
+        if flag is not None and self.mock_data:
             raise ConfigError(f"{flag} reads documents, and --mock-data has none; give --data-path")
-        others = {
-            "--reset-position-ids": self.reset_position_ids,
-            "--reset-attention-mask": self.reset_attention_mask,
-            "--eod-mask-loss": self.eod_mask_loss,
-        }
-        for other, is_given in others.items():
-            if is_given:
-                raise ConfigError(
-                    f"{other} is for samples that run across documents, and {flag} keeps documents apart; leave it out"
-                )
 
     def check_documents(self, optim: OptimConfig) -> None:
         """Raise ConfigError for flags that do not go with samples that are documents."""
@@ -98,22 +77,16 @@ class DataConfig:
                 "it they weigh the same; add it"
             )
 
-    def check_lengths(self, model: ModelConfig, moe: MoeConfig, parallel: ParallelConfig, zero_bubble: ZeroBubbleConfig) -> None:
+    def check_lengths(self, moe: MoeConfig, parallel: ParallelConfig, zero_bubble: ZeroBubbleConfig) -> None:
         """Raise ConfigError for flags that --variable-seq-lengths does not go with."""
         if not self.variable_seq_lengths:
             return
-        multiple, seq_length = self.pad_length_multiple, model.seq_length
-        if seq_length % multiple:
-            raise ConfigError(
-                f"--seq-length {seq_length} is not divisible by --pad-length-multiple {multiple}, to which samples are padded; "
-                f"{seq_length // multiple * multiple or multiple} would be"
-            )
         sends = zero_bubble.schedule == "stock" and parallel.pipeline_model_parallel_size > 1  # which then refuse that dispatcher
         shares = moe.expert_model_parallel_size > 1  # by ranks with other microbatches
         if moe.num_experts is not None and moe.moe_token_dispatcher_type == "allgather" and (sends or shares):
             raise ConfigError("--variable-seq-lengths does not go with --moe-token-dispatcher-type allgather; choose alltoall")
 
-    def check_packing(self, model: ModelConfig, mla: MlaConfig, parallel: ParallelConfig, *, micro_batch_size: int) -> None:
+    def check_packing(self, model: ModelConfig, mla: MlaConfig, parallel: ParallelConfig) -> None:
         """Raise ConfigError for flags that --pack-sequences does not go with."""
         context = parallel.context_parallel_size
         problems = {
@@ -122,9 +95,9 @@ class DataConfig:
             "--mtp-num-layers": model.mtp_num_layers,
             "--attention-backend local, which has no packed sequences; choose auto": model.attention_backend == "local",
         }
-        if self.pack_sequences and micro_batch_size != 1:
+        if self.pack_sequences and self.micro_batch_size != 1:
             raise ConfigError(
-                f"--pack-sequences puts several documents into one row: give --micro-batch-size 1, not {micro_batch_size}"
+                f"--pack-sequences puts several documents into one row: give --micro-batch-size 1, not {self.micro_batch_size}"
             )
         if self.pack_sequences:
             refuse("--pack-sequences does not go with", problems)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.dataclass_flags import flag_of
-from megatron.zerobubble.flags.require import at_most, divides, not_negative, positive, refuse
+from megatron.zerobubble.flags.require import at_most, divides, positive, refuse
 from megatron.zerobubble.training.config.model import ModelConfig
 from megatron.zerobubble.training.config.parallel import ParallelConfig
 
@@ -22,7 +21,7 @@ class MlaConfig:
     multi_latent_attention: bool = False
     """Use multi-latent attention (MLA): keys and values, and with --q-lora-rank queries, are projected up from a vector of low
     rank per token. It rotates a part of each head itself, for any --position-embedding-type. Without it no other flag of this
-    group may be given, except --rope-type rope."""
+    group may be given."""
     q_lora_rank: int | None = None
     """Rank of the queries' low-rank representation. Default: none, queries are projected in one step."""
     kv_lora_rank: int = 32
@@ -33,26 +32,10 @@ class MlaConfig:
     """Size of the part of a query and key head that carries the rotary position embedding. All key heads share it."""
     v_head_dim: int = 128
     """Size of a value head."""
-    rope_type: Literal["rope", "yarn"] | None = None
-    """Rotary position embeddings of MLA: plain (rope), or scaled to longer sequences (yarn, arXiv 2309.00071). Default: yarn."""
-    rotary_scaling_factor: float = 1.0
-    """With --rope-type yarn: by how much sequences are longer than --original-max-position-embeddings."""
-    original_max_position_embeddings: int = 4096
-    """With --rope-type yarn: sequence length of pretraining."""
-    beta_fast: float = 32.0
-    """With --rope-type yarn: channels that turn more often than this over the original sequence are not interpolated."""
-    beta_slow: float = 1.0
-    """With --rope-type yarn: channels that turn less often than this over the original sequence are interpolated in full."""
-    mscale: float = 1.0
-    """With --rope-type yarn: weight of the logarithm of --rotary-scaling-factor in the scale of rotated channels."""
-    mscale_all_dim: float = 0.0
-    """With --rope-type yarn: the same for the scale of the scores, and the divisor of the scale of rotated channels."""
 
     def __post_init__(self) -> None:
         positive(self, "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-        positive(self, "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
         at_most(self, 2**24, "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-        not_negative(self, "mscale", "mscale_all_dim")
         if not self.multi_latent_attention:
             self._refuse_the_rest()
         elif self.qk_pos_emb_head_dim % 2:
@@ -62,8 +45,7 @@ class MlaConfig:
 
     def _refuse_the_rest(self) -> None:
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value != field.default and (field.name, value) != ("rope_type", "rope"):
+            if getattr(self, field.name) != field.default:
                 raise ConfigError(f"{flag_of(field)} needs --multi-latent-attention")
 
     def check(self, model: ModelConfig, parallel: ParallelConfig) -> None:

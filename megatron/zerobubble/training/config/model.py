@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from packaging.version import Version
@@ -40,20 +40,14 @@ class ModelConfig:
     """Sequence length: tokens per sample."""
     ffn_hidden_size: int | None = None
     """Intermediate width of the MLP. Default: 4 * --hidden-size, or with --swiglu 8/3 of it, rounded down to a multiple of 64."""
-    kv_channels: int | None = None
-    """Width of one attention head. Default: --hidden-size / --num-attention-heads."""
     group_query_attention: bool = False
     """Use grouped-query attention: share keys and values between groups of query heads."""
     num_query_groups: int = 1
     """Number of key/value groups with --group-query-attention."""
-    max_position_embeddings: int | None = None
-    """Number of learned position embeddings, at least --seq-length. Default: --seq-length."""
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
     """Position embedding: learned absolute, rotary (rope) or none."""
     rotary_base: int = 10000
     """Base period of rotary position embeddings."""
-    rotary_percent: float = 1.0
-    """Fraction of the channels of an attention head that rotary position embeddings rotate, in (0, 1]."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Normalization layer."""
     qk_layernorm: bool = False
@@ -76,8 +70,9 @@ class ModelConfig:
     """Kernels that may compute attention. With --transformer-impl local these are torch's: flash attention (flash), cuDNN's or
     memory-efficient ones (fused, on GPUs), plain operations (unfused), or any (auto); local is megatron-core's own attention,
     which keeps the scores of every query and key in memory. With transformer_engine they are Transformer Engine's."""
-    transformer_impl: Literal["local", "transformer_engine"] = "local"
-    """Layer implementation: megatron-core's own (local), or Transformer Engine's, which must be installed and needs CUDA."""
+    transformer_impl: Literal["local", "transformer_engine"] | None = None
+    """Layer implementation: megatron-core's own (local), or Transformer Engine's, which must be installed and needs CUDA. By
+    default transformer_engine if --distributed-backend nccl is given and it is installed, but for --attention-backend local."""
     use_cpu_initialization: bool = False
     """Initialize the weights on the CPU, which makes them the same for every tensor-parallel size."""
     recompute_granularity: Literal["full", "selective"] | None = None
@@ -96,40 +91,29 @@ class ModelConfig:
     future token. Default: none."""
     gradient_accumulation_fusion: bool = True
     """Do not fuse gradient accumulation into the wgrad GEMM. By default Apex's kernel does, on GPUs where Apex is installed."""
-    masked_softmax_fusion: bool = True
-    """With --attention-backend local: do not use Apex's fused attention softmax. By default it is used on GPUs where Apex is
-    installed."""
     bias_gelu_fusion: bool = True
     """Do not fuse bias and GELU into one kernel. By default they are fused, on GPUs."""
-    bias_swiglu_fusion: bool = True
-    """Do not fuse bias and SwiGLU into one kernel. By default they are fused, on GPUs."""
     bias_dropout_fusion: bool = True
     """Do not fuse bias, dropout and residual into one kernel. By default they are fused, on GPUs."""
 
     def __post_init__(self) -> None:
         positive(self, "num_layers", "hidden_size", "num_attention_heads", "seq_length", "num_query_groups")
-        positive(self, "ffn_hidden_size", "kv_channels", "make_vocab_size_divisible_by", "recompute_num_layers")
+        positive(self, "ffn_hidden_size", "make_vocab_size_divisible_by", "recompute_num_layers")
         positive(self, "mtp_num_layers", "init_method_std", "rotary_base")
         at_most(self, 10_000, "num_layers", "mtp_num_layers")
-        at_most(self, _WIDEST, "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels")
-        at_most(self, 2**31 - 1, "seq_length", "max_position_embeddings", "make_vocab_size_divisible_by", "recompute_num_layers")
+        at_most(self, _WIDEST, "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size")
+        at_most(self, 2**31 - 1, "seq_length", "make_vocab_size_divisible_by", "recompute_num_layers")
         at_most(self, 2**53, "rotary_base")
         within(self, 0.0, 1.0, "hidden_dropout", "attention_dropout")
-        if not 0.0 < self.rotary_percent <= 1.0:
-            raise ConfigError(f"--rotary-percent {self.rotary_percent} must be in (0, 1]")
-        if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
+        if self.hidden_size % self.num_attention_heads:
             raise ConfigError(
                 f"--hidden-size {self.hidden_size} does not divide over --num-attention-heads "
-                f"{self.num_attention_heads}; change one of them or give --kv-channels"
+                f"{self.num_attention_heads}; change one of them"
             )
         if self.group_query_attention and self.num_attention_heads % self.num_query_groups:
             raise ConfigError(
                 f"--num-attention-heads {self.num_attention_heads} does not divide over --num-query-groups "
                 f"{self.num_query_groups}"
-            )
-        if self.max_position_embeddings is not None and self.max_position_embeddings < self.seq_length:
-            raise ConfigError(
-                f"--max-position-embeddings {self.max_position_embeddings} is less than --seq-length {self.seq_length}"
             )
         if self.attention_backend == "local" and self.transformer_impl == "transformer_engine":
             raise ConfigError(
@@ -155,17 +139,11 @@ class ModelConfig:
 
     def check_rotary(self) -> None:
         """Raise ConfigError unless rotary position embeddings can rotate the channels of a head in pairs."""
-        rotated = int(self.head_width * self.rotary_percent)
-        if self.position_embedding_type == "rope" and (rotated % 2 or rotated == 0):
-            given = (
-                f"--kv-channels {self.kv_channels}"
-                if self.kv_channels is not None
-                else (f"--hidden-size {self.hidden_size} / --num-attention-heads {self.num_attention_heads}")
-            )
-            share = "" if self.rotary_percent == 1.0 else f" x --rotary-percent {self.rotary_percent}"
+        rotated = self.hidden_size // self.num_attention_heads
+        if self.position_embedding_type == "rope" and rotated % 2:
             raise ConfigError(
-                f"{given}{share} = {rotated} rotated channels per attention head; --position-embedding-type rope rotates pairs "
-                "and needs an even number, 2 or more"
+                f"--hidden-size {self.hidden_size} / --num-attention-heads {self.num_attention_heads} = {rotated} rotated "
+                "channels per attention head; --position-embedding-type rope rotates pairs and needs an even number"
             )
 
     def _check_attention(self, parallel: ParallelConfig, zero_bubble: ZeroBubbleConfig) -> None:
@@ -207,6 +185,14 @@ class ModelConfig:
         if self.attention_backend == "local":
             raise ConfigError(f"{flag}: --attention-backend local needs whole sequences; choose auto, flash, fused or unfused")
 
+    def with_layers(self, parallel: ParallelConfig) -> ModelConfig:
+        """With the default of --transformer-impl, unless it was given."""
+        if self.transformer_impl is not None:
+            return self
+        is_engine = parallel.distributed_backend == "nccl" and self.attention_backend != "local"
+        is_engine = is_engine and importlib.util.find_spec("transformer_engine") is not None
+        return replace(self, transformer_impl="transformer_engine" if is_engine else "local")
+
     def _check_installed(self, parallel: ParallelConfig, zero_bubble: ZeroBubbleConfig) -> None:
         engine = f"pip install 'transformer-engine[pytorch]>={OLDEST_TRANSFORMER_ENGINE}'"
         if self.transformer_impl == "local":
@@ -232,11 +218,6 @@ class ModelConfig:
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         return max(1, int(4 * self.hidden_size * 2 / 3) // 64) * 64 if self.swiglu else 4 * self.hidden_size
-
-    @property
-    def head_width(self) -> int:
-        """Width of one attention head: --kv-channels or its default."""
-        return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     def _check_mtp(self) -> None:
         if self.mtp_num_layers is not None and self.position_embedding_type == "learned_absolute":
@@ -286,28 +267,21 @@ class PrecisionConfig:
     """Static loss scale, with --fp16. Default: dynamic loss scaling."""
     initial_loss_scale: float = 2.0**32
     """Initial value of the dynamic loss scale."""
-    min_loss_scale: float = 1.0
-    """Minimum of the dynamic loss scale."""
     loss_scale_window: float = 1000
     """Number of iterations without overflow after which the dynamic loss scale doubles."""
-    hysteresis: int = 2
-    """Number of overflows after which the dynamic loss scale halves."""
     accumulate_allreduce_grads_in_fp32: bool = False
     """Accumulate and reduce gradients in fp32. Implied by --bf16, unless --grad-reduce-in-bf16 is given."""
     grad_reduce_in_bf16: bool = False
     """With --bf16: accumulate and reduce gradients in bfloat16."""
 
     def __post_init__(self) -> None:
-        positive(self, "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
-        at_most(self, 2**127, "loss_scale", "initial_loss_scale", "min_loss_scale")  # scaled losses are fp32
-        at_most(self, 2**31 - 1, "loss_scale_window", "hysteresis")
-        for flag, scale in (("--loss-scale", self.loss_scale), ("--min-loss-scale", self.min_loss_scale)):
-            if scale is not None and scale < 2.0**-126:
-                raise ConfigError(f"{flag} {scale} is 0 in fp32; give a larger one, such as 1")
-        if self.min_loss_scale > self.initial_loss_scale:
-            raise ConfigError(
-                f"--min-loss-scale {self.min_loss_scale:g} is larger than --initial-loss-scale {self.initial_loss_scale:g}"
-            )
+        positive(self, "loss_scale", "initial_loss_scale", "loss_scale_window")
+        at_most(self, 2**127, "loss_scale", "initial_loss_scale")  # scaled losses are fp32
+        at_most(self, 2**31 - 1, "loss_scale_window")
+        if self.loss_scale is not None and self.loss_scale < 2.0**-126:
+            raise ConfigError(f"--loss-scale {self.loss_scale} is 0 in fp32; give a larger one, such as 1")
+        if self.initial_loss_scale < 1.0:
+            raise ConfigError(f"--initial-loss-scale {self.initial_loss_scale:g} is less than 1, the least that it becomes")
         if self.bf16 and self.fp16:
             raise ConfigError("--bf16 and --fp16 are both given; choose one")
         if self.loss_scale is not None and not self.fp16:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.dataclass_flags import flag_of
-from megatron.zerobubble.flags.require import at_most, not_negative, one_of, positive
+from megatron.zerobubble.flags.require import at_most, one_of, positive
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.training.config.model import ModelConfig
@@ -19,7 +19,7 @@ __all__ = ["MoeConfig", "layer_pattern"]
 
 _LONGEST = 100_000
 """Characters of --moe-layer-freq; one 0 or 1 per layer needs two."""
-_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
+_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,21 +41,14 @@ class MoeConfig:
     moe_shared_expert_intermediate_size: int | None = None
     """Intermediate width of the shared expert, which processes every token. Needs --disable-bias-linear. Default: no shared
     expert."""
-    moe_shared_expert_gate: bool = False
-    """Gate the output of the shared expert per token."""
     moe_router_topk: int = 2
     """Number of experts per token."""
     moe_router_load_balancing_type: tuple[str, ...] = ("aux_loss",)
-    """Load balancing of the router: aux_loss, seq_aux_loss, global_aux_loss, sinkhorn or none. Several auxiliary losses may be
-    combined."""
+    """Load balancing losses of the router: aux_loss, seq_aux_loss, global_aux_loss or several of them."""
     moe_aux_loss_coeff: tuple[float, ...] = (0.0,)
     """Coefficient of each load balancing loss in --moe-router-load-balancing-type."""
-    moe_z_loss_coeff: float | None = None
-    """Coefficient of the z-loss, which penalizes large router logits. Default: no z-loss."""
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
     """Score function applied to the router logits."""
-    moe_router_pre_softmax: bool = False
-    """Apply the softmax before the top-k selection of experts. By default it is applied after it, to the selected logits."""
     moe_router_topk_scaling_factor: float | None = None
     """Scaling factor of the scores of the selected experts. Default: none."""
     moe_router_num_groups: int | None = None
@@ -65,8 +58,6 @@ class MoeConfig:
     moe_router_enable_expert_bias: bool = False
     """Balance the load without an auxiliary loss: a bias per expert, updated from its load, is added to the scores that select
     experts. Needs --moe-router-score-function sigmoid."""
-    moe_router_bias_update_rate: float = 1e-3
-    """Update rate of the expert bias of --moe-router-enable-expert-bias."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = None
     """Data type in which the router computes. Default: the model's."""
     moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "allgather"
@@ -77,8 +68,7 @@ class MoeConfig:
     def __post_init__(self) -> None:
         positive(self, "num_experts", "expert_model_parallel_size", "expert_tensor_parallel_size", "moe_ffn_hidden_size")
         positive(self, "moe_shared_expert_intermediate_size", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk")
-        positive(self, "moe_router_topk_scaling_factor", "moe_router_bias_update_rate")
-        not_negative(self, "moe_z_loss_coeff")
+        positive(self, "moe_router_topk_scaling_factor")
         at_most(self, 2**16, "num_experts", "expert_model_parallel_size", "expert_tensor_parallel_size")
         at_most(self, 2**24, "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
         if self.num_experts is None:
@@ -128,11 +118,6 @@ class MoeConfig:
             )
         if any(weight < 0.0 for weight in weights):
             raise ConfigError(f"--moe-aux-loss-coeff {min(weights)} must not be negative")
-        alone = sorted({"sinkhorn", "none"} & set(kinds))
-        if alone and (len(kinds) > 1 or weights[0]):
-            raise ConfigError(
-                f"--moe-router-load-balancing-type {alone[0]} adds no loss: leave out the others and --moe-aux-loss-coeff"
-            )
         if self.moe_router_enable_expert_bias and self.moe_router_score_function != "sigmoid":
             raise ConfigError("--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid")
 
@@ -143,11 +128,10 @@ class MoeConfig:
             raise ConfigError(
                 f"--num-experts {num_experts} does not divide over --expert-model-parallel-size {self.expert_model_parallel_size}"
             )
-        is_softmax = self.moe_router_score_function == "softmax" and "sinkhorn" not in self.moe_router_load_balancing_type
-        if self.moe_router_topk == 1 and is_softmax and not self.moe_router_pre_softmax:
+        if self.moe_router_topk == 1 and self.moe_router_score_function == "softmax":
             raise ConfigError(
                 "--moe-router-topk 1: the softmax over one score is always 1, so the router gets no gradient; "
-                "add --moe-router-pre-softmax"
+                "give --moe-router-score-function sigmoid"
             )
         groups, chosen = self.moe_router_num_groups, self.moe_router_group_topk
         if (groups is None) != (chosen is None):

@@ -78,17 +78,10 @@ class OptimConfig:
                 f"the learning rate warm-up of {warmup:g} iterations must be shorter than the decay of {decay} "
                 "(--lr-decay-iters, by default --train-iters)"
             )
-        if parallel.ddp_average_in_collective and self.calculate_per_token_loss:
-            raise ConfigError(
-                "--ddp-average-in-collective averages over ranks and --calculate-per-token-loss over tokens; "
-                "leave one of them out"
-            )
 
     def check_sharding(self, parallel: ParallelConfig, model: ModelConfig, zero_bubble: ZeroBubbleConfig, *, ranks: int) -> None:
         """Raise ConfigError unless --zero-bubble-shard-gradients can be done. `ranks`: over which a gradient is reduced."""
         size = zero_bubble.zero_bubble_shard_gradients
-        if parallel.ddp_bucket_size is not None and not parallel.overlap_grad_reduce and size is None:
-            raise ConfigError("--ddp-bucket-size needs --overlap-grad-reduce")
         problems = {
             "needs --use-distributed-optimizer, which steps on shards": not parallel.use_distributed_optimizer,
             f"shards over data-parallel ranks, and there is {ranks}": ranks < 2,

@@ -48,11 +48,6 @@ class ParallelConfig:
     """Overlap the data-parallel gradient reduction with the backward pass."""
     overlap_param_gather: bool = False
     """Overlap the parameter all-gather with the forward pass. Needs --use-distributed-optimizer and --overlap-grad-reduce."""
-    ddp_bucket_size: int | None = None
-    """Parameters per bucket of the data-parallel gradient reduction, with --overlap-grad-reduce or --zero-bubble-shard-gradients.
-    Default: megatron-core's."""
-    ddp_average_in_collective: bool = False
-    """Average gradients in the data-parallel collective instead of scaling them before it. Not with gloo."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Process group backend: nccl on GPUs; gloo on CPUs, or if several ranks share a GPU, with transfers through host memory.
     Default: nccl if CUDA is available, else gloo."""
@@ -68,7 +63,7 @@ class ParallelConfig:
         at_most(self, 10_000, "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
         at_most(self, 10_000, "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
         at_most(self, 60 * 24 * 365, "distributed_timeout_minutes")
-        positive(self, "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "ddp_bucket_size")
+        positive(self, "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
         virtual = (self.num_layers_per_virtual_pipeline_stage, self.num_virtual_stages_per_pipeline_rank)
         if None not in virtual:
             raise ConfigError(

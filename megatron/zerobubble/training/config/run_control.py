@@ -1,8 +1,8 @@
-"""Length of the run, evaluation, early exit and seed: the flags of the group "Run control"."""
+"""Length of the run, evaluation, early exit, seed and logs: the flags of the group "Run control"."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.require import at_most, not_negative, positive
@@ -40,19 +40,17 @@ class RunConfig:
     dropout with sequence or context parallelism."""
     check_for_nan_in_loss_and_grad: bool = True
     """Continue training after a loss or gradient norm that is not finite. By default the run stops."""
-    manual_gc: bool = False
-    """Collect Python's garbage only at the start, before evaluations and every --manual-gc-interval iterations, on all ranks at
-    the same time. By default each rank collects whenever Python chooses, and the others wait for it."""
-    manual_gc_interval: int = 0
-    """With --manual-gc, the number of iterations from one collection to the next; 0: none between iterations."""
+    log_interval: int = 100
+    """Iterations between progress lines in the log."""
+    metrics_jsonl: str | None = field(default=None, metadata={"metavar": "FILE"})
+    """File to write one JSON object per iteration to, with its loss, learning rate and time. Objects are written at every
+    progress line. A continued run appends."""
 
     def __post_init__(self) -> None:
-        positive(self, "train_iters", "eval_interval", "exit_interval", "exit_duration_in_mins", "seed")
-        not_negative(self, "eval_iters", "manual_gc_interval")
+        positive(self, "train_iters", "eval_interval", "exit_interval", "exit_duration_in_mins", "seed", "log_interval")
+        not_negative(self, "eval_iters")
         at_most(self, 4_000_000_000, "seed")  # numpy's generators take 32 bits, and every pipeline rank adds to it
         at_most(self, 2**31 - 1, "train_iters", "eval_iters", "eval_interval", "exit_interval")
-        if not self.manual_gc and self.manual_gc_interval:
-            raise ConfigError("--manual-gc-interval needs --manual-gc: add it, or leave it out")
 
     def check(self, model: ModelConfig, parallel: ParallelConfig) -> None:
         """Raise ConfigError if --layout-independent-dropout cannot make masks so: each rank would draw its own."""

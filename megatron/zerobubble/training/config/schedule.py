@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from megatron.zerobubble.errors import ConfigError, PlanError
-from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
-from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.registry import plan_of, schedule_info
 from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.validate import validate
@@ -66,7 +64,7 @@ def check_layers(settings: Settings) -> None:
 
 def check_batch(settings: Settings) -> None:
     """Raise unless the batch divides into microbatches that the schedule can run."""
-    micro, data_parallel = settings.batch.micro_batch_size, settings.data_parallel_size
+    micro, data_parallel = settings.data.micro_batch_size, settings.data_parallel_size
     step = micro * data_parallel
     if settings.global_batch_size % step:
         raise ConfigError(
@@ -90,43 +88,27 @@ def check_batch(settings: Settings) -> None:
 
 
 def check_plan(settings: Settings) -> None:
-    """Generate the plan once, so that the planner's errors are reported before the job starts."""
+    """Generate the plan once, so that the planner's errors are reported before the job starts, and check a loaded one."""
     zero_bubble = settings.zero_bubble
     if zero_bubble.schedule == "stock":
         return
     spec = settings.schedule_spec
     limit = settings.plan_memory_limit
     options = None if limit is None else SearchOptions(memory_limit=limit, budget=0.0)
-    generated = plan_of(spec, settings.num_microbatches, options=options)
-    if zero_bubble.plan is not None:
-        _check_loaded(zero_bubble, zero_bubble.plan, generated)
-
-
-def _check_loaded(zero_bubble: ZeroBubbleConfig, plan: Plan, wanted: Plan) -> None:
-    """Raise unless a plan from a file fits the ranks, placement and microbatches of `wanted`, the plan of the chosen schedule."""
-    flag, limit = f"--zero-bubble-load-plan {zero_bubble.zero_bubble_load_plan}", zero_bubble.memory_limit
-    if plan.num_ranks != wanted.num_ranks:
+    plan_of(spec, settings.num_microbatches, options=options)
+    if zero_bubble.plan is None:
+        return
+    flag, num_microbatches = f"--zero-bubble-load-plan {zero_bubble.zero_bubble_load_plan}", zero_bubble.plan.num_microbatches
+    if num_microbatches != settings.num_microbatches:
         raise ConfigError(
-            f"{flag}: the plan is for {plan.num_ranks} pipeline ranks, --pipeline-model-parallel-size is {wanted.num_ranks}"
-        )
-    if plan.placement != wanted.placement:
-        raise ConfigError(
-            f"{flag}: the plan's stages are on ranks {_listed(plan)} ({plan.placement.name} placement), those of schedule "
-            f"{wanted.schedule} on {_listed(wanted)} ({wanted.placement.name} placement); choose another schedule or plan"
-        )
-    if plan.num_microbatches != wanted.num_microbatches:
-        raise ConfigError(
-            f"{flag}: the plan is for {plan.num_microbatches} microbatches, this run has {wanted.num_microbatches} "
+            f"{flag}: the plan is for {num_microbatches} microbatches, this run has {settings.num_microbatches} "
             "(--global-batch-size over --micro-batch-size and the data-parallel size)"
         )
+    relative = None if zero_bubble.memory_limit is None else zero_bubble.memory_limit.relative
     try:
-        validate(plan, memory_limit=None if limit is None else limit.relative, costs=zero_bubble.plan_costs)
+        validate(zero_bubble.plan, memory_limit=relative, costs=zero_bubble.plan_costs)
     except PlanError as error:
         raise type(error)(f"{flag}: {error}") from None
-
-
-def _listed(plan: Plan) -> str:
-    return ", ".join(map(str, plan.placement.stage_to_rank))
 
 
 def check_trace(settings: Settings) -> None:

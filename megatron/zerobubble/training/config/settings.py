@@ -11,11 +11,9 @@ from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.registry import placement_of, schedule_info
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
-from megatron.zerobubble.training.config.batch import BatchConfig
 from megatron.zerobubble.training.config.checkpoints import CheckpointConfig
 from megatron.zerobubble.training.config.data import DataConfig
 from megatron.zerobubble.training.config.fp8 import Fp8Config
-from megatron.zerobubble.training.config.logging import LoggingConfig
 from megatron.zerobubble.training.config.mla import MlaConfig
 from megatron.zerobubble.training.config.model import ModelConfig, PrecisionConfig
 from megatron.zerobubble.training.config.moe import MoeConfig, layer_pattern
@@ -40,8 +38,6 @@ class Settings:
     """Multi-latent attention."""
     moe: MoeConfig
     """Mixture of experts."""
-    batch: BatchConfig
-    """Microbatch and global batch size."""
     parallel: ParallelConfig
     """Tensor, pipeline, context and data parallelism."""
     zero_bubble: ZeroBubbleConfig
@@ -53,15 +49,13 @@ class Settings:
     fp8: Fp8Config
     """GEMMs in FP8."""
     data: DataConfig
-    """Datasets."""
+    """Datasets and batch sizes."""
     tokenizer: TokenizerConfig
     """Tokenizer."""
     run: RunConfig
-    """Length of the run, evaluation, early exit, seed."""
+    """Length of the run, evaluation, early exit, seed, logs."""
     checkpoint: CheckpointConfig
     """Saving and loading checkpoints."""
-    logging: LoggingConfig
-    """Progress lines, metrics files."""
     world_size: int
     """Number of ranks of the job."""
 
@@ -100,7 +94,7 @@ class Settings:
     @property
     def global_batch_size(self) -> int:
         """Samples per iteration."""
-        return self.batch.global_batch_size or self.batch.micro_batch_size * self.data_parallel_size
+        return self.data.global_batch_size or self.data.micro_batch_size * self.data_parallel_size
 
     def padded_vocab_size(self, vocab_size: int) -> int:
         """`vocab_size`, padded to a multiple of --make-vocab-size-divisible-by times the tensor-parallel size."""
@@ -110,7 +104,7 @@ class Settings:
     @property
     def num_microbatches(self) -> int:
         """Microbatches per iteration and data-parallel rank, m."""
-        return self.global_batch_size // (self.batch.micro_batch_size * self.data_parallel_size)
+        return self.global_batch_size // (self.data.micro_batch_size * self.data_parallel_size)
 
     @property
     def num_chunks(self) -> int:

@@ -24,10 +24,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
 from torch.utils.data import Dataset
 
-from megatron.zerobubble.errors import DataError
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.data.corpus import split_documents
-from megatron.zerobubble.training.data.index import DatasetIndex, check_dataset
+from megatron.zerobubble.training.data.index import DatasetIndex, check_dataset, split_documents
 
 __all__ = ["DocumentDataset", "document_dataset", "next_fit"]
 
@@ -51,13 +49,13 @@ def document_dataset(settings: Settings, tokenizer: Any, split: Split, size: int
         size: number of samples.
 
     Raises:
-        DataError: the dataset is damaged, or the split has no document with two tokens.
+        DataError: the dataset is damaged.
     """
     index = check_dataset(str(settings.data.data_path), reads_all=False)
     documents = split_documents(index.num_sequences, settings.data.split_weights)[split.value]
     seq_length = settings.model.seq_length
     config = BlendedMegatronDatasetConfig(random_seed=settings.run.seed, sequence_length=seq_length, tokenizer=tokenizer)
-    dataset = DocumentDataset(index, documents, size=size, settings=settings, config=config, split=split)
+    dataset = DocumentDataset(index, documents, size=size, settings=settings, config=config)
     tokens = index.entries()[0][documents.start : documents.stop]
     cut, left_out = int((tokens > seq_length + 1).sum()), int((tokens < 2).sum())
     _log.info("%s: %d samples per epoch, documents of %s", split.name, dataset.num_rows, index.prefix)
@@ -99,32 +97,20 @@ class DocumentDataset(Dataset[dict[str, Any]]):
 
     Args:
         index: of the dataset, which `index.check_dataset` has checked.
-        documents: the numbers of the split's documents.
+        documents: the numbers of the split's documents, one of which has two tokens or more.
         size: samples, over as many epochs as it takes.
         settings: how documents become samples.
         config: megatron-core's, with the tokenizer.
-        split: which split it is.
-
-    Raises:
-        DataError: no document has a token with a label.
     """
 
-    def __init__(
-        self, index: DatasetIndex, documents: range, *, size: int, settings: Settings, config: Any, split: Split
-    ) -> None:
+    def __init__(self, index: DatasetIndex, documents: range, *, size: int, settings: Settings, config: Any) -> None:
         self._seed = settings.run.seed
-        self._mmap = settings.data.mmap_bin_files
         self.config = config
         """As given."""
         self.dataset_path = index.prefix
         """Path prefix."""
         seq_length = settings.model.seq_length
         pieces = _Pieces.of(index.entries()[0], documents, seq_length)
-        if not len(pieces.length):
-            raise DataError(
-                f"{index.prefix}: none of the {len(documents)} document(s) for {split.name} has two tokens or more, and so none "
-                "has a token with a label; give more documents"
-            )
         if settings.data.pack_sequences:
             pieces = pieces[_permutation(self._seed, _PACKING, len(pieces.length))]
             self._starts = next_fit(pieces.length, seq_length)
@@ -165,22 +151,6 @@ class DocumentDataset(Dataset[dict[str, Any]]):
             "cu_seqlens": torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)),
         }
 
-    def find(self, number: int, size: int) -> tuple[str, int, int, int] | None:
-        """Where a sample has a token outside of a vocabulary of `size`.
-
-        Returns:
-            Path prefix, document, position in it, and the token; None if there is none.
-        """
-        row = int(self._rows(np.asarray(number)))
-        for place in range(int(self._starts[row]), int(self._starts[row + 1])):
-            tokens = _ids(self._read(place))
-            bad = (tokens < 0) | (tokens >= size)
-            if bad.any():
-                where = int(np.argmax(bad))
-                position = int(self._pieces.begin[place]) + where
-                return self.dataset_path, int(self._pieces.document[place]), position, int(tokens[where])
-        return None
-
     def _read(self, place: int) -> Array:
         """The tokens of a piece and its last label: [length + 1] int64."""
         pieces = self._pieces
@@ -191,7 +161,7 @@ class DocumentDataset(Dataset[dict[str, Any]]):
     @functools.cached_property
     def _tokens(self) -> IndexedDataset:
         """Opened when a sample is read, which ranks in the middle of a pipeline never do."""
-        return IndexedDataset(self.dataset_path, mmap=self._mmap)
+        return IndexedDataset(self.dataset_path)
 
     def _rows(self, numbers: Array) -> Array:
         """The rows of samples."""

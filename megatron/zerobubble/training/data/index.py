@@ -16,11 +16,12 @@ little-endian::
 
 So the pointers follow from lengths and dtype, and the size of .bin from the last of them: a file that does not agree is damaged.
 
-The header and the sizes of both files cost two reads and no import. The full check reads the whole index, in pieces, with numpy.
+The header and the sizes of both files cost two reads and no import. The full check reads the whole index, with numpy.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import struct
 from dataclasses import dataclass
@@ -32,15 +33,13 @@ from megatron.zerobubble.errors import DataError
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["DatasetIndex", "check_dataset", "file_bytes", "read_index"]
+__all__ = ["DatasetIndex", "check_dataset", "file_bytes", "read_index", "split_documents"]
 
 _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\x00\x00"
 _DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
 _ITEM_BYTES = {"uint8": 1, "int8": 1, "int16": 2, "uint16": 2, "int32": 4, "int64": 8}
 """numpy's names of megatron-core's dtype codes, and the bytes of a token in those that hold token ids."""
-_PIECE = 2**21
-"""Entries of the index that are read at a time: 24 MiB of lengths and pointers."""
 _REMEDY = "preprocess the text again, or copy both files again"
 
 
@@ -139,8 +138,7 @@ def check_dataset(prefix: str, *, reads_all: bool) -> DatasetIndex:
     index = read_index(prefix)
     bin_bytes = file_bytes(index.bin_path)
     if reads_all:
-        _check_sequences(index, bin_bytes)
-        _check_boundaries(index)
+        _check_entries(index)
     end = _end_of_last(index)
     if end != bin_bytes:
         raise DataError(
@@ -149,6 +147,21 @@ def check_dataset(prefix: str, *, reads_all: bool) -> DatasetIndex:
             f"files is cut short, damaged or of another dataset; {_REMEDY}"
         )
     return index
+
+
+def split_documents(num_documents: int, weights: tuple[float, ...]) -> tuple[range, ...]:
+    """The numbers of the documents in each split, as megatron-core cuts them.
+
+    megatron-core rounds the boundaries between splits, so that a small proportion of few documents may be empty. On an empty
+    split it never terminates: it repeats the split until there are enough tokens.
+
+    Args:
+        num_documents: documents of the dataset.
+        weights: proportions of the splits, in any unit; not all of them 0.
+    """
+    shares = itertools.accumulate((weight / sum(weights) for weight in weights), initial=0.0)
+    cuts = [round(share * float(num_documents)) for share in shares]
+    return tuple(range(begin, end) for begin, end in itertools.pairwise(cuts))
 
 
 def file_bytes(path: Path) -> int:
@@ -176,51 +189,23 @@ def _end_of_last(index: DatasetIndex) -> int:
     return int(pointer) + int(length) * index.item_bytes
 
 
-def _check_sequences(index: DatasetIndex, bin_bytes: int) -> None:
-    """Raise unless all lengths are above 0 and each sequence begins where the one before it ends."""
+def _check_entries(index: DatasetIndex) -> None:
+    """Raise unless all lengths are above 0, sequences begin where those before them end, and documents follow each other.
+
+    A document may be empty.
+    """
     import numpy as np
 
-    lengths, pointers, _ = index.entries()
-    end = 0
-    for first in range(0, index.num_sequences, _PIECE):
-        length, pointer = lengths[first : first + _PIECE], pointers[first : first + _PIECE]
-        if length.min() <= 0:
-            bad = int(np.argmax(length <= 0))
-            raise DataError(
-                f"{index.path}: sequence {first + bad} has a length of {length[bad]}; it must be above 0: the index is "
-                f"damaged; {_REMEDY}"
-            )
-        ends = end + np.cumsum(length, dtype=np.int64) * index.item_bytes
-        begins = np.concatenate([[end], ends[:-1]])
-        if not np.array_equal(pointer, begins):
-            bad = int(np.argmax(pointer != begins))
-            raise DataError(
-                f"{index.path}: sequence {first + bad} begins at byte {pointer[bad]} of .bin, and those before it end at byte "
-                f"{begins[bad]} in {index.dtype}: lengths, pointers or dtype are damaged; {_REMEDY}"
-            )
-        end = int(ends[-1])
-        if end > bin_bytes:  # also keeps the sum far from the limits of int64
-            return
-
-
-def _check_boundaries(index: DatasetIndex) -> None:
-    """Raise unless the document boundaries go from 0 to the number of sequences. A document may be empty."""
-    import numpy as np
-
-    _, _, boundaries = index.entries()
-    num, last = index.num_sequences, 0
-    if boundaries[0] != 0 or boundaries[-1] != num:
-        raise DataError(
-            f"{index.path}: its documents begin at sequence {boundaries[0]} and end at {boundaries[-1]}, not at 0 and "
-            f"{num}: the index is "
-            f"damaged; {_REMEDY}"
-        )
-    for first in range(0, index.num_boundaries, _PIECE):
-        piece = np.concatenate([[last], boundaries[first : first + _PIECE]])
-        if np.any(piece[1:] < piece[:-1]):
-            bad = first + int(np.argmax(piece[1:] < piece[:-1]))
-            raise DataError(
-                f"{index.path}: document {bad} begins at sequence {boundaries[bad]}, before the one in front of it: the index is "
-                f"damaged; {_REMEDY}"
-            )
-        last = int(piece[-1])
+    lengths, pointers, boundaries = index.entries()
+    num, ends = index.num_sequences, np.cumsum(lengths, dtype=np.int64) * index.item_bytes
+    problem = None
+    if lengths.min() <= 0:
+        bad = int(np.argmax(lengths <= 0))
+        problem = f"sequence {bad} has a length of {lengths[bad]}; it must be above 0"
+    elif pointers[0] != 0 or not np.array_equal(pointers[1:], ends[:-1]):
+        bad = int(np.argmax(pointers != np.concatenate([[0], ends[:-1]])))
+        problem = f"sequence {bad} does not begin where the one before it ends, in {index.dtype}"
+    elif boundaries[0] != 0 or boundaries[-1] != num or np.any(np.diff(boundaries) < 0):
+        problem = f"its documents do not follow each other from sequence 0 to {num}"
+    if problem is not None:
+        raise DataError(f"{index.path}: {problem}: lengths, pointers, document boundaries or dtype are damaged; {_REMEDY}")

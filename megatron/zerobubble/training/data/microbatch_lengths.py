@@ -44,14 +44,10 @@ class ConsumedSamples(Sampler[list[int]]):
 
 
 def length_multiple(settings: Settings) -> int:
-    """What padded lengths are multiples of: --pad-length-multiple, and what ranks that share sequences divide them by."""
+    """What padded lengths are multiples of: what ranks that share sequences divide them by."""
     parallel = settings.parallel
     tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    return math.lcm(
-        settings.data.pad_length_multiple,
-        2 * context if context > 1 else 1,
-        tensor * context if parallel.sequence_parallel else 1,
-    )
+    return math.lcm(2 * context if context > 1 else 1, tensor * context if parallel.sequence_parallel else 1)
 
 
 def padded_length(longest: int, settings: Settings) -> int:

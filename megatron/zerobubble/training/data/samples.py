@@ -6,13 +6,13 @@ A run that continues from a checkpoint continues in the data where it stopped.
 
 The ranks of a context-parallel group read the same samples, too, and each takes its slices of every sequence.
 
-Shapes: b microbatch size, s sequence length on this rank, S whole sequence length (s times the context-parallel size).
+Shapes: b microbatch size, s sequence length on this rank.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +24,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import get_attr_wrapped_model
 from torch.utils.data import DataLoader
 
-from megatron.zerobubble.errors import DataError
 from megatron.zerobubble.mcore.attention.sequence_parts import WHOLE, SequenceParts, slices
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.documents import document_dataset
-from megatron.zerobubble.training.data.index_files import write_index_files
 from megatron.zerobubble.training.data.microbatch_lengths import ConsumedSamples, padded_length
 from megatron.zerobubble.training.data.token_ids import checked_batches, vocabulary_size
 
@@ -59,23 +57,17 @@ class Batch:
     """[b, s], int64: the next token ids, for the stage that computes the loss."""
     loss_mask: torch.Tensor | None = None
     """[b, s], float32: 1 for tokens whose loss counts, else 0."""
-    attention_mask: torch.Tensor | None = None
-    """[b, 1, s, S], bool, True where attention is forbidden. None: causal."""
     packed_seq_params: PackedSeqParams | None = None
     """With --pack-sequences: where each sequence begins in the row, in `thd` format."""
 
 
-def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool, is_first_of_host: bool = True) -> Datasets:
-    """Build (or load from the cache) the sample indices. All ranks must call this: the first of each host writes them for it.
+def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool) -> Datasets:
+    """Build the sample indices, in the memory of each rank that reads samples. All ranks must call this.
 
     Args:
         settings: paths and splits of the data, and the number of samples.
         tokenizer: provides the token ids of end of document and padding.
         reads: whether this rank reads samples.
-        is_first_of_host: whether this is the first rank of its host.
-
-    Raises:
-        DataError: no document of a split has a token with a label, or the cache cannot be written.
     """
     data, run = settings.data, settings.run
     sizes = [max(1, iterations * settings.global_batch_size) for iterations in (run.train_iters, run.eval_iters)]
@@ -87,46 +79,25 @@ def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool, is_first_
         sequence_length=settings.model.seq_length,
         blend=None if data.data_path is None else ([data.data_path], None),
         split=None if data.data_path is None else data.split_text,
-        path_to_cache=data.data_cache_path,
-        mmap_bin_files=data.mmap_bin_files,
+        path_to_cache="",  # in memory; None is a directory beside the dataset, which rank 0 alone writes
         tokenizer=tokenizer,
-        reset_position_ids=data.reset_position_ids,
-        reset_attention_mask=data.reset_attention_mask,
-        eod_mask_loss=data.eod_mask_loss,
-        create_attention_mask=data.reset_attention_mask,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
     )
     if config.split_matrix is not None:  # splits that are not read are not built
         train, valid, _ = config.split_matrix
         config.split_matrix = [train, valid if run.eval_iters > 0 else None, None]
     dataset_class = MockGPTDataset if data.mock_data else GPTDataset
     logging.getLogger("megatron.core.datasets.gpt_dataset").setLevel(logging.ERROR)  # warns of indices that it builds in memory
-
-    def build() -> Any:
-        if data.data_cache_path is not None or not data.mock_data:
-            write_index_files(dataset_class, [*sizes, 1], config, is_first_of_host=is_first_of_host)
-        return BlendedMegatronDatasetBuilder(dataset_class, [*sizes, 1], lambda: reads, config).build()
-
-    built = _built(build)
+    built = BlendedMegatronDatasetBuilder(dataset_class, [*sizes, 1], lambda: reads, config).build()
     for dataset in built:
         if dataset is not None:
             # megatron-core keeps the first sample's loss mask for the others, and then masks that sample's padding tokens in it:
             # at those places no other sample counts any more, so the loss depends on where the process began to read.
             dataset.masks_and_position_ids_are_cacheable = False
     return Datasets(built[0], built[1])
-
-
-def _built(build: Callable[[], Any]) -> Any:
-    """What `build` returns. Raises DataError if the cache cannot be written, for which megatron-core has no class of its own."""
-    try:
-        return build()
-    except Exception as error:
-        cause = error if isinstance(error, OSError) else error.__cause__
-        if not isinstance(cause, OSError):
-            raise
-        raise DataError(
-            f"the sample indices cannot be written or read: {cause.filename or 'the cache'}: {cause.strerror or cause}; give "
-            "--data-cache-path DIR, a directory that can be written and that all ranks of a host see"
-        ) from error
 
 
 @dataclass(frozen=True)
@@ -164,11 +135,10 @@ def _padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
 def chunk_reads(chunk: Any, settings: Settings) -> bool:
     """Whether a chunk reads samples.
 
-    The first stage reads tokens, the last one labels, and all stages a special mask or where packed documents begin.
+    The first stage reads tokens, the last one labels, and all stages where packed documents begin.
     """
     stage = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
-    data = settings.data
-    return bool(stage.pre_process or stage.post_process or data.reset_attention_mask or data.pack_sequences)
+    return bool(stage.pre_process or stage.post_process or settings.data.pack_sequences)
 
 
 def chunk_iterators(
@@ -200,7 +170,7 @@ def chunk_iterators(
         sampler = ConsumedSamples(
             consumed=consumed,
             total=len(dataset),
-            micro_batch_size=settings.batch.micro_batch_size,
+            micro_batch_size=settings.data.micro_batch_size,
             rank=rank,
             num_ranks=settings.data_parallel_size,
         )
@@ -214,9 +184,10 @@ def chunk_iterators(
                 generator=torch.Generator(),  # its own: reading samples must not advance the rank's generator
             )
         )
-        if settings.data.mock_data:
+        if settings.data.data_path is None:
             return loader
-        return checked_batches(loader, sampler, dataset, size=vocabulary_size(settings, dataset.config.tokenizer))
+        size = vocabulary_size(settings, dataset.config.tokenizer)
+        return checked_batches(loader, prefix=settings.data.data_path, size=size)
 
     iterators = [iterate() if reads else None for reads in reads_by_chunk]
     return iterators if len(iterators) > 1 else iterators[0]
@@ -228,7 +199,6 @@ def next_batch(
     device: torch.device,
     embeds: bool,
     is_last_stage: bool,
-    needs_mask: bool,
     parts: SequenceParts = WHOLE,
 ) -> Batch:
     """Read the next microbatch and copy the tensors that the stage needs, in the slices of this rank, to the device.
@@ -238,7 +208,6 @@ def next_batch(
         device: device of the tensors.
         embeds: whether the stage embeds tokens: the first one, and one with MTP layers.
         is_last_stage: whether the stage computes the loss.
-        needs_mask: whether the stage needs an attention mask, which is not simply causal (--reset-attention-mask).
         parts: which slices of a sequence this rank holds; by default all of it.
     """
     if iterator is None:
@@ -249,9 +218,7 @@ def next_batch(
         wanted += ["tokens", "position_ids"]
     if is_last_stage:
         wanted += ["labels", "loss_mask"]
-    if needs_mask:
-        wanted += ["attention_mask"]
-    own = {name: slices(sample[name], parts, dim=2 if name == "attention_mask" else 1) for name in wanted}
+    own = {name: slices(sample[name], parts, dim=1) for name in wanted}
     packed = _packed(sample["cu_seqlens"], device) if "cu_seqlens" in sample else None
     return Batch(**{name: tensor.to(device, non_blocking=True) for name, tensor in own.items()}, packed_seq_params=packed)
 

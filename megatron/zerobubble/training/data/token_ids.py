@@ -1,9 +1,9 @@
-"""Finds token ids outside of the vocabulary, and names their dataset, document and position.
+"""Finds token ids outside of the vocabulary, and names their dataset.
 
 An embedding raises an IndexError for them on the CPU and a device assertion on a GPU, neither of which names the data; and ids
 between the vocabulary and its padded size train on without a word. Datasets of another tokenizer have them, and those whose index
-has another dtype of the same size. A small dataset is searched before the job starts. In a larger one every batch is checked when
-it is read.
+has another dtype of the same size. A small dataset is searched before the job starts, and the token's place is named. In a larger
+one every batch is checked when it is read.
 
 -1 is megatron-core's padding, which it takes out of a batch and of the loss.
 """
@@ -63,56 +63,30 @@ def _search(index: DatasetIndex, size: int) -> None:
         _, pointers, _ = index.entries()
         document = int(np.searchsorted(pointers, where * index.item_bytes, side="right")) - 1
         position = where - int(pointers[document]) // index.item_bytes
-        raise _error(index.prefix, int(tokens[where]), document=document, position=position, size=size)
+        raise _error(index.prefix, int(tokens[where]), where=f"position {position} of document {document}", size=size)
 
 
-def checked_batches(
-    batches: Iterable[dict[str, torch.Tensor]], samples: Iterable[list[int]], dataset: Any, *, size: int
-) -> Iterator[dict[str, torch.Tensor]]:
+def checked_batches(batches: Iterable[dict[str, torch.Tensor]], *, prefix: str, size: int) -> Iterator[dict[str, torch.Tensor]]:
     """Yield batches whose token ids are in the vocabulary.
 
     Args:
         batches: on the host, with tokens and labels [b, S], int64.
-        samples: per batch, the numbers of its samples in the dataset.
-        dataset: megatron-core's GPTDataset, or one of documents.
+        prefix: of the dataset.
         size: of the vocabulary.
 
     Raises:
         DataError: a token id is negative, or not below `size`.
     """
-    for batch, numbers in zip(batches, samples, strict=False):  # the loader ends first, or at the same time
+    for batch in batches:
         for name in ("tokens", "labels"):
-            low, high = torch.aminmax(batch[name])
+            low, high = map(int, torch.aminmax(batch[name]))
             if low < 0 or high >= size:
-                row = int(((batch[name] < 0) | (batch[name] >= size)).any(dim=1).nonzero()[0])
-                raise _locate(dataset, numbers[row], size)
+                raise _error(prefix, low if low < 0 else high, where="a document", size=size)
         yield batch
 
 
-def _locate(dataset: Any, sample: int, size: int) -> DataError:
-    """The error of a sample that has a token id outside of the vocabulary."""
-    if hasattr(dataset, "find"):
-        prefix, document, position, token = dataset.find(sample, size)
-        return _error(prefix, token, document=document, position=position, size=size)
-    shuffled = dataset.shuffle_index[sample]
-    (first, begin), (last, end) = (map(int, dataset.sample_index[each]) for each in (shuffled, shuffled + 1))
-    for entry in range(first, last + 1):
-        document = int(dataset.document_index[entry])
-        tokens = dataset.dataset.get(document)
-        skipped = begin if entry == first else 0
-        tokens = tokens[skipped : end + 1 if entry == last else None]
-        bad = ((tokens < 0) | (tokens >= size)) & (tokens != dataset._pad_token_id)
-        if bad.any():
-            where = int(np.argmax(bad))
-            return _error(dataset.dataset_path, int(tokens[where]), document=document, position=skipped + where, size=size)
+def _error(prefix: str, token: int, *, where: str, size: int) -> DataError:
     return DataError(
-        f"{dataset.dataset_path}.bin has a token outside of the vocabulary of {size} in sample {sample}, and had none before"
-    )
-
-
-def _error(prefix: str, token: int, *, document: int, position: int, size: int) -> DataError:
-    return DataError(
-        f"{prefix}.bin: document {document} has the token {token} at position {position}, and the vocabulary has {size}, "
-        "from 0 on: give "
-        "the tokenizer and --vocab-size that the data was made with, or preprocess the text again"
+        f"{prefix}.bin: {where} has the token {token}, and the vocabulary has {size}, from 0 on: give the tokenizer and "
+        "--vocab-size that the data was made with, or preprocess the text again"
     )

@@ -1,1 +1,1 @@
-"""Logging: progress lines, JSON lines, auxiliary losses, recorded timelines."""
+"""Logging: progress lines, JSON lines."""

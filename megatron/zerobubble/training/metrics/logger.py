@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.metrics.aux_losses import AuxLosses
 from megatron.zerobubble.training.metrics.json_lines import JsonLines
 from megatron.zerobubble.training.metrics.progress_line import IterationRecord, progress_line
-from megatron.zerobubble.training.metrics.run_summary import Totals
 from megatron.zerobubble.training.step import MeanLoss, StepResult, mean_losses
 
 __all__ = ["MetricsLogger"]
@@ -39,10 +37,7 @@ class MetricsLogger:
         self._pending: list[IterationRecord] = []
         self._num_corrected = 0
         self._has_reported_without_loss = False
-        self.totals = Totals()
-        """For the summary of the run."""
-        self._aux_losses = AuxLosses(settings)
-        path = settings.logging.metrics_jsonl
+        path = settings.run.metrics_jsonl
         self._jsonl = None if path is None or rank != 0 else JsonLines(path, is_continued=start_iteration > 0)
 
     def close(self) -> None:
@@ -75,19 +70,13 @@ class MetricsLogger:
         """
         records, self._pending = self._pending, []
         losses: list[MeanLoss] = []
-        aux_losses: dict[str, float] = {}
         if records:
             losses = mean_losses(torch.stack([record.result.loss for record in records]))
             for record, loss in zip(records, losses, strict=True):
                 record.loss, record.seconds = loss.value, record.elapsed_ms() / 1000.0
-                self.totals.add(tokens=record.tokens, seconds=record.seconds, loss=loss.value)
-            aux_losses = self._aux_losses.take(len(records) * self._settings.num_microbatches)
-            self._log_progress(records, aux_losses)
+            _log.info("%s", progress_line(self._settings, records, num_corrected=self._num_corrected))
         objects = [record.to_json(self._settings) for record in records]
-        if objects:
-            objects[-1] |= aux_losses  # means since the last progress line
         if validation_loss is not None:
-            self.totals.last_validation_loss = validation_loss
             if not objects:
                 objects = [{"iteration": iteration, "schedule": self._settings.zero_bubble.schedule}]
             objects[-1]["validation_loss"] = validation_loss
@@ -100,18 +89,6 @@ class MetricsLogger:
                 self._report_without_loss(record.iteration)
             elif record.result.is_stepped:
                 self._check_finite("loss", record.loss, record.iteration)
-
-    def _log_progress(self, records: list[IterationRecord], aux_losses: Mapping[str, float]) -> None:
-        settings = self._settings
-        _log.info(
-            "%s",
-            progress_line(
-                settings,
-                records,
-                aux_losses=aux_losses,
-                num_corrected=self._num_corrected,
-            ),
-        )
 
     def _report_without_loss(self, iteration: int) -> None:
         """Log the first iteration in which no token counts, whose loss is NaN."""

@@ -1,4 +1,6 @@
-"""Records of iterations, and progress lines of them as Megatron-LM's training loop prints them, so that its parsers read ours::
+"""The first line of a run; records of iterations, and their progress lines.
+
+Those are as Megatron-LM's training loop prints them, so that its parsers read ours::
 
     [2026-01-31 12:00:00] iteration      200/   1000 | consumed samples:         3200 | elapsed time per iteration (ms): 812.5 |
     learning rate: 1.000000E-04 | global batch size:    16 | lm loss: 5.554300E+00 | loss scale: 1.0 | grad norm: 1.234 |
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -20,7 +22,29 @@ from typing import Any
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.step import StepResult
 
-__all__ = ["IterationRecord", "progress_line", "time_left"]
+__all__ = ["IterationRecord", "description", "progress_line", "schedule_name", "time_left"]
+
+
+def description(settings: Settings, *, on_cpu: bool) -> str:
+    """The first log line: schedule, parallel sizes, batch, precision, device."""
+    context = settings.parallel.context_parallel_size
+    return (
+        f"training with {schedule_name(settings)}: {settings.world_size} ranks = {settings.pipeline_size} pipeline x "
+        f"{settings.parallel.tensor_model_parallel_size} tensor x {f'{context} context x ' if context > 1 else ''}"
+        f"{settings.data_parallel_size} data, "
+        f"{settings.num_microbatches} microbatches of {settings.data.micro_batch_size} x "
+        f"{'at most ' if settings.data.variable_seq_lengths else ''}{settings.model.seq_length} "
+        f"tokens, {settings.precision.name} on {'CPU' if on_cpu else 'GPU'}"
+    )
+
+
+def schedule_name(settings: Settings) -> str:
+    """The schedule, as in "trains with the ZBV schedule"."""
+    if settings.zero_bubble.schedule != "stock":
+        return f"the {settings.zero_bubble.schedule.upper()} schedule"
+    if settings.pipeline_size == 1:
+        return "no pipeline"
+    return f"megatron-core's own {'interleaved ' if settings.num_chunks > 1 else ''}1F1B schedule"
 
 
 @dataclass(kw_only=True)
@@ -61,7 +85,6 @@ def progress_line(
     settings: Settings,
     records: Sequence[IterationRecord],
     *,
-    aux_losses: Mapping[str, float],
     num_corrected: int,
 ) -> str:
     """The line about the iterations since the last one.
@@ -69,7 +92,6 @@ def progress_line(
     Args:
         settings: the run.
         records: the iterations, with their loss and time; at least one.
-        aux_losses: means of other losses.
         num_corrected: optimistic steps that validation has corrected since the run began.
     """
     last, train_iters = records[-1], settings.run.train_iters
@@ -84,7 +106,6 @@ def progress_line(
         f"learning rate: {result.lr:.6E}",
         f"global batch size: {settings.global_batch_size:5d}",
         f"lm loss: {sum(losses) / len(losses):.6E}",
-        *(f"{name}: {value:.6E}" for name, value in aux_losses.items()),
         f"loss scale: {float(result.loss_scale) if settings.precision.fp16 else 1.0:.1f}",
     ]
     if result.grad_norm is not None:

@@ -35,12 +35,11 @@ def model_provider(setup: ModelSetup, pre_process: bool, post_process: bool, vp_
         config=setup.config,
         transformer_layer_spec=stage_layers(setup.config, vp_stage=vp_stage),
         vocab_size=setup.padded_vocab_size,
-        max_sequence_length=model.max_position_embeddings or model.seq_length,
+        max_sequence_length=model.seq_length,
         pre_process=pre_process,
         post_process=post_process,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
         position_embedding_type=model.position_embedding_type,
-        rotary_percent=model.rotary_percent,
         rotary_base=model.rotary_base,
         mtp_block_spec=mtp_layers(setup.config, vp_stage=vp_stage),
         vp_stage=vp_stage,
@@ -74,13 +73,10 @@ def forward_step_provider(setup: ModelSetup) -> ForwardStep:
             device=setup.device,
             embeds=stage.pre_process or stage.mtp_process,
             is_last_stage=stage.post_process,
-            needs_mask=setup.settings.data.reset_attention_mask,
             parts=parts,
         )
         packed = {} if batch.packed_seq_params is None else {"packed_seq_params": batch.packed_seq_params}
-        output = chunk(
-            batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels, loss_mask=batch.loss_mask, **packed
-        )
+        output = chunk(batch.tokens, batch.position_ids, None, labels=batch.labels, loss_mask=batch.loss_mask, **packed)
         return output, partial(loss_function, batch.loss_mask, shared_over=shared)
 
     return forward_step

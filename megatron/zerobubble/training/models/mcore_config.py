@@ -90,10 +90,7 @@ def _lengths(settings: Settings) -> dict[str, Any]:
 
 
 def _latent_attention(settings: Settings) -> dict[str, Any]:
-    mla = settings.mla
-    if not mla.multi_latent_attention:
-        return {}
-    return {name: value for name, value in dataclasses.asdict(mla).items() if (name, value) != ("rope_type", None)}
+    return {**dataclasses.asdict(settings.mla), "rope_type": "rope"} if settings.mla.multi_latent_attention else {}
 
 
 def _experts(settings: Settings) -> dict[str, Any]:
@@ -117,13 +114,12 @@ def _kernels(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
 
     Transformer Engine adds to ``main_grad`` without apex (`mcore.model.transformer_engine`).
     """
-    activation = model.bias_swiglu_fusion if model.swiglu else model.bias_gelu_fusion
-    has_bias = model.swiglu or model.add_bias_linear
+    activation = model.swiglu or (model.bias_gelu_fusion and model.add_bias_linear)
     softmax = all(map(_is_installed, ("scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cuda")))
     return {
-        "bias_activation_fusion": on_gpu and activation and has_bias,
+        "bias_activation_fusion": on_gpu and activation,
         "bias_dropout_fusion": on_gpu and model.bias_dropout_fusion,
-        "masked_softmax_fusion": on_gpu and model.masked_softmax_fusion and softmax,
+        "masked_softmax_fusion": on_gpu and softmax,
         "gradient_accumulation_fusion": on_gpu
         and model.gradient_accumulation_fusion
         and (model.transformer_impl == "transformer_engine" or _is_installed("fused_weight_gradient_mlp_cuda")),
@@ -139,8 +135,6 @@ def ddp_config(settings: Settings) -> DistributedDataParallelConfig:
     return DistributedDataParallelConfig(
         **_same_named(DistributedDataParallelConfig, settings.parallel),
         grad_reduce_in_fp32=settings.precision.reduce_grads_in_fp32,
-        bucket_size=settings.parallel.ddp_bucket_size,
-        average_in_collective=settings.parallel.ddp_average_in_collective,
     )
 
 

@@ -1,0 +1,54 @@
+"""Activations and residuals compiled by torch, the default on GPUs: B and W give the gradients of the full backward, to the bit.
+
+Compiled by inductor for the CPU, in this process: the ranks of other tests start with compilation off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+import torch._dynamo
+
+from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumulate
+from tools.benchmarks.wgrad import stack
+from tools.benchmarks.wgrad.shapes import shape_named
+
+NUM_MICROBATCHES = 3
+
+
+@pytest.mark.claims("Layers", "activations and residuals compiled by torch, the default on GPUs", "works, bit for bit")
+@pytest.mark.parametrize("name", ["Llama-3-8B", "1.5B"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
+@pytest.mark.sampled(0.5)
+def test_a_split_layer_has_the_bits_of_a_whole_one(name: str) -> None:
+    large, cpu = shape_named(name), torch.device("cpu")
+    shape = replace(
+        large,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_query_groups=2 if large.is_llama else 4,
+        ffn_hidden_size=96,
+        seq_length=16,
+        micro_batch_size=1,
+    )
+    kernel = WgradKernel(KernelKind.PLAIN, plain_accumulate)
+    config = stack._config
+    num_compiled = torch._dynamo.utils.counters["frames"]["ok"]
+    with stack.world_of_one(cpu) as host:
+        with mock.patch.object(stack, "_config", lambda *args, **_: config(*args, on_gpu=True)):
+            split, whole = (stack.Stack(shape, 2, torch.float32, cpu, host, each) for each in (kernel, None))
+        whole.chunk.module.load_state_dict(split.chunk.module.state_dict(), strict=False)
+        for _ in range(NUM_MICROBATCHES):
+            inputs, gradient = torch.randn(16, 1, 64), torch.randn(16, 1, 64)
+            for each in (split, whole):
+                each.backward(each.forward(inputs.clone().requires_grad_()), gradient, fused=False)
+            split.weight_gradient()
+        pairs = list(zip(split.chunk.parameters(), whole.chunk.parameters(), strict=True))
+        assert all(torch.equal(ours.main_grad, theirs.main_grad) for ours, theirs in pairs)
+        assert all(bool(ours.main_grad.any()) for ours, _ in pairs)
+        split.close()
+        whole.close()
+    assert torch._dynamo.utils.counters["frames"]["ok"] > num_compiled
