@@ -34,6 +34,15 @@ def test_env_says_what_is_installed(capsys: pytest.CaptureFixture[str], monkeypa
         assert any(line.startswith(text) for line in lines), text
 
 
+@pytest.mark.parametrize("command", ["plan --schedule zbv -p 8 -m 64", "env"])
+def test_a_reader_that_has_ended_is_no_error(command: str) -> None:
+    program = f"{sys.executable} -m megatron.zerobubble {command} | exec true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", program], env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert (done.returncode in (0, 141), done.stderr) == (True, "")
+
+
 @pytest.mark.parametrize("argv", [[], ["pla"], ["plan", "--schedule"], ["playground", "--port", "x"]], ids=" ".join)
 def test_usage_errors_are_exit_code_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -17,6 +18,9 @@ from megatron.zerobubble.errors import ConfigError, PlanError, UserError
 from megatron.zerobubble.flags.require import installed
 from megatron.zerobubble.messages import closest, one_line, quoted
 from megatron.zerobubble.version import __version__
+
+_BROKEN_PIPE = 141
+"""Exit code of a program that SIGPIPE ends."""
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "zerobubble") -> int:
@@ -28,8 +32,18 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "zerobubble") -> int:
 
     Returns:
         The exit code: 2 after a user error, which is reported in one line on stderr (plan errors with their grid); 130 after
-        Ctrl-C.
+        Ctrl-C; 141, without a word, where what reads the output has ended, such as `head`.
     """
+    try:
+        code = _run(argv, prog)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        return _BROKEN_PIPE
+    return code
+
+
+def _run(argv: Sequence[str] | None, prog: str) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:
         build_parser(prog).print_help(sys.stderr)
@@ -48,6 +62,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "zerobubble") -> int:
     args = build_parser(prog).parse_args(words)
     try:
         plan.COMMANDS[args.command](args)
+    except BrokenPipeError:
+        raise
     except (UserError, OSError, UnicodeDecodeError) as error:
         is_drawn = isinstance(error, PlanError) and "\n" in str(error)  # with the grid of the plan
         text = str(error) if is_drawn else one_line(str(error), words)
