@@ -37,8 +37,8 @@ class BuildCore(build_ext):
             self.warn(f"the compiled search core was not built: {error}")
 
     def get_ext_filename(self, fullname: str) -> str:
-        """Without the version of Python."""
-        return os.path.join(*fullname.split(".")) + ".so"
+        """Without the version of Python, and no name of a module."""
+        return os.path.join(*fullname.split(".")) + ".native.so"
 
     def get_outputs(self) -> list[str]:
         """What was built."""

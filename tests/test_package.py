@@ -241,7 +241,7 @@ def compiled_wheel(checkout: Path) -> Path:
     """The wheel of this machine."""
     wheel = _build(checkout, "build_wheel")
     with zipfile.ZipFile(wheel) as archive:
-        if not any(name.endswith("_core.so") for name in archive.namelist()):
+        if not any(name.endswith("_core.native.so") for name in archive.namelist()):
             pytest.skip("no C++ compiler")
     return wheel
 

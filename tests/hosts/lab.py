@@ -210,9 +210,11 @@ _FAILURE = re.compile(
 """A line of ours about a failure. In a script of others a logger of its own may stand before it."""
 _ROOT = re.compile(r"^Root Cause.*?^ +rank +: (\d+) .*?^ +traceback : (.*?)$", re.MULTILINE | re.DOTALL)
 """torchrun's report: a rank, and its reason."""
+_AGENT = re.compile(r"^[\w.]*RendezvousConnectionError: .*", re.MULTILINE)
+"""What a torchrun says that has lost its store, and ends its ranks before they can say anything."""
 _OWN = re.compile(r"^rank \d+ (?:stops|lost)[^:]*: ")
 """What a rank says of itself before it names another one."""
-_STORE = re.compile(r"store.*(?:MASTER_ADDR|node0)|lost the job's store")
+_STORE = re.compile(r"store.*(?:MASTER_ADDR|node0)|lost the job's store|connection to the C10d store")
 
 
 def _on_host(trial: Trial, host: int, agent: Agent, rank_s: float | None, moment: float) -> OnHost:
@@ -220,6 +222,7 @@ def _on_host(trial: Trial, host: int, agent: Agent, rank_s: float | None, moment
     root = _ROOT.search(agent.screen)
     if root is not None:
         lines.append(f"rank {root[1]}: {root[2]}" if root[2].startswith(("Signal ", "To enable")) else root[2])
+    lines = lines or _AGENT.findall(agent.screen)
     outcome = agent.outcome
     return OnHost(
         rank_s=None if rank_s is None else round(max(rank_s, 0.0), 1),

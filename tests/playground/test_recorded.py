@@ -131,7 +131,7 @@ PLAN = json.loads(build_plan("zbv", num_ranks=4, num_microbatches=6).to_json())
         ({}, "give a plan"),
         ({"format": "zerobubble-plan/9"}, "zerobubble-plan/9"),
         ({"format": "zerobubble-report/1", "iterations": []}, "no iterations"),
-        ({"format": "zerobubble-report/1", "iterations": [{"costs": 3}]}, "costs must be an object"),
+        ({"format": "zerobubble-report/1", "iterations": [{"iteration": 3, "costs": 3}]}, "costs must be an object"),
         (PLAN | {"ops": PLAN["ops"][:2]}, "rows of ops"),
         (PLAN | {"stage_to_rank": [0, 1]}, "num_ranks 4 but"),
         (PLAN | {"costs": {"forward_ms": [1]}}, "'backward_ms' must be a list"),

@@ -20,7 +20,7 @@ __all__ = ["NativeCore"]
 
 def _loaded() -> ctypes.CDLL:
     try:
-        library = ctypes.CDLL(str(Path(__file__).with_name("_core.so")))
+        library = ctypes.CDLL(str(Path(__file__).with_name("_core.native.so")))
     except OSError as error:
         raise ImportError(f"the compiled search core cannot be loaded: {error}") from None
     pointer, number, count = ctypes.c_void_p, ctypes.c_double, ctypes.c_int
