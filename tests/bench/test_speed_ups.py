@@ -130,6 +130,11 @@ NO_BASELINE = [failed("stock-1f1b"), outcome("zbv", 1.0), outcome("zb-h1", 1.0)]
         ([BASE, SAME], {"num_cores": 1}, f"{NO_GAIN}2 ranks share one CPU core, so a waiting rank lends its core to another"),
         ([BASE, SAME], {}, f"{NO_GAIN}only 3.0% of its passes are bubble"),
         (
+            [outcome("stock-1f1b", *QUIET, predicted_bubble=0.187), SAME],
+            {},
+            f"{NO_GAIN}although 18.7% of its passes are bubble: messages and the host take what a schedule would gain.",
+        ),
+        (
             [outcome("stock-1f1b", 2.0, 2.2), outcome("zbv", 1.7, 2.0)],
             {},
             "^zbv was 1.14 times as fast as stock-1f1b, but the interval contains 1: more --rounds make it narrower.$",

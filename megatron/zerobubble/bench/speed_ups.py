@@ -31,6 +31,8 @@ _SAME_LOSS = 1e-4
 """Largest relative difference of losses that the order of sums explains."""
 _IMBALANCED = 0.10
 """Share of an iteration above which the report says what to do about imbalance."""
+_LITTLE = 0.1
+"""A bubble that leaves little to gain."""
 _NOISY = 1.25
 """Ratio of the longest to the shortest time of one contender above which the report warns."""
 
@@ -309,6 +311,11 @@ class Table:
             return (
                 f"{best.outcome.label} was {best.speed_up.value:.2f} times as fast as {base.outcome.name}, but the interval "
                 "contains 1: more --rounds make it narrower."
+            )
+        if base.outcome.predicted_bubble is not None and base.outcome.predicted_bubble > _LITTLE:
+            return (
+                f"{text}, although {base.outcome.predicted_bubble:.1%} of its passes are bubble: messages and the host take what "
+                "a schedule would gain. Longer passes (more tokens per microbatch, more layers) lose less to them."
             )
         if base.outcome.predicted_bubble is not None:
             return (
