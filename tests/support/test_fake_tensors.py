@@ -27,7 +27,7 @@ ON_HOST = ("core/tensor_parallel/random.py:fork", "core/transformer/moe/")
     "[the counts](benchmarks/fake_tensors.md)",
     "works; no kernel runs; **not run on a GPU**",
 )
-@pytest.mark.sampled(0.1)
+@pytest.mark.sampled(1 / 16)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_passes_launch_hold_and_read_no_more_than_planned(case: Case) -> None:
     command = [sys.executable, "-m", "tests.support.fake_tensors", "--case", case.name]

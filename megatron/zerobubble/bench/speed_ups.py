@@ -270,8 +270,8 @@ class Table:
             return ""
         return (
             f"Under {worst} the mean rank is idle for {known[worst]:.0%} of the passes because another has more to compute, "
-            "which no schedule fills. Train once with --zero-bubble-balance-stages: it logs the fastest "
-            "--pipeline-model-parallel-layout."
+            "which no schedule fills. Train once with --zero-bubble-balance-stages, which logs the fastest "
+            "--pipeline-model-parallel-layout, or give zerobubble layout the layers.json of a trace."
         )
 
     def verdict(self) -> str:
