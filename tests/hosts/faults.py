@@ -123,7 +123,7 @@ def _lose_power(hosts: Hosts, trial: Trial, pid: int) -> None:
 
 
 _SPACE = 2**16
-"""Bytes that a file may have on a full disk: room for what ranks say, not for a checkpoint."""
+"""Bytes that a file may have on a full disk: more than the output of a rank, less than a checkpoint."""
 
 
 def _fill(hosts: Hosts, trial: Trial, pid: int) -> None:

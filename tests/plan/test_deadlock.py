@@ -1,4 +1,4 @@
-"""No program deadlocks on a GPU, whatever queues its streams share and whatever synchronizes.
+"""No program deadlocks on a GPU, for any number of hardware queues and with any call that synchronizes the device.
 
 Sequential ranks are the strictest case (docs/adr/0003), which `stuck_ranks` decides. On the double of NCCL random plans run, too,
 with what can hold a kernel up; `tests/runtime/test_on_fake_nccl.py` runs the families.

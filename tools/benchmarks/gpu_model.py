@@ -217,7 +217,7 @@ class Model:
                 break
 
     def launch(self, rank: Rank, number: int, now: float) -> None:
-        """Let the host launch what its queue has room for."""
+        """Launch kernels of a rank until its launch queue is full."""
         while len(rank.launched) < len(rank.items) and rank.ahead < self.gpu.queue:
             item = rank.items[len(rank.launched)]
             rank.host_us = max(rank.host_us, now) + self.gpu.launch_us * item.launches

@@ -63,7 +63,7 @@ class Machine:
         )
 
     def ranks(self, num_ranks: int, *program: str) -> tuple[str, ...]:
-        """A program on so many ranks."""
+        """The command that runs a program on this number of ranks under torchrun."""
         start = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", *program)
         return start if self.rehearses else ("bash", "-c", _IN_ENVIRONMENT, *start)
 

@@ -69,7 +69,11 @@ class TrainerJob:
         )
 
     def under(self, contender: Contender, *, num_iterations: int) -> tuple[Job, str | None]:
-        """The job under a contender, for at least so many iterations, and a note with each difference from the job as given.
+        """The job under a contender, and one line where that differs from the job as given in more than the contender's flags.
+
+        Args:
+            contender: the schedule and its flags.
+            num_iterations: the fewest that it runs for.
 
         Raises:
             UserError: the job cannot run under it.

@@ -10,7 +10,7 @@ import json
 from typing import NamedTuple
 
 from megatron.zerobubble.cli.output_files import write_text
-from megatron.zerobubble.cli.parser import read_text, workers_of
+from megatron.zerobubble.cli.parser import add_search_flags, read_text, workers_of
 from megatron.zerobubble.cli.plan_layers import MICROBATCHES_PER_RANK, layout_to_json, parse_bytes
 from megatron.zerobubble.cli.progress_bar import stoppable
 from megatron.zerobubble.errors import ConfigError
@@ -49,9 +49,7 @@ def add_layout_flags(command: argparse.ArgumentParser) -> None:
         help=f"microbatches per iteration of one pipeline, m (default {MICROBATCHES_PER_RANK} per rank)",
     )
     command.add_argument("--memory", metavar="SIZE", help="memory of one device, for example 70GiB (default: any)")
-    command.add_argument("--effort", choices=[e.value for e in Effort], default="fast", help="as for plan (default %(default)s)")
-    command.add_argument("--workers", type=int, help="as for plan")
-    command.add_argument("--seed", type=int, default=0, help="random seed of the search (default %(default)s)")
+    add_search_flags(command, effort="fast")
     command.add_argument("--json", metavar="FILE", help="write layout, plan and times as JSON; - prints it and nothing else")
 
 

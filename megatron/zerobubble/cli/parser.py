@@ -1,4 +1,4 @@
-"""Shared by all command lines: errors in one line, and files by name or `-`."""
+"""Shared by all command lines: errors in one line, files by name or `-`, and flags of the search."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import NoReturn
 from megatron.zerobubble.machine import usable_cores
 from megatron.zerobubble.messages import one_line
 from megatron.zerobubble.plan.registry import check_at_least_one
+from megatron.zerobubble.plan.search.search_options import Effort
 
 
 class Parser(argparse.ArgumentParser):
@@ -23,6 +24,23 @@ class Parser(argparse.ArgumentParser):
 def read_text(source: str) -> str:
     """The text of a file in UTF-8, or of standard input for `-`."""
     return sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
+
+
+def add_search_flags(command: argparse.ArgumentParser, *, effort: str | None) -> None:
+    """Add --effort with this default, --workers and --seed."""
+    command.add_argument(
+        "--effort",
+        choices=[each.value for each in Effort],
+        default=effort,
+        help="search for a better order for about 1, 8 or 120 s on one core (p=8, m=24)"
+        + ("" if effort is None else " (default %(default)s)"),
+    )
+    command.add_argument(
+        "--workers",
+        type=int,
+        help="threads to search with; the plan does not depend on it, the time does (default: the CPU cores of this process)",
+    )
+    command.add_argument("--seed", type=int, default=0, help="random seed of the search (default %(default)s)")
 
 
 def workers_of(args: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 from megatron.zerobubble.cli.cost_flags import GivenCosts, add_unequal_flags, read_costs
 from megatron.zerobubble.cli.layout_of_run import add_layout_flags, run_layout
 from megatron.zerobubble.cli.output_files import write_text, write_whole
-from megatron.zerobubble.cli.parser import read_text, workers_of
+from megatron.zerobubble.cli.parser import add_search_flags, read_text, workers_of
 from megatron.zerobubble.cli.plan_layers import (
     MICROBATCHES_PER_RANK,
     add_layer_flags,
@@ -122,8 +122,7 @@ def add_commands(commands: Any) -> None:
     published = _command(commands, "published")
     published.add_argument("file", help="JSON with `configs`: costs, and the bubble rates and peak memory published for them")
     published.add_argument("--rows", help="configs to compare, counted from 0 and separated by commas (default: all)")
-    published.add_argument("--effort", choices=[e.value for e in Effort], default="default", help="as for plan")
-    published.add_argument("--seed", type=int, default=0, help="random seed of the search (default %(default)s)")
+    add_search_flags(published, effort="default")
     add_layout_flags(_command(commands, "layout"))
     export = _command(commands, "export")
     export.add_argument("file", help="a plan in JSON; - reads standard input")
@@ -177,17 +176,7 @@ def _add_problem(command: argparse.ArgumentParser) -> None:
         help=f"iteration time to minimize: {' or '.join(objective.label for objective in Objective)} (default %(default)s, as in "
         "a run without post-validation)",
     )
-    command.add_argument(
-        "--effort",
-        choices=[e.value for e in Effort],
-        help="search for a better order for about 1, 8 or 120 s on one core (p=8, m=24)",
-    )
-    command.add_argument(
-        "--workers",
-        type=int,
-        help="threads to search with; the plan does not depend on it, the time does (default: the CPU cores of this process)",
-    )
-    command.add_argument("--seed", type=int, default=0, help="random seed of the search (default %(default)s)")
+    add_search_flags(command, effort=None)
     command.add_argument("--json", metavar="FILE", help="write the result as JSON; - prints it and nothing else")
 
 

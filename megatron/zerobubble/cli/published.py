@@ -8,7 +8,7 @@ import time
 from functools import partial
 from typing import Any, NamedTuple
 
-from megatron.zerobubble.cli.parser import read_text
+from megatron.zerobubble.cli.parser import read_text, workers_of
 from megatron.zerobubble.errors import PlanError
 from megatron.zerobubble.messages import quoted, shown
 from megatron.zerobubble.plan.costs.cost_model import CostModel
@@ -99,7 +99,12 @@ def run_published(args: argparse.Namespace) -> None:
                 num_ranks=config.num_ranks,
                 num_microbatches=config.num_microbatches,
                 costs_of=config.costs_of,
-                options=SearchOptions(memory_limit=reference.peak_memory, seed=args.seed, budget=Effort(args.effort).budget),
+                options=SearchOptions(
+                    memory_limit=reference.peak_memory,
+                    seed=args.seed,
+                    workers=workers_of(args),
+                    budget=Effort(args.effort).budget,
+                ),
             )
             print(
                 f"{config.model:6} {config.num_ranks:3} {config.num_microbatches:4}  {name:8} "

@@ -83,7 +83,8 @@ class IterationRunner:
     ) -> None:
         self._spec = spec
         self._chunks = chunks
-        self._dispatchers = [token_dispatchers(chunk) for chunk in chunks]
+        dispatchers = [token_dispatchers(chunk) for chunk in chunks]
+        self._dispatchers = dispatchers if any(dispatchers) else []
         self._store = store
         self._config = config
         self._links = links

@@ -68,7 +68,7 @@ class ChunkWork:
         device: of activations and gradients.
         wgrad_group_size: number of microbatches whose Ws run together; they must be adjacent in the plan.
         on_counted: called with `num_tokens` once it is complete, behind the last F of the last stage.
-        dispatchers: the `token_dispatchers` of each chunk; None: there are none.
+        dispatchers: the `token_dispatchers` of each chunk; empty: no chunk has any.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class ChunkWork:
         *,
         wgrad_group_size: int = 1,
         on_counted: Callable[[Tensor], None] | None = None,
-        dispatchers: Sequence[Sequence[Any]] | None = None,
+        dispatchers: Sequence[Sequence[Any]] = (),
     ) -> None:
         self._chunks = chunks
         self._chunk_of = [placement.chunk_of(stage) for stage in range(placement.num_stages)]
@@ -95,7 +95,7 @@ class ChunkWork:
         self._device = device
         self._wgrad_group_size = wgrad_group_size
         self._on_counted = on_counted
-        self._dispatchers = dispatchers or [()] * len(chunks)
+        self._dispatchers = dispatchers
         self._inflight: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         self._streams = ChunkStreams(0 if iteration.forward_only else len(chunks), device)
         self._sync: list[_GradSync] = []
@@ -162,7 +162,8 @@ class ChunkWork:
             return None
         # Otherwise the model keeps its input until its next F, and with it, after B, the input's gradient.
         get_attr_wrapped_model(self._chunks[chunk], "set_input_tensor")([None])
-        drop_graphs(self._dispatchers[chunk])
+        if self._dispatchers:
+            drop_graphs(self._dispatchers[chunk])
         if op.stage == self._last_stage:
             self.num_tokens += num_tokens
             if last and self._on_counted is not None:
@@ -218,7 +219,8 @@ class ChunkWork:
         self._store.begin(chunk, op.microbatch, fused=op.kind is OpKind.BW)
         grad = self._backward_step(activation, output, gradient, config=self._config)
         self._store.end()
-        drop_graphs(self._dispatchers[chunk])  # of a recomputed F
+        if self._dispatchers:
+            drop_graphs(self._dispatchers[chunk])  # of a recomputed F
         if last and op.kind is OpKind.B:  # its W is still to come
             self._sync[chunk].forbid()
         return grad

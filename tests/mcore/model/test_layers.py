@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
+from tests.support.after_each_op import after_each_op
 from tests.support.gpt import assert_near, assert_same_bits, compare, grown_by_op, refusal
 from tests.support.hybrid import HAS_HYBRID_MODEL, WHY_NOT, HybridCase, case
 from tests.support.moe import ZB_H2, ZBV, MoeCase
@@ -93,6 +95,31 @@ def test_gradients_of_experts_come_in_w_and_those_of_routers_in_b(four_ranks: Ra
     for grown in four_ranks.run(grown_by_op, replace(ZBV, expert_parallel=2, shared=True)):
         seen = {(op, *(any(f".mlp.{kind}." in name for name in names) for kind in ("router", "experts"))) for op, names in grown}
         assert seen == {("F", False, False), ("B", True, False), ("W", False, True)}
+
+
+def _held_by_dispatchers(rank: int, case: MoeCase) -> tuple[int, set[str]]:
+    """How many dispatchers a rank has, and their tensors with a graph behind any op."""
+    trainer, held = case.trainer(), set()
+    dispatchers = [
+        each.token_dispatcher for chunk in trainer.built.chunks for each in chunk.modules() if isinstance(each, MoELayer)
+    ]
+
+    def show(work: Any, op: Any) -> None:
+        for dispatcher in dispatchers:
+            for name, value in vars(dispatcher).items():
+                if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                    held.add(f"{name} after {op.kind.name}")
+
+    after_each_op(trainer.schedule, show)
+    trainer.forward_backward(0)
+    trainer.close()
+    return len(dispatchers), held
+
+
+@pytest.mark.parametrize("recompute", [None, "moe"])
+def test_dispatchers_keep_no_graph_between_ops(four_ranks: RankPool, recompute: str | None) -> None:
+    for count, held in four_ranks.run(_held_by_dispatchers, replace(ZBV, recompute=recompute)):
+        assert (count, held) == (2, set())
 
 
 def test_shared_experts_on_a_stream_of_their_own_are_refused(four_ranks: RankPool) -> None:

@@ -61,8 +61,8 @@ class Rewind:
         self._iterators = [iterator for iterator in iterators if iterator is not None]
         self._random_states = mcore_random._get_all_rng_states()
         buffers = (buffer for chunk in chunks for _, buffer in chunk.named_buffers())
-        written = [*buffers, *scaling_tensors(chunks), *_logged()]
-        self._written = [(tensor, tensor.clone()) for tensor in written]
+        self._written = [(tensor, tensor.clone()) for tensor in (*buffers, *_logged())]
+        self._scaling = [(tensor, tensor.clone()) for tensor in scaling_tensors(chunks)]
         self._before_step: list[Tensor] = []
 
     def before_step(self) -> None:
@@ -70,14 +70,16 @@ class Rewind:
 
         With weights in FP8 and delayed scaling that is their magnitude, which is written where forwards write those of inputs.
         """
-        self._before_step = [tensor.clone() for tensor, _ in self._written]
+        self._before_step = [tensor.clone() for tensor, _ in self._scaling]
 
     @torch.no_grad()
     def rewind(self) -> None:
         """Restore the state, in place, so that the forwards can be rerun."""
         mcore_random._set_all_rng_states(*self._random_states)
         forget_scales_for_recomputation()
-        for (tensor, copy), before in zip(self._written, self._before_step, strict=True):
+        for tensor, copy in self._written:
+            tensor.copy_(copy)
+        for (tensor, copy), before in zip(self._scaling, self._before_step, strict=True):
             is_same = (tensor == before) | (tensor.isnan() & before.isnan())
             tensor.copy_(torch.where(is_same, copy, tensor))
         known = {id(tensor) for tensor, _ in self._written}
