@@ -34,6 +34,7 @@ PHASES = {
     "saves": "saves the checkpoint",
     "evaluates": "evaluation 1",
     "ends": "ends the run",
+    "leaves": "leaves the job",
 }
 """Names of phases, and what the watch reports at their begin."""
 ENVIRONMENT = "ZB_TEST_FAULT"
@@ -123,7 +124,7 @@ class _Moments:
         if self._is_done or not text.startswith(PHASES[self._fault.phase]):
             return
         self._is_done = True
-        if self._fault.kind in ("raise", "outside"):
+        if self._fault.kind in ("raise", "outside") or (self._fault.kind != "cut" and self._fault.after_ms == 0.0):
             self._do()
         else:
             self._timer = threading.Timer(self._fault.after_ms / 1000.0, self._do)

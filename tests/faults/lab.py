@@ -86,7 +86,7 @@ def drawn(seed: str) -> Trial:
     kind = generator.choice(KINDS)
     phase = "saves" if kind == "full" else generator.choice(list(PHASES))
     rank = 0 if kind == "full" and generator.random() < 0.5 else generator.randrange(LAYOUTS[layout][0])
-    after_ms = 0.0 if kind == "full" else generator.choice([0.0, generator.uniform(0.0, 60.0)])
+    after_ms = 0.0 if kind == "full" or phase == "leaves" else generator.choice([0.0, generator.uniform(0.0, 60.0)])
     return Trial(kind, phase, layout, rank, after_ms)
 
 

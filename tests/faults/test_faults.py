@@ -46,6 +46,13 @@ def test_a_fault_at_a_random_moment(number: int, tmp_path: Path) -> None:
         assert outcome.seconds <= lab.PROMISED_S, outcome
 
 
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_when_the_others_are_done_is_named(tmp_path: Path) -> None:
+    outcome = lab.run(lab.Trial("stop", "leaves", "zb-h1-p2", rank=0, after_ms=0.0), tmp_path)
+    assert outcome is not None
+    assert outcome.is_as_promised, outcome
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoints of a job without a fault."""

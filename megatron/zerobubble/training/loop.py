@@ -293,7 +293,12 @@ class _Run:
 
 
 def _tear_down(job: Job) -> None:
-    """Undo what `pretrain` set up, so that the process could train again."""
+    """Undo what `pretrain` set up, so that the process could train again.
+
+    The ranks wait for each other first: if one is stopped in its last phase, a rank that has left does not notice, and torchrun
+    waits for ever.
+    """
+    torch.distributed.barrier()
     destroy_model_parallel()
     torch.distributed.destroy_process_group()
     job.host.uninstall()
