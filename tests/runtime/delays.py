@@ -57,7 +57,12 @@ def links_over_the_world(rank: int, placement: Placement, **options: Any) -> Pro
 
 
 def run_under_delays(
-    rank: int, program: Program, seeds: tuple[int, ...], patience_s: float = PATIENCE_S, waits: bool = False
+    rank: int,
+    program: Program,
+    seeds: tuple[int, ...],
+    patience_s: float = PATIENCE_S,
+    waits: bool = False,
+    batched: bool = False,
 ) -> str:
     """An iteration of a program for each seed; what went wrong on this rank, or nothing.
 
@@ -70,24 +75,26 @@ def run_under_delays(
         seeds: of the delays.
         patience_s: how long a transfer may take.
         waits: whether sends are waited for where they are issued.
+        batched: whether transfers are batched.
     """
-    links = links_over_the_world(rank, program.plan.placement, timeout=timedelta(seconds=patience_s))
+    links = links_over_the_world(rank, program.plan.placement, timeout=timedelta(seconds=patience_s), batched=batched)
     dist.barrier()  # no rank hangs up while another one is still opening its links
     wrong = ""
     for seed in seeds:
-        wrong = _iterate(rank, program, WaitingLinks(links) if waits else links, seed)
+        wrong = _iterate(rank, program, WaitingLinks(links) if waits else links, seed, batched)
         if wrong:
             break
     links.close()
     return wrong
 
 
-def _iterate(rank: int, program: Program, links: P2PLinks, seed: int) -> str:
+def _iterate(rank: int, program: Program, links: P2PLinks, seed: int, batched: bool) -> str:
     """One iteration. Nothing is left of it when it returns: transfers under way would keep the links' sockets open."""
     device = torch.device(torch.cuda.current_device())
     work = LabelWork(program, max_sleep_s=MAX_SLEEP_S, seed=10 * seed + rank, device=device)
-    executor = Executor(program, rank, links, work)
-    late = {name: Late(getattr(dist, name), 100 * seed + rank) for name in ("isend", "irecv")}
+    executor = Executor(program, rank, links, work, batched=batched)
+    names = ("batch_isend_irecv",) if batched else ("isend", "irecv")
+    late = {name: Late(getattr(dist, name), 100 * seed + rank) for name in names}
     try:
         with mock.patch.multiple(dist, **late):
             executor.run()

@@ -6,6 +6,7 @@ import enum
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -132,6 +133,8 @@ class Setup:
     """Pipelines that run the same program."""
     rewinds: bool = False
     """Whether the steps before the program's fence are run, discarded, and run again."""
+    batched: bool = False
+    """Whether all transfers between two ops are over before the next one."""
 
 
 @dataclass
@@ -151,17 +154,18 @@ def iterate(rank: int, program: Program, seed: int, setup: Setup) -> RankResult:
     num_ranks = program.plan.num_ranks
     replica, rank = divmod(rank, num_ranks)
     pipeline = range(replica * num_ranks, (replica + 1) * num_ranks)
-    links = ProcessGroupLinks(program.plan.placement, pipeline=pipeline, rank=rank, device=CPU)
+    links = ProcessGroupLinks(program.plan.placement, pipeline=pipeline, rank=rank, device=CPU, batched=setup.batched)
+    executor_of = partial(setup.executor, batched=True) if setup.batched else setup.executor
     work = setup.work(program, device, injector(setup.hazard, rank, program, seed, device))
     recorder = setup.recorder()
     for _ in range(setup.iterations):
         if setup.rewinds:
-            first = setup.executor(program, rank, setup.links(links), work, recorder)
+            first = executor_of(program, rank, setup.links(links), work, recorder)
             first.begin(program.fence[rank])
             first.abandon(program.unread(rank))
         work.ops.clear()
         device.stalls.clear()
-        executor = setup.executor(program, rank, setup.links(links), work, recorder)
+        executor = executor_of(program, rank, setup.links(links), work, recorder)
         executor.run()
         assert work.ops == list(program.plan.ops[rank])
         assert not executor._receiving

@@ -128,6 +128,24 @@ def test_first_forwards_that_are_discarded_and_run_again(name: str) -> None:
     assert found["ends"] == 6, found
 
 
+@pytest.mark.claims(
+    "Schedules",
+    "`--zero-bubble-batch-p2p-comm`: what stands between two ops is one batch, over before the next op; every schedule on gloo "
+    "and on the double of NCCL, also with a rollback; losses in every loop bit for bit those without it",
+    "works; **not run on a GPU**",
+    also=("runtime/test_executor.py", "mcore/stock_loop/test_install.py", "training/test_same_seed.py"),
+)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_batches_end_under_every_hazard_and_are_waited_for(name: str) -> None:
+    """Also with first forwards that are run again. The parts of a batch run one after the other here, which is stricter."""
+    plan = build_plan(name, num_ranks=3, num_microbatches=6)
+    program = place_communication(plan, fence=speculative_forwards(plan))
+    for seed in range(len(HAZARDS)):
+        hazard = HAZARDS[seed]
+        setup = Setup(hazard=hazard, replicas=2 if hazard is Hazard.COMMUNICATOR else 1, rewinds=seed % 2 == 1, batched=True)
+        run_program(program, seed, setup, eager=seed % 4 == 1, single_queue=seed % 4 >= 2)
+
+
 # -- D3: receives posted an op early, and something waits for the whole device inside of an op --------------------------------
 
 

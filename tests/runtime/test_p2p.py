@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron.zerobubble.errors import TransferError
+from megatron.zerobubble.errors import ConfigError, TransferError
 from megatron.zerobubble.plan.communication import Message, Payload, color_links, links_of, place_communication
 from megatron.zerobubble.plan.costs.links import LinkTime
 from megatron.zerobubble.plan.ir import Placement
@@ -73,18 +73,24 @@ def exchange(rank: int, links: ProcessGroupLinks, mine: int, placement: Placemen
     return wrong
 
 
-def exchange_on_every_placement(rank: int) -> list[str]:
+def exchange_on_every_placement(rank: int, batched: bool) -> list[str]:
     wrong = []
     for placement in (Placement.v(4), Placement.linear(4), Placement.loop(4, 2), Placement((0, 2, 1, 3, 0))):
-        links = links_over_the_world(rank, placement)
+        links = links_over_the_world(rank, placement, batched=batched)
         for receive_first in (True, False):
             wrong += exchange(rank, links, rank, placement, 0.0, receive_first)
         links.close()
     return wrong
 
 
-def test_values_both_ways_on_every_link(four_ranks: RankPool) -> None:
-    assert four_ranks.run(exchange_on_every_placement) == [[]] * 4
+@pytest.mark.parametrize("batched", [False, True])
+def test_values_both_ways_on_every_link(four_ranks: RankPool, batched: bool) -> None:
+    assert four_ranks.run(exchange_on_every_placement, batched) == [[]] * 4
+
+
+def test_batches_do_not_go_through_host_memory() -> None:
+    with pytest.raises(ConfigError, match="--zero-bubble-batch-p2p-comm needs NCCL between GPUs"):
+        ProcessGroupLinks(Placement.v(2), pipeline=range(2), rank=0, device=CPU, through_host=True, batched=True)
 
 
 def exchange_in_two_pipelines(rank: int) -> list[str]:

@@ -30,6 +30,7 @@ SAME_BITS: dict[str, tuple[int, Flags]] = {
     "zb-h1-p4": (4, (*P4, "--enable-zero-bubble")),
     "zb-h2-p2": (2, (*P2, "--enable-zero-bubble", "--zero-bubble-max-pending-backward", "2p")),
     "zbv-p4": (4, (*P4, V)),
+    "zbv-p4-batched": (4, (*P4, V, "--zero-bubble-batch-p2p-comm")),
     "v-half-p2": (2, (*P2, V, "--zero-bubble-v-schedule-mem-setup", "half")),
 }
 OTHER_SUMS: dict[str, tuple[int, Flags]] = {

@@ -146,7 +146,8 @@ def _nccl(machine: Machine) -> Iterator[Step]:
             num_gpus=2,
             minutes=4,
             expected="every schedule ends under random delays, with every message where it belongs, and equals one GPU",
-            deviation="a hang or another message: the four rules of ADR 3 are wrong about NCCL; send the log first",
+            deviation="a hang or another message: the four rules of ADR 3 are wrong about NCCL; send the log first, and try the "
+            "jobs with --zero-bubble-batch-p2p-comm",
         )
     yield Step(
         name="pipelines on one GPU",
@@ -204,7 +205,8 @@ def _jobs(machine: Machine) -> Iterator[Step]:
                 expected="ends: the baseline" if is_stock else "the losses of 1F1B within 1e-2 (bf16), 5e-2 (FP8)",
                 deviation="the machine or megatron-core, not this package: fix that before going on"
                 if is_stock
-                else "another first loss: another model; losses that diverge: gradients; a hang: the last line says who waits",
+                else "another first loss: another model; losses that diverge: gradients; a hang: the last line says who waits; "
+                "try --zero-bubble-batch-p2p-comm",
             )
 
 

@@ -76,6 +76,10 @@ class ZeroBubbleConfig:
     """Most CTAs (thread blocks) of a transfer between stages on NCCL: what a waiting receive takes from the kernels beside it.
     Give a power of two; NCCL rounds others up. Default: 4 if all ranks are on one host, otherwise NCCL's choice (by a model, not
     run on a GPU: docs/benchmarks/gpu_model.md)."""
+    zero_bubble_batch_p2p_comm: bool = False
+    """To find out why a run hangs on GPUs: send and receive what the plan has between two ops in one batch_isend_irecv, on one
+    communicator, and wait for it before the next op, as megatron-core's 1F1B does. No transfer then runs beside an op, and
+    iterations are slower. Default: a communicator per link, and transfers beside the ops."""
     zero_bubble_save_plan: str | None = field(default=None, metadata={"metavar": "FILE"})
     """JSON file to write the last plan of the run to, with the costs it was made for. Read it with zerobubble show."""
     zero_bubble_load_plan: str | None = field(default=None, metadata={"metavar": "FILE"})

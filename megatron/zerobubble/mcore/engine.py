@@ -95,6 +95,7 @@ class Engine:
             config=config,
             timeout=options.timeout,
             p2p_max_ctas=chosen_ctas(flags.zero_bubble_p2p_max_ctas, is_one_host=dist.get_world_size() == options.ranks_on_host),
+            batch_p2p_comm=flags.zero_bubble_batch_p2p_comm,
             unequal=unequal,
         )
         self.iterations = 0

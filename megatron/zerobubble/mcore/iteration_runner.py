@@ -66,6 +66,7 @@ class IterationRunner:
         recordings: which training iterations are recorded.
         device: where tensors live.
         rank: pipeline rank.
+        batched: whether `links` are batched.
     """
 
     def __init__(
@@ -80,8 +81,10 @@ class IterationRunner:
         recordings: Recordings,
         device: torch.device,
         rank: int,
+        batched: bool = False,
     ) -> None:
         self._spec = spec
+        self._batched = batched
         self._chunks = chunks
         dispatchers = [token_dispatchers(chunk) for chunk in chunks]
         self._dispatchers = dispatchers if any(dispatchers) else []
@@ -165,7 +168,7 @@ class IterationRunner:
 
     def _executor(self, program: Program, work: ChunkWork, recorder: Recorder | None, hooks: IterationHooks) -> Executor:
         recorders = fan_out([each for each in (recorder, hooks.watch) if each is not None])
-        return Executor(program, self._rank, self._links, work, recorders)
+        return Executor(program, self._rank, self._links, work, recorders, batched=self._batched)
 
     def _recorder_of(self, plan: Plan, hooks: IterationHooks) -> Recorder | None:
         """What records this training iteration, for any kind of work."""

@@ -84,6 +84,7 @@ class PipelineSchedule:
         config: the chunks' TransformerConfig.
         timeout: how long a transfer between two ranks may take; None for the backend's default.
         p2p_max_ctas: most CTAs of a transfer between stages on NCCL; None leaves it to NCCL.
+        batch_p2p_comm: whether transfers between two ops are one batch that is over before the next op.
         unequal: microbatches have lengths of their own, and each iteration is planned for them; None: all have the sequence
             length of the call. A stock schedule takes None: megatron-core has a way of its own.
 
@@ -100,6 +101,7 @@ class PipelineSchedule:
         config: Any,
         timeout: timedelta | None = None,
         p2p_max_ctas: int | None = None,
+        batch_p2p_comm: bool = False,
         unequal: UnequalOptions | None = None,
     ) -> None:
         self.spec = spec
@@ -131,18 +133,26 @@ class PipelineSchedule:
         """Plans every iteration for the lengths of its microbatches; None: they are equal."""
         if not spec.is_stock:
             warm_up_groups(config, self._chunks, self.device)
-            self._runner = self._make_runner(store, timeout, p2p_max_ctas)
+            self._runner = self._make_runner(store, timeout, p2p_max_ctas, batch_p2p_comm)
             if unequal is not None:
                 self.unequal = UnequalMicrobatches(spec, unequal, plan=self.plan, place=self._placed)
 
-    def _make_runner(self, store: WeightGradStore | None, timeout: timedelta | None, max_ctas: int | None) -> IterationRunner:
+    def _make_runner(
+        self, store: WeightGradStore | None, timeout: timedelta | None, max_ctas: int | None, batched: bool
+    ) -> IterationRunner:
         spec = self.spec
         if store is None:
             raise ConfigError(f"schedule {spec.name!r} needs the weight-gradient store its chunks were split into")
         record_buckets(self._chunks, spec.placement.rank_to_stages[self._rank], self.recorder)
         pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
         self._links = ProcessGroupLinks(
-            spec.placement, pipeline=pipeline, rank=self._rank, device=self.device, timeout=timeout, max_ctas=max_ctas
+            spec.placement,
+            pipeline=pipeline,
+            rank=self._rank,
+            device=self.device,
+            timeout=timeout,
+            max_ctas=max_ctas,
+            batched=batched,
         )
         return IterationRunner(
             spec,
@@ -154,6 +164,7 @@ class PipelineSchedule:
             recordings=self.recordings,
             device=self.device,
             rank=self._rank,
+            batched=batched,
         )
 
     # -- plans ------------------------------------------------------------------------------------------------------------

@@ -45,9 +45,19 @@ class Executor:
         links: transfers tensors to and from other ranks.
         work: computes the ops.
         recorder: receives the events of every op and transfer, if given.
+        batched: whether all transfers given between two ops are over before the next one, also those for later ops.
     """
 
-    def __init__(self, program: Program, rank: int, links: P2PLinks, work: StageWork, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        links: P2PLinks,
+        work: StageWork,
+        recorder: Recorder | None = None,
+        *,
+        batched: bool = False,
+    ) -> None:
         self._steps = program.steps[rank]
         self._next = 0
         self._stage_to_rank = program.plan.placement.stage_to_rank
@@ -56,13 +66,17 @@ class Executor:
         self._links: P2PLinks = self._recorded or links
         self._work = work
         self._recorder = recorder
+        self._batched = batched
         self._receiving: dict[Message, tuple[Tensor, Handle]] = {}
+        self._received: dict[Message, Tensor] = {}
         self._sending: dict[Message, Handle] = {}
         self._local: dict[tuple[Payload, int, int], Tensor] = {}
 
     def begin(self, count: int) -> None:
         """Execute the first `count` ops. Then either `run` executes the rest or `abandon` ends the iteration."""
         self._run_steps(self._steps[:count])
+        if self._batched:
+            self._end_batch()
         self._next = count
 
     def abandon(self, unread: Sequence[Message]) -> None:
@@ -92,8 +106,8 @@ class Executor:
         for handle in self._sending.values():
             handle.wait()
         self._sending.clear()
-        if self._receiving or self._local:
-            left = [*self._receiving, *self._local]
+        if self._receiving or self._received or self._local:
+            left = [*self._receiving, *self._received, *self._local]
             raise ExecutionError(f"rank {self._rank}: no op took {left[0]} and {len(left) - 1} more; the plan is incomplete")
 
     def _run_steps(self, steps: Sequence[Step]) -> None:
@@ -108,8 +122,10 @@ class Executor:
         op = step.op
         for message in step.post:
             self._post(message)
+        if self._batched:
+            self._end_batch()
         tensor = self._take(step)
-        for message in step.retire:
+        for message in () if self._batched else step.retire:
             self._sending.pop(message).wait()
         if self._recorder is not None:
             self._recorder.start(op)
@@ -133,11 +149,24 @@ class Executor:
         buffer = self._work.buffer(message)
         self._receiving[message] = buffer, self._links.receive(message, buffer)
 
+    def _end_batch(self) -> None:
+        """Wait for all transfers that were given since the last op. The first wait begins them."""
+        for handle in self._sending.values():
+            handle.wait()
+        self._sending.clear()
+        for message, (buffer, handle) in self._receiving.items():
+            handle.wait()
+            self._received[message] = buffer
+        self._receiving.clear()
+
     def _in_transit(self) -> int:
         assert self._recorded is not None
-        return self._recorded.in_transit_bytes + sum(tensor.nbytes for tensor in self._local.values())
+        waiting = (*self._local.values(), *self._received.values())
+        return self._recorded.in_transit_bytes + sum(tensor.nbytes for tensor in waiting)
 
     def _take(self, step: Step) -> Tensor | None:
+        if step.take in self._received:
+            return self._received.pop(step.take)
         if step.take is not None:
             tensor, handle = self._receiving.pop(step.take)
             handle.wait()

@@ -12,6 +12,10 @@ needed, provided a send's tensor is only released after `wait`. The handles hold
 On the CPU a separate thread makes the backend's calls (`issuer`), so that they do not delay the ops. gloo transfers of CUDA
 tensors go through host memory: the host copies what it sends, once the device has come there, and copies to the device what it
 has waited for. That is for ranks that NCCL cannot connect, such as several on one GPU, and not fast (ADR 18).
+
+Batched links, to find out why a run hangs, have one process group and one communicator: a transfer begins when it, or one given
+after it, is waited for, in one `batch_isend_irecv` with all that were given since the last batch. The executor waits for all of
+them before its next op.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.zerobubble.errors import TransferError
+from megatron.zerobubble.errors import ConfigError, TransferError
 from megatron.zerobubble.plan.communication import Message, color_links, links_of
 from megatron.zerobubble.plan.costs.links import LinkTime
 from megatron.zerobubble.plan.ir import Placement
@@ -54,7 +58,7 @@ class P2PLinks(Protocol):
 class _Transfer:
     __slots__ = ("message", "tensor", "verb", "work")
 
-    def __init__(self, verb: str, message: Message, tensor: Tensor, work: dist.Work | Issued | _Staged) -> None:
+    def __init__(self, verb: str, message: Message, tensor: Tensor, work: dist.Work | Issued | _Staged | _Batch) -> None:
         self.verb, self.message, self.tensor, self.work = verb, message, tensor, work
 
     def wait(self) -> None:
@@ -64,6 +68,22 @@ class _Transfer:
             raise  # the transfer could not be started, and the error names it already
         except RuntimeError as error:
             raise _failure(self.verb, self.message, error) from error
+
+
+class _Batch:
+    """Transfers that begin together, when the first of them is waited for."""
+
+    def __init__(self) -> None:
+        self.transfers: list[dist.P2POp] = []
+        self.is_over = False
+
+    def wait(self) -> None:
+        """Begin all, and wait for all. Nothing happens the second time."""
+        if not self.is_over:
+            self.is_over = True
+            for work in dist.batch_isend_irecv(self.transfers):
+                work.wait()
+            self.transfers.clear()
 
 
 class _Staged:
@@ -93,6 +113,10 @@ class ProcessGroupLinks:
         timeout: how long a transfer may take; None for the backend's default.
         through_host: whether tensors go through host memory; None: if they are on a GPU and the world's backend is gloo.
         max_ctas: most CTAs of a transfer on NCCL; None leaves it to NCCL.
+        batched: whether transfers are batched, in one group.
+
+    Raises:
+        ConfigError: batched links of tensors that go through host memory.
     """
 
     def __init__(
@@ -105,6 +129,7 @@ class ProcessGroupLinks:
         timeout: timedelta | None = None,
         through_host: bool | None = None,
         max_ctas: int | None = None,
+        batched: bool = False,
     ) -> None:
         self._pipeline = tuple(pipeline)
         self._rank = rank
@@ -112,13 +137,19 @@ class ProcessGroupLinks:
         self._groups: dict[tuple[int, int], dist.ProcessGroup | None] = {}
         is_staged = device.type == "cuda" and dist.get_backend() == "gloo"
         self._through_host = is_staged if through_host is None else through_host
-        self._issuer = Issuer(device) if device.type == "cpu" and not self._through_host else None
-        colors = color_links(links_of(placement))
+        if batched and self._through_host:
+            raise ConfigError("--zero-bubble-batch-p2p-comm needs NCCL between GPUs, and gloo is used: leave it out")
+        self._batch = _Batch() if batched else None
+        self._issuer = Issuer(device) if device.type == "cpu" and not self._through_host and not batched else None
+        links = links_of(placement)
+        colors = (links,) if batched else color_links(links)
         for links in colors:
             # One group over the whole world serves this color of every pipeline: NCCL opens a communicator per pair that
             # exchanges messages, and the number of groups does not depend on the number of pipelines.
             group = link_group(timeout=timeout, max_ctas=max_ctas)
             self._groups.update(dict.fromkeys(links, group))
+            if batched:  # the communicator of batches is the group's, which all of its ranks make together
+                dist.all_reduce(torch.zeros(1, device=device), group=group)
         for links in colors:
             self._open([link for link in links if rank in link])
 
@@ -170,6 +201,11 @@ class ProcessGroupLinks:
 
     def _start(self, verb: str, message: Message, tensor: Tensor, peer: int) -> _Transfer:
         group = self._groups[message.source, message.target]
+        if self._batch is not None:
+            if self._batch.is_over:
+                self._batch = _Batch()
+            self._batch.transfers.append(_batched(verb == "send", tensor, peer, group))
+            return _Transfer(verb, message, tensor, self._batch)
 
         def call(tensor: Tensor) -> dist.Work:
             try:
@@ -195,6 +231,10 @@ class ProcessGroupLinks:
         source, target = link
         is_source = self._rank == source
         peer = self._pipeline[target if is_source else source]
+        if self._batch is not None:
+            for work in dist.batch_isend_irecv([_batched(is_source, tensor, peer, self._groups[link])]):
+                work.wait()
+            return
         wire = tensor.cpu() if self._through_host else tensor  # nothing else is under way: a blocking copy is fine here
         (dist.send if is_source else dist.recv)(wire, peer, group=self._groups[link])
         if wire is not tensor and not is_source:
@@ -213,6 +253,10 @@ class ProcessGroupLinks:
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
+
+
+def _batched(is_send: bool, tensor: Tensor, peer: int, group: dist.ProcessGroup | None) -> dist.P2POp:
+    return dist.P2POp(dist.isend if is_send else dist.irecv, tensor, peer, group)
 
 
 def _failure(verb: str, message: Message, error: RuntimeError) -> TransferError:

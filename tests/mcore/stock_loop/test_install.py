@@ -43,6 +43,7 @@ W = f"{TWO} --virtual-pipeline-model-parallel-size 4 --num-layers 8"
 
 
 TIED = "--tie-embeddings-and-output-weights"
+BATCHED = "--zero-bubble-batch-p2p-comm"
 PROFILED = (
     "--zero-bubble-pipeline-timers-start-iter 1 --zero-bubble-pipeline-timers-end-iter 2 --zero-bubble-planning-seconds 0.1"
 )
@@ -140,6 +141,8 @@ def _losses(histories: list[Any]) -> list[Any]:
         (train_mtp, CHUNKS, "", {"schedule": "v-half"}),
         (train_shared, f"{TWO} --overlap-grad-reduce --use-distributed-optimizer", "", OPTIMISTIC),
         (train_shared, f"{CHUNKS} --calculate-per-token-loss", "", {"schedule": "zbv"}),
+        (_train, f"{FOUR} --clip-grad 0.5", BATCHED, OPTIMISTIC),
+        (_train, CHUNKS, BATCHED, {"schedule": "zbv"}),
         _hybrid(f"{TWO} --overlap-grad-reduce", "*-*E-|*", {"schedule": "zb-h1"}),
         _hybrid(f"{CHUNKS} {TIED}", "*-*|E|*-|-", {"schedule": "zbv"}),
         _hybrid(f"{W} {TIED}", "*|-|*|-*|-|*-|*|-", {"schedule": "zb-w"}),
@@ -148,7 +151,8 @@ def _losses(histories: list[Any]) -> list[Any]:
     ids=[
         *("zb-h1-overlapped", "zb-h2-bf16", "zb-replanned", "interleaved", "interleaved-4", "zbv-tied"),
         *("zb-w-tied-optimistic", "v-half-bf16-per-token", "mtp-zb-h2-tied", "mtp-zbv-tied", "mtp-zb-w-tied", "mtp-v-half"),
-        *("cp-zb-h1-optimistic", "cp-zbv-per-token", "hybrid-zb-h1", "hybrid-zbv-tied", "hybrid-zb-w-tied", "hybrid-v-min-bf16"),
+        *("cp-zb-h1-optimistic", "cp-zbv-per-token", "zb-h1-optimistic-batched", "zbv-batched"),
+        *("hybrid-zb-h1", "hybrid-zbv-tied", "hybrid-zb-w-tied", "hybrid-v-min-bf16"),
     ],
 )
 @pytest.mark.sampled(0.25)
