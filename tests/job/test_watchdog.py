@@ -268,7 +268,7 @@ def test_an_error_is_reported_with_the_activity() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_it_is_the_device_that_is_stuck() -> None:
     """The host has issued everything and is idle; the device is still in the second op."""
-    watch = Watch(torch.device("cuda"))
+    watch = Watch(torch.device("cuda"), apart_s=0.0)
     with watch.passes(forward_only=False):
         watch.start(Op.parse("0F0"))
         watch.start(Op.parse("0F1"))

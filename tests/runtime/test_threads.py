@@ -17,8 +17,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron.zerobubble.errors import TransferError
 from megatron.zerobubble.job.launch import read_launch
 from megatron.zerobubble.job.watchdog import Watchdog
+from megatron.zerobubble.plan.communication import Message, Payload
 from megatron.zerobubble.plan.ir import Op
 from megatron.zerobubble.runtime.issuer import Issuer
+from megatron.zerobubble.runtime.recording import op_text
 from megatron.zerobubble.runtime.threads import start_thread
 from megatron.zerobubble.runtime.watch import Watch
 from tests.support.fake_cuda.install import FakeCuda, fake_cuda
@@ -59,6 +61,30 @@ def test_the_watchdog_queries_events_on_its_ranks_gpu(fake: FakeCuda, monkeypatc
             watch.start(Op.parse("0F0"))
             time.sleep(0.01)
     assert queried["watchdog"] == {3}
+
+
+@pytest.mark.parametrize(("apart_s", "num_events", "text"), [(3600.0, 4, ", or an op behind it, up to 0F2"), (0.0, 9, "")])
+def test_ops_that_are_issued_at_once_share_an_event(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, apart_s: float, num_events: int, text: str
+) -> None:
+    """The device has begun the first op: it has passed two events. The wait and the op behind the others have their own."""
+    events: list[torch.cuda.Event] = []
+    monkeypatch.setattr(torch.cuda.Event, "record", lambda event: events.append(event))
+    monkeypatch.setattr(torch.cuda.Event, "query", lambda event: event in events[:2])
+    monkeypatch.setattr(torch.cuda.Event, "elapsed_time", lambda *_: 1.0)
+    watch = Watch(GPU, apart_s=apart_s)
+    watch.report("begins the passes")
+    for op in map(Op.parse, ("0F0", "0F1", "0F2")):
+        watch.start(op)
+        watch.end(op)
+    watch.awaited(Message(Payload.GRADIENT, 0, 0, 1, 0))
+    watch.start(Op.parse("0B0"))
+    assert len(events) == num_events
+    device, host = watch.current(), watch.last()
+    assert device is not None
+    assert device.text == f"runs {op_text(Op.parse('0F0'))}{text}"
+    assert host is not None
+    assert host.text == f"runs {op_text(Op.parse('0B0'))}"
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:3"])

@@ -7,8 +7,10 @@ The time of the ops of all passes is summed, without what the rank waits between
 
 On the CPU the rank is doing what was reported last. On CUDA the host runs ahead: it has issued an op long before the device
 reaches it, and while the device waits for a message that never comes, the host may already be in the optimizer. So a CUDA event
-is recorded with every report, and the device is doing what was reported before the first event that has not completed. The host's
-own position is the last report; both are the same when the device has caught up. Querying an event does not synchronize, but is
+is recorded with reports, and the device is doing what was reported before the first event that has not completed. The host's
+own position is the last report; both are the same when the device has caught up. Ops that the host begins within `APART_S` of
+the last event, with no wait between them, share it: short passes do not pay for events, and what the device is doing is known
+to within these ops. Querying an event does not synchronize, but is
 not allowed while a CUDA graph is being captured; nothing here captures one. The thread that queries has the rank's GPU as its
 current device (`threads`).
 """
@@ -28,7 +30,9 @@ from megatron.zerobubble.plan.ir import Op
 from megatron.zerobubble.runtime.p2p import message_text
 from megatron.zerobubble.runtime.recording import Recorder, op_text
 
-__all__ = ["Doing", "Watch"]
+__all__ = ["APART_S", "Doing", "Watch"]
+
+_UP_TO = ", or an op behind it, up to "
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -52,15 +56,23 @@ class Doing:
     """Whether other ranks take part, so that it may last because of them."""
 
 
+APART_S = 1e-3
+"""Seconds of the host between two events of ops. Creating and recording an event takes it a few microseconds."""
+
+
 class Watch(Recorder):
     """Holds what a rank is doing: one thread reports it, another one reads it.
 
     Args:
         device: the device on which the passes run.
+        apart_s: see `APART_S`; 0: every op has an event.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, apart_s: float = APART_S) -> None:
         self.device = device
+        self._apart_s = apart_s
+        self._event_s = 0.0
+        self._position: Doing | None = None
         self._is_cuda = device.type == "cuda"
         self._reported: deque[tuple[Doing | None, torch.cuda.Event | None]] = deque([(None, None)])
         self._phase: Doing | None = None
@@ -116,7 +128,7 @@ class Watch(Recorder):
 
     def last(self) -> Doing | None:
         """The last report: the host's position; None outside of the passes and of all phases."""
-        return self._reported[-1][0] or self._phase
+        return self._position or self._phase
 
     @contextmanager
     def waits(self, text: str, peer: int | None = None) -> Iterator[None]:
@@ -126,25 +138,25 @@ class Watch(Recorder):
             text: see `Doing.text`.
             peer: the global rank that it waits for, if it is one.
         """
-        before = self._reported[-1][0]
+        before = self._position
         self._enter(Doing(text=text, is_first=self._is_first, is_waiting=True, is_limited=before is not None, waits_for=peer))
         yield
         self._enter(None if before is None else replace(before))  # not after an error, as in `doing`
 
-    def report(self, text: str, *, is_op: bool = False, is_shared: bool = False) -> None:
+    def report(self, text: str, *, is_shared: bool = False) -> None:
         """Report what the rank begins; see `Doing` for the arguments."""
-        self._enter(Doing(text=text, is_first=self._is_first, is_op=is_op, is_shared=is_shared))
+        self._enter(Doing(text=text, is_first=self._is_first, is_shared=is_shared))
 
     def start(self, op: Op) -> None:
         """An op begins."""
-        self.report(f"runs {op_text(op)}", is_op=True)
+        self._enter(Doing(text=f"runs {op_text(op)}", is_first=self._is_first, is_op=True), op)
         self._op_began_s = time.perf_counter()
 
     def end(self, op: Op) -> None:
         """An op has ended."""
         if not self._is_cuda:
             self.busy_s += time.perf_counter() - self._op_began_s
-        self.report(f"has run {op} and hands on its result")
+        self._enter(Doing(text=f"has run {op} and hands on its result", is_first=self._is_first), op)
 
     def awaited(self, message: Message) -> None:
         """The rank begins to wait for the next op's input."""
@@ -163,10 +175,20 @@ class Watch(Recorder):
         peer = rank if self._pipeline is None else self._pipeline[rank]
         self._enter(Doing(text=text, is_first=self._is_first, is_waiting=True, waits_for=peer))
 
-    def _enter(self, doing: Doing | None) -> None:
+    def _enter(self, doing: Doing | None, op: Op | None = None) -> None:
+        """Report `doing`; `op` is the one that begins or ends with it."""
+        self._position = doing
         if not self._is_cuda:
             self._reported[0] = doing, None
             return
+        now = time.perf_counter()
+        if doing is not None and op is not None and now - self._event_s < self._apart_s:
+            first, event = self._reported[-1]  # which the other thread leaves where it is
+            if first is not None and first.is_op:
+                if doing.is_op:
+                    self._reported[-1] = replace(first, text=f"{first.text.partition(_UP_TO)[0]}{_UP_TO}{op}"), event
+                return
+        self._event_s = now
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         self._reported.append((doing, event))
