@@ -61,3 +61,5 @@ def _check_bytes(ran: dict[str, Any]) -> None:
         assert seen == pytest.approx(waiting + deferred, abs=tolerance), text
         assert seen == pytest.approx(waiting + pending, abs=tolerance), f"{text}: beside the operands of W something is held"
     assert ran["left_bytes"] == pytest.approx(0, abs=tolerance)
+    allocated, reserved = ran["replayed"]
+    assert ran["state_bytes"] + ran["most_bytes"] <= allocated <= reserved

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-__all__ = ["CASES", "Case"]
+__all__ = ["CASES", "RESERVED", "Case"]
 
 _LLAMA = (
     "--group-query-attention --num-query-groups 8 --position-embedding-type rope --normalization RMSNorm --swiglu "
@@ -165,3 +165,24 @@ CASES = [
     ),
 ]
 """All, each with `fused`."""
+
+RESERVED = [
+    Case(name=name, model=model, schedule=schedule, rank=0, num_microbatches=16, **others)
+    for name, model, others in (
+        ("Llama-3-8B", LLAMA_8B, {}),
+        ("Llama-3-8B, full recomputation", LLAMA_8B, {"others": _FULL}),
+        ("Llama-3-70B, 32k, TP 8", LLAMA_70B, {"seq_length": 32768, "tensor_parallel": 8, "others": "--sequence-parallel"}),
+        (
+            "DeepSeek-V3-like, EP 64",
+            f"{LATENT} {EXPERTS}",
+            {
+                "seq_length": 4096,
+                "data_parallel": 64,
+                "others": f"--expert-model-parallel-size 64 --moe-token-dispatcher-type alltoall {_REPLICAS}",
+            },
+        ),
+    )
+    for schedule in ("1f1b", "zb-h1", "zb-h2", "1f1b-v", "zbv", "v-half", "v-min")
+    if name != "DeepSeek-V3-like, EP 64" or schedule in ("1f1b", "zb-h1", "zbv")  # each takes a minute or two
+]
+"""Those whose allocations are replayed: rank 0, which has the embedding, and in a V the head, too."""

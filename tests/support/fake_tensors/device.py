@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from megatron.zerobubble.mcore.cpu.streams import InertStream
+from tests.support.fake_tensors.allocator import Event
 
 __all__ = ["DEVICE", "Counts", "FakeDevice"]
 
@@ -70,6 +71,7 @@ class FakeDevice(TorchDispatchMode):
         counts: of the ops since it was last replaced.
         live_bytes: of all storages on the device.
         most_bytes: peak of it.
+        events: every allocation, free and `record_stream` of a storage, for `allocator.replayed`.
     """
 
     def __init__(self, *, routed: int = 0, selected: float = 0.0) -> None:
@@ -77,7 +79,9 @@ class FakeDevice(TorchDispatchMode):
         self._routed, self._selected = routed, selected
         self.counts = Counts()
         self.live_bytes = self.most_bytes = 0
-        self._alive: dict[int, weakref.ref[Any]] = {}
+        self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        self._stream = 0
+        self.events: list[Event] = []
 
     @contextmanager
     def entered(self) -> Iterator[FakeDevice]:
@@ -148,12 +152,25 @@ class FakeDevice(TorchDispatchMode):
         key, size = storage._cdata, storage.nbytes()
         self.live_bytes += size
         self.most_bytes = max(self.most_bytes, self.live_bytes)
+        number, stream = len(self.events), self._stream
+        self.events.append(("allocate", number, size, stream))
 
         def freed(_: object) -> None:
             self.live_bytes -= size
             del self._alive[key]
+            self.events.append(("free", number, size, stream))
 
-        self._alive[key] = weakref.ref(storage, freed)
+        self._alive[key] = number, weakref.ref(storage, freed)
+
+    def _recorded(self, tensor: torch.Tensor, stream: object) -> None:
+        number, _ = self._alive[tensor.untyped_storage()._cdata]
+        self.events.append(("record_stream", number, tensor.untyped_storage().nbytes(), id(stream)))
+
+    @contextmanager
+    def _on_stream(self, stream: object) -> Iterator[None]:
+        before, self._stream = self._stream, id(stream)
+        yield
+        self._stream = before
 
     def _replacements(self) -> list[tuple[Any, str, Any]]:
         """(owner, name, replacement): what torch without CUDA lacks, and what has no value on a fake tensor."""
@@ -176,7 +193,7 @@ class FakeDevice(TorchDispatchMode):
             "synchronize": lambda *_: self.read("synchronize"),
             "current_stream": stream,
             "default_stream": stream,
-            "stream": _Entered,
+            "stream": self._on_stream,
             "memory_allocated": lambda *_: self.live_bytes,
             "max_memory_allocated": lambda *_: self.most_bytes,
             "reset_peak_memory_stats": lambda *_: self.reset_peak(),
@@ -205,7 +222,7 @@ class FakeDevice(TorchDispatchMode):
             (torch.distributed, "new_group", partial(_new_group, torch.distributed.new_group)),
             (fake_tensor.FakeTensor, "tolist", lambda tensor: self._listed(tensor)),
             (fake_tensor.FakeTensor, "numpy", lambda tensor, **_: np.array(self._listed(tensor))),
-            (torch.Tensor, "record_stream", _nothing()),
+            (torch.Tensor, "record_stream", lambda tensor, stream: self._recorded(tensor, stream)),
         ]
 
 
@@ -218,14 +235,6 @@ class _Event(InertStream):
     def elapsed_time(self, end: object) -> float:
         """Milliseconds."""
         return 1.0
-
-
-class _Entered(InertStream):
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        return None
 
 
 def _nothing() -> Callable[..., None]:

@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.zerobubble.mcore.cpu.device import HostDevice, quiet_third_parties
 from megatron.zerobubble.plan.ir import Op
 from megatron.zerobubble.profiling.activation_memory import MemoryMeter
+from tests.support.fake_tensors.allocator import Event
 from tests.support.fake_tensors.device import DEVICE, Counts, FakeDevice
 
 with quiet_third_parties():
@@ -60,6 +61,8 @@ class Ran:
     """At any moment, above those before the iteration."""
     memory: dict[int, tuple[float, float]]
     """Stage -> bytes of a microbatch after F, and after B, as the profiler hands them to the planner."""
+    events: list[Event]
+    """Allocations and frees, from the set-up to the end of the last iteration."""
 
 
 class _Meter(MemoryMeter):
@@ -83,13 +86,14 @@ class _Meter(MemoryMeter):
         self.passes.append(Pass(op, self._of_op, self._before - self._begin, self._pending_bytes()))
 
 
-def run_rank(argv: list[str], *, rank: int, world_size: int) -> Ran:
-    """An iteration of one rank, with its optimizer step.
+def run_rank(argv: list[str], *, rank: int, world_size: int, iterations: int = 1) -> Ran:
+    """Iterations of one rank, with their optimizer steps.
 
     Args:
         argv: flags of `pretrain_gpt.py`.
         rank: which rank of the job.
         world_size: ranks of the job; the others do not exist, and what comes from them has no values anyway.
+        iterations: how many run; only `events` has more than the first.
     """
     zb_schedules.check_same_program = lambda *_, **__: None  # there is nobody to compare with
     settings = settings_from_argv(argv, world_size=world_size, rank=1)
@@ -111,7 +115,11 @@ def run_rank(argv: list[str], *, rank: int, world_size: int) -> Ran:
         data = [_microbatches(settings) if chunk_reads(chunk, settings) else None for chunk in state.chunks]
         store = state.engine.schedule._runner._store
         meter = _Meter(device, lambda: store.pending_bytes)
-        return _measured(device, state, trainer, meter, data)
+        ran = _measured(device, state, trainer, meter, data)
+        state.schedule.hooks.profiler = None
+        for _ in range(iterations - 1):
+            trainer.iterate(data if len(data) > 1 else data[0])
+        return ran
 
 
 def _measured(device: FakeDevice, state: Any, trainer: Any, meter: _Meter, data: list[Any]) -> Ran:
@@ -127,6 +135,7 @@ def _measured(device: FakeDevice, state: Any, trainer: Any, meter: _Meter, data:
     trainer._step, state.schedule.hooks.profiler = counted_step, meter
     device.counts, begin = Counts(), device.live_bytes
     trainer.iterate(data if len(data) > 1 else data[0])
+    trainer._step = step
     return Ran(
         passes=meter.passes,
         around=seen["around"],
@@ -136,6 +145,7 @@ def _measured(device: FakeDevice, state: Any, trainer: Any, meter: _Meter, data:
         peak_bytes=meter.peak_bytes,
         most_bytes=meter.most_bytes,
         memory={stage: (each.activation, each.after_backward) for stage, each in meter.typical().items()},
+        events=device.events,
     )
 
 
