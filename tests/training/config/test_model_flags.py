@@ -88,6 +88,7 @@ def test_every_flag_reaches_the_configuration() -> None:
     assert config.recompute_modules == ["mla_up_proj", "core_attn"]
 
 
+ROPE = "--position-embedding-type rope"
 ENGINE = "--transformer-impl transformer_engine --pipeline-model-parallel-size 4 --enable-zero-bubble --bf16"
 
 
@@ -213,6 +214,18 @@ def test_its_fused_accumulation_needs_no_apex(monkeypatch: pytest.MonkeyPatch, f
     monkeypatch.setattr(mcore_config, "_is_installed", lambda package: apex or package != APEX)
     assert mcore_config._kernels(parsed.model, on_gpu=True)["gradient_accumulation_fusion"] is fused
     assert mcore_config._kernels(parsed.model, on_gpu=False)["gradient_accumulation_fusion"] is False
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize(
+    ("flags", "is_latent", "fused"),
+    [(f"{ENGINE} {ROPE}", False, True), (ENGINE, False, False), (f"{ENGINE} {ROPE}", True, False), (ROPE, False, False)],
+    ids=["rope", "learned", "latent", "local"],
+)
+def test_on_gpus_transformer_engine_rotates_in_one_kernel(flags: str, is_latent: bool, fused: bool) -> None:
+    model = settings(flags, world_size=4).model
+    assert mcore_config._kernels(model, on_gpu=True, is_latent=is_latent)["apply_rope_fusion"] is fused
+    assert mcore_config._kernels(model, on_gpu=False)["apply_rope_fusion"] is False
 
 
 NO_LENGTH = BASE.replace("--train-iters 10 ", "")

@@ -67,7 +67,7 @@ def transformer_config(settings: Settings, *, on_gpu: bool, layout: Any | None) 
         | _latent_attention(settings)
         | _experts(settings)
         | settings.fp8.model_options()
-        | _kernels(model, on_gpu=on_gpu)
+        | _kernels(model, on_gpu=on_gpu, is_latent=settings.mla.multi_latent_attention)
         | _lengths(settings)
     )
 
@@ -109,20 +109,22 @@ def _experts(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _kernels(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
+def _kernels(model: ModelConfig, *, on_gpu: bool, is_latent: bool = False) -> dict[str, Any]:
     """Flags of fused kernels, set where they exist. On the CPU plain torch ops run: compiling takes longer than it saves.
 
     Transformer Engine adds to ``main_grad`` without apex (`mcore.model.transformer_engine`).
     """
     activation = model.swiglu or (model.bias_gelu_fusion and model.add_bias_linear)
+    is_engine = model.transformer_impl == "transformer_engine"
     softmax = all(map(_is_installed, ("scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cuda")))
     return {
         "bias_activation_fusion": on_gpu and activation,
         "bias_dropout_fusion": on_gpu and model.bias_dropout_fusion,
         "masked_softmax_fusion": on_gpu and softmax,
+        "apply_rope_fusion": on_gpu and is_engine and model.position_embedding_type == "rope" and not is_latent,
         "gradient_accumulation_fusion": on_gpu
         and model.gradient_accumulation_fusion
-        and (model.transformer_impl == "transformer_engine" or _is_installed("fused_weight_gradient_mlp_cuda")),
+        and (is_engine or _is_installed("fused_weight_gradient_mlp_cuda")),
     }
 
 
