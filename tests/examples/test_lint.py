@@ -1,4 +1,4 @@
-"""Shell scripts pass shellcheck, and the Dockerfile hadolint (requirements/dev.txt has both, where PyPI has them)."""
+"""Shell scripts pass shellcheck, the Dockerfile hadolint, workflows actionlint, where PyPI has them for requirements/dev.txt."""
 
 from __future__ import annotations
 
@@ -48,6 +48,10 @@ def test_a_script_passes_shellcheck(script: Path) -> None:
 
 def test_the_dockerfile_passes_hadolint() -> None:
     check(tool("hadolint"), "docker/Dockerfile")
+
+
+def test_the_workflows_pass_actionlint() -> None:
+    check(tool("actionlint"), *(str(file) for file in (ROOT / ".github" / "workflows").glob("*.yml")))
 
 
 TEXT = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8")
