@@ -179,6 +179,66 @@ def test_a_layout_for_megatron_core_s_own_schedules(
     assert capsys.readouterr().err.count("\n") == 1
 
 
+SCRIPT = [
+    "torchrun",
+    "pretrain_gpt.py",
+    "--num-layers",
+    "6",
+    "--hidden-size",
+    "64",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "64",
+    "--micro-batch-size=2",
+    "--bf16",
+    "--vocab-size",
+    "500",
+    "--pipeline-model-parallel-size",
+    "2",
+    "--global-batch-size",
+    "16",
+    "--lr",
+    "1e-3",
+    "--swiglu",
+]
+
+
+@compiled
+def test_a_layout_for_the_flags_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ranks and microbatches are those of the run, and the estimated layers find the same layout as a file."""
+    file = tmp_path / "layers.json"
+    words = ["--data-parallel-size", "2", "--save-layers", str(file)]
+    assert main(["layout", *words, "--", *SCRIPT]) == 0
+    text = capsys.readouterr().out
+    assert "Times and bytes are estimated, for H100 (SXM)" in text
+    assert main(["layout", *words, "--json", "-", "--", *SCRIPT]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert (body["num_ranks"], body["num_microbatches"]) == (2, 4)
+    assert body["assumed"].startswith("H100")
+    assert main(["layout", "--layers", str(file), "-p", "2", "-m", "4"]) == 0
+    assert capsys.readouterr().out == text[: text.index("Times and bytes")]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-p", "2"], "give either --layers FILE, or -- and the command line of a run"),
+        (["--layers", "x", "--", *SCRIPT], "give either --layers FILE, or -- and the command line of a run"),
+        (["--", *SCRIPT, "--num-experts", "8"], "--num-experts: only dense transformer layers are estimated; give --layers"),
+        (["--", *SCRIPT, "--pipeline-model-parallel-size=0"], "--pipeline-model-parallel-size is 0; give 1 or more"),
+        (["--data-parallel-size", "3", "--", *SCRIPT], "--global-batch-size 16 does not divide over --micro-batch-size 2 x"),
+        (["--data-parallel-size", "0", "--", *SCRIPT], "--data-parallel-size is 0; give 1 or more"),
+        (["--", *[word for word in SCRIPT if "pipeline" not in word]], "the number of pipeline ranks is missing"),
+    ],
+)
+def test_a_run_whose_layers_cannot_be_estimated(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["layout", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
 def test_flags_that_need_one_another(layers: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", "--memory-limit", "60GiB", *ARGUMENTS])

@@ -112,14 +112,20 @@ def initialize_weights(chunk: GPTModel) -> None:
             weight.copy_(0.02 * torch.randn(weight.shape, generator=generator))
 
 
-def batch(data: Iterator[dict[str, torch.Tensor]] | None) -> dict[str, torch.Tensor | None]:
-    """What this stage needs of the next microbatch. The first tensor-parallel rank reads it."""
+def batch(data: Iterator[dict[str, torch.Tensor]] | None, vp_stage: int | None) -> dict[str, torch.Tensor | None]:
+    """What this stage needs of the next microbatch. The first tensor-parallel rank reads it.
+
+    With a layout the question is about a chunk, as in Megatron-LM's pretrain_gpt.py, otherwise about a rank, as in older scripts.
+    """
     args = get_args()
+    about: dict[str, Any] = (
+        {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage} if args.pipeline_model_parallel_layout else {}
+    )
     found: dict[str, torch.Tensor | None] = {"tokens": None, "labels": None, "loss_mask": None}
     names = []
-    if parallel_state.is_pipeline_first_stage():
+    if parallel_state.is_pipeline_first_stage(**about):
         names = ["tokens"]
-    elif parallel_state.is_pipeline_last_stage():
+    elif parallel_state.is_pipeline_last_stage(**about):
         names = ["labels", "loss_mask"]
     if not names:
         return found
@@ -147,8 +153,7 @@ def forward_step(data: Any, chunk: Any) -> tuple[torch.Tensor, Any]:
     """One microbatch of one chunk."""
     args = get_args()
     arguments.core_transformer_config_from_args(args)
-    get_attr_wrapped_model(chunk, "vp_stage")
-    given = batch(data)
+    given = batch(data, get_attr_wrapped_model(chunk, "vp_stage"))
     positions = torch.arange(args.seq_length, device=torch.cuda.current_device()).expand(args.micro_batch_size, -1)
     return chunk(given["tokens"], positions, None, labels=given["labels"]), partial(loss, given["loss_mask"])
 

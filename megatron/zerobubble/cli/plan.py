@@ -56,7 +56,7 @@ EXAMPLES = {
   zerobubble pareto -p 4 -m 16 --memory-limits 0.5,1,1.5 --comm-ms 0.1 --json -""",
     "layout": """
   zerobubble layout --layers layers.json -p 8 -m 32 --memory 70GiB
-  zerobubble layout --layers layers.json --schedule interleaved-1f1b --num-chunks 2 -p 8""",
+  zerobubble layout --schedule interleaved-1f1b --memory 70GiB -- pretrain_gpt.py ITS FLAGS""",
     "show": """
   zerobubble show plan.json --svg plan.svg
   zerobubble plan --schedule zb-h1 -p 4 -m 12 --json - | zerobubble show -""",

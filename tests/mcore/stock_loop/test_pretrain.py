@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron.zerobubble.cli.main import main
 from megatron.zerobubble.plan.ir import Plan
-from tests.support.megatron_lm import MISSING, STEPS, logged, pretrain
+from tests.support.megatron_lm import MISSING, SMALL, STEPS, logged, pretrain
 from tests.support.ranks import RankPool
 
 if importlib.util.find_spec("megatron.training") is None:
@@ -71,6 +73,30 @@ def test_the_same_log_as_without(four_ranks: RankPool, parallel: str, more: str,
     assert len(expected) == 3 + 1 + 2
     actual = _run(four_ranks, f"{flags} {chunks}" if is_v else flags, zero_bubble)
     assert _agree(actual, expected, is_tied=is_v and UNTIED not in more)
+
+
+@pytest.mark.claims(
+    "Your own script",
+    "layouts that `zerobubble layout` proposes for the flags of the run: Megatron-LM's own `pretrain()` with stock 1F1B on 2 and "
+    "4 ranks, interleaved 1F1B, and the V schedule that it names (`make test MCORE=0.19.2`)",
+    "works, in every printed digit",
+)
+@pytest.mark.parametrize(
+    ("parallel", "schedule"),
+    [(TWO, ["1f1b"]), (FOUR, ["1f1b"]), (TWO, ["interleaved-1f1b", "--num-chunks", "2"]), (TWO, ["zbv"])],
+    ids=["1f1b-2", "1f1b-4", "interleaved-2", "zbv-2"],
+)
+def test_a_proposed_layout_trains(
+    four_ranks: RankPool, parallel: str, schedule: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The head takes as long as several layers, so no proposal is an even split."""
+    flags = f"{parallel} {UNTIED} --num-layers 8 --vocab-size 1000 --train-iters 3 --eval-interval 10"
+    assert main(["layout", "--schedule", *schedule, "--json", "-", "--", *f"{SMALL} {flags}".split()]) == 0
+    layout = json.loads(capsys.readouterr().out)["layout"]
+    assert layout["flag"] == "--pipeline-model-parallel-layout"
+    assert len(set(layout["per_stage"])) > 1
+    zero_bubble = "" if "1f1b" in schedule[0] else f"--zero-bubble-schedule {schedule[0]}"
+    assert _run(four_ranks, f"{flags} {layout['flag']} {layout['text']}", zero_bubble) == _run(four_ranks, flags)
 
 
 @pytest.mark.claims(
