@@ -18,7 +18,7 @@ import pytest
 
 from megatron.zerobubble.cli import progress_bar as progress
 from megatron.zerobubble.cli.main import main
-from megatron.zerobubble.cli.output_files import write_whole
+from megatron.zerobubble.cli.output_files import columns, has_colors, write_whole
 from tests.training.launch import ROOT
 
 PLAN = [sys.executable, "-m", "megatron.zerobubble.cli.main", "plan", "--schedule", "zbv", "--num-ranks", "4"]
@@ -180,3 +180,18 @@ def test_without_tqdm_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     with ThreadPoolExecutor(1) as pool:
         assert progress.waited(pool.submit(abs, -1), lambda: "searching") == 1
     assert list(progress.track([1, 2], "limits")) == [1, 2]
+
+
+def test_the_width_and_the_colors_are_the_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a terminal a text has the same form everywhere."""
+    monkeypatch.setenv("COLUMNS", "97")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert (columns(None), columns(70), has_colors()) == (160, 70, False)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert (columns(None), columns(70), has_colors()) == (97, 70, True)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not has_colors()
+    monkeypatch.setenv("NO_COLOR", "")
+    monkeypatch.setenv("TERM", "dumb")
+    assert not has_colors()

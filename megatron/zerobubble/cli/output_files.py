@@ -1,15 +1,17 @@
-"""Writing the files of a command: whole or not at all."""
+"""What a command prints to: files, written whole or not at all, and a terminal of some width, in colors or without."""
 
 from __future__ import annotations
 
 import errno
 import os
 import secrets
+import shutil
+import sys
 from pathlib import Path
 
 from megatron.zerobubble.files import replace_text
 
-__all__ = ["write_whole"]
+__all__ = ["columns", "has_colors", "write_text", "write_whole"]
 
 _DESCRIPTORS = ("/dev/std", "/dev/fd/", "/proc/")
 """Begins the name of an open file, whose content can be replaced but not the file."""
@@ -52,3 +54,15 @@ def write_text(target: str, text: str) -> None:
         print(text)
     else:
         write_whole(target, text + "\n")
+
+
+def columns(given: int | None) -> int:
+    """The given columns of a text, or the terminal's; 160 where the output is no terminal."""
+    if given is not None:
+        return given
+    return shutil.get_terminal_size((160, 24)).columns if sys.stdout.isatty() else 160
+
+
+def has_colors() -> bool:
+    """Whether standard output is a terminal that shows colors, and NO_COLOR is not set."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron.zerobubble.cli.cost_flags import GivenCosts, add_unequal_flags, read_costs
 from megatron.zerobubble.cli.layout_of_run import add_layout_flags, run_layout
-from megatron.zerobubble.cli.output_files import write_text, write_whole
+from megatron.zerobubble.cli.output_files import columns, has_colors, write_text, write_whole
 from megatron.zerobubble.cli.parser import add_search_flags, read_text, workers_of
 from megatron.zerobubble.cli.plan_layers import (
     MICROBATCHES_PER_RANK,
@@ -118,7 +118,7 @@ def add_commands(commands: Any) -> None:
     for command in (plan, show):
         command.add_argument("--svg", metavar="FILE", help="write the timeline as SVG")
         command.add_argument("--trace", metavar="FILE", help="write the timeline as a Chrome trace")
-        command.add_argument("--width", type=int, default=160, help="columns of the text timeline (default %(default)s)")
+        command.add_argument("--width", type=int, help="columns of the text timeline (default: the terminal's, else 160)")
     published = _command(commands, "published")
     published.add_argument("file", help="JSON with `configs`: costs, and the bubble rates and peak memory published for them")
     published.add_argument("--rows", help="configs to compare, counted from 0 and separated by commas (default: all)")
@@ -231,7 +231,7 @@ def run_plan(args: argparse.Namespace) -> None:
     """`plan`: generate or search a plan, with --layers also a layout; simulate it, write it to files and show it."""
     if args.layers is not None:
         found, sizes = plan_layers(args)
-        lines = [*sizes, *[""] * bool(sizes), layout_summary(found, args.width)]
+        lines = [*sizes, *[""] * bool(sizes), layout_summary(found, columns(args.width), is_colored=has_colors())]
         _write(args, found.result.simulation, found.stage_costs.memory_limit, layout_to_json(found), lines)
         return
     if args.memory is not None or args.no_empty_stages or args.pipeline_sizes is not None:
@@ -243,7 +243,7 @@ def run_plan(args: argparse.Namespace) -> None:
     limit = _with_default(args, given, args.memory_limit)
     result = stoppable(f"planning {args.schedule}", lambda progress: _result(args, given, limit, progress))
     simulation = result.simulation
-    lines = [summary(result, args.width)]
+    lines = [summary(result, columns(args.width), is_colored=has_colors())]
     if args.schedule == AUTO:
         lines.append(result.verdict(Objective(args.objective)))
     lines += given.source
@@ -391,7 +391,7 @@ def run_show(args: argparse.Namespace) -> None:
     validate(plan)
     result = Result.of(plan, costs or CostModel.uniform(plan.placement))
     _write_pictures(args, result.simulation)
-    print(summary(result, args.width))
+    print(summary(result, columns(args.width), is_colored=has_colors()))
 
 
 def _write_pictures(args: argparse.Namespace, simulation: Simulation) -> None:

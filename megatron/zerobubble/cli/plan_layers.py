@@ -196,8 +196,8 @@ def _bounds(bound: TimeBound, simulation: Simulation) -> str:
     )
 
 
-def layout_summary(found: LayoutResult, width: int) -> str:
-    """The layout as a flag, the timeline, iteration times, bounds, and the memory of every rank."""
+def layout_summary(found: LayoutResult, width: int, *, is_colored: bool = False) -> str:
+    """The layout as a flag, the timeline in `width` columns, iteration times, bounds, and the memory of every rank."""
     layout, simulation = found.layout, found.result.simulation
     times = (
         f"bubble {100 * simulation.bubble_rate:.2f} %, iteration time {simulation.span_ms:.3f} ms {Objective.SPAN.label}, "
@@ -214,7 +214,7 @@ def layout_summary(found: LayoutResult, width: int) -> str:
             "",
             f'{layout.flag} "{layout.text}"',
             "",
-            render_text(simulation.rows, max_width=width),
+            render_text(simulation.rows, max_width=width, is_colored=is_colored),
             "",
             times,
             f"this layout: {_bounds(found.result.bound, simulation)}",

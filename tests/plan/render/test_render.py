@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from typing import Any
@@ -47,9 +48,27 @@ def test_text_writes_the_second_chunk_small_and_a_third_in_full() -> None:
 @pytest.mark.parametrize("width", [40, 80, 160])
 @pytest.mark.parametrize("name", NAMES)
 def test_text_fits(name: str, width: int) -> None:
-    lines = render_text(simulated(name, 4, 20), max_width=width).splitlines()
+    """Or the text says how many columns it takes; with these it fits."""
+    rows = simulated(name, 4, 20)
+    text = render_text(rows, max_width=width)
+    if text.startswith("(too wide"):
+        takes = int(text.split("--width ")[1].split()[0])
+        assert takes > width
+        text, width = render_text(rows, max_width=takes), takes
+    lines = text.splitlines()
     assert len(lines) == 5
     assert max(map(len, lines[1:])) <= width + 1
+    assert all(re.fullmatch(r"([A-Za-z.\- ]|\d*[A-Za-z]+\d+)*", line[7:]) for line in lines[1:]), "no digit without its letter"
+
+
+def test_the_colors_of_a_text_are_around_its_ops() -> None:
+    """Black on the light background of a first chunk, white on the dark one of a second; without them the text is the same."""
+    rows = simulated("zbv")
+    colored, plain = render_text(rows, is_colored=True), render_text(rows)
+    assert re.sub(r"\033\[[0-9;]*m", "", colored) == plain
+    assert "\033[30;48;5;110mF0" in colored
+    assert "\033[97;48;5;25mf0" in colored
+    assert "\033[0m" in colored
 
 
 @pytest.mark.parametrize("name", NAMES)

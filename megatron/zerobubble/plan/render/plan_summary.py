@@ -110,8 +110,8 @@ def bounds(result: Result) -> str:
     )
 
 
-def summary(result: Result, width: int) -> str:
-    """The headline, the text timeline, the metrics, the lower bounds, and each rank's memory."""
+def summary(result: Result, width: int, *, is_colored: bool = False) -> str:
+    """The headline, the text timeline in `width` columns, the metrics, the lower bounds, and each rank's memory."""
     simulation = result.simulation
     plan = simulation.plan
     ranks = [
@@ -120,5 +120,5 @@ def summary(result: Result, width: int) -> str:
             zip(simulation.peak_memory, live_microbatches(plan), pending_wgrads(plan), strict=True)
         )
     ]
-    timeline = render_text(simulation.rows, max_width=width)
+    timeline = render_text(simulation.rows, max_width=width, is_colored=is_colored)
     return "\n".join([headline(plan), "", timeline, "", *lengths(simulation), measures(simulation), bounds(result), *ranks])

@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import median
 
-from megatron.zerobubble.plan.ir import Op
+from megatron.zerobubble.plan.ir import Op, OpKind
 from megatron.zerobubble.plan.simulate import TimedOp
 
 Rows = Sequence[Sequence[TimedOp]]
 """Per rank its timed ops in ascending order of time."""
 
+_PALETTE = {OpKind.F: (110, 25), OpKind.B: (116, 30), OpKind.W: (114, 64), OpKind.BW: (115, 29)}
+"""Backgrounds by kind, for the first chunk and for later ones: the colors of the SVG among a terminal's 256."""
 
-def render_text(rows: Rows, *, max_width: int = 160) -> str:
+
+def render_text(rows: Rows, *, max_width: int = 160, is_colored: bool = False) -> str:
     """Time on x, one line per rank; ``.`` is idle time between a rank's first and last op.
 
     An op is shown as its kind and microbatch, in small letters for the second chunk (``F0``, ``f0``), or as its op text (``4F0``)
-    if a rank has more than two chunks. If that exceeds `max_width` columns, labels are cut down to the letter.
+    if a rank has more than two chunks. Where most labels do not fit in `max_width` columns, all are cut down to the letter;
+    where most ops would have less than a column, the text says how many it takes. Colors are a terminal's escape sequences.
     """
     begin, end = extent(rows)
     labels = [_labels(row) for row in rows]
@@ -36,16 +41,27 @@ def render_text(rows: Rows, *, max_width: int = 160) -> str:
     head = max(len(f"rank {len(rows) - 1}"), len("ms")) + 2
     most = (max_width - head) / (end - begin) if end > begin else 1.0
     scale = min(needed, most)
+    lengths = [op.end_ms - op.start_ms for row in rows for op in row if op.end_ms > op.start_ms]
+    each = scale * median(lengths or [0.0]) + 1e-6
+    if lengths and each < 1:
+        columns = head + math.ceil((end - begin) / median(lengths))
+        return f"(too wide for {max_width} columns: it takes {columns}; --width {columns} or --svg FILE shows it)"
+    if each < max((len(label) for names in labels for label in names), default=0):
+        labels = [[label.strip("0123456789") for label in names] for names in labels]
     width = math.ceil((end - begin) * scale - 1e-6)
     lines = ["ms".ljust(head) + _text_axis(begin, end, scale, width)]
     for rank, (row, names) in enumerate(zip(rows, labels, strict=True)):
         cells = [" "] * width
-        previous = None
+        previous, chunks = None, chunks_of(row)
         for timed, label in zip(row, names, strict=True):
             left, right = (round((edge - begin) * scale) for edge in (timed.start_ms, timed.end_ms))
             if previous is not None and left > previous:
                 cells[previous:left] = list("." * (left - previous - 1) + " " if left > previous + 1 else ".")
-            cells[left:right] = list(_text_box(label, right - left))
+            cells[left:right] = box = _text_box(label, right - left)
+            if is_colored and box:
+                is_later = chunks[timed.op.stage] > 0
+                cells[left] = f"\033[{97 if is_later else 30};48;5;{_PALETTE[timed.op.kind][is_later]}m{cells[left]}"
+                cells[right - 1 - (box[-1] == " ")] += "\033[0m"
             previous = right
         lines.append(f"rank {rank}".ljust(head) + "".join(cells).rstrip())
     return "\n".join(line.rstrip() for line in lines)
@@ -74,11 +90,11 @@ def _label(op: Op, chunks: dict[int, int]) -> str:
     return text.lower() if chunks[op.stage] == 1 else text
 
 
-def _text_box(label: str, width: int) -> str:
-    """The label with a line to the op's end; a label that does not fit is cut from the right."""
-    if width <= len(label):
-        return label[:width]
-    return label + "-" * (width - len(label) - 1) + " "
+def _text_box(label: str, width: int) -> list[str]:
+    """The label with a line to the op's end; of a label that does not fit its kind alone."""
+    if width < len(label):
+        label = label.strip("0123456789")[:width]
+    return list(label + "-" * (width - len(label) - 1) + " " * (width > len(label)))
 
 
 def _text_axis(begin: float, end: float, scale: float, width: int) -> str:
