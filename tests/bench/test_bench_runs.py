@@ -55,7 +55,7 @@ def bench(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
 def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
     """One comparison, one of whose contenders cannot run."""
     folder = tmp_path_factory.mktemp("bench")
-    flags = ["--rounds", "2", "--timed-iters", "2", "--zero-bubble-planning-seconds", "0.1"]
+    flags = ["--rounds", "2", "--timed-iters", "2", "--zero-bubble-planning-seconds", "0.1", "--json", "-"]
     return bench(folder, "--contenders", "stock-1f1b,zbv+pv,auto,interleaved-1f1b:8", *flags), folder
 
 
@@ -67,7 +67,8 @@ def rows(folder: Path) -> dict[str, Any]:
 def test_it_ends_with_a_table_and_files(done: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     result, folder = done
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "speed-up [95 %]" in result.stdout
+    assert json.loads(result.stdout) == json.loads((folder / "bench.json").read_text()), "and nothing else on stdout"
+    assert "speed-up [95 %]" in result.stderr
     assert "2 rounds, 2 timed iterations per block" in (folder / "bench.md").read_text()
     assert {each.name for each in folder.iterdir()} == {"bench.md", "bench.json", "bench.html", "bench.png", "logs"}
     assert "zbv+pv, round 1: " in result.stderr

@@ -138,7 +138,20 @@ def test_published(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert head.split() == ["model", "p", "m", "schedule", "memory", "reference", "ours", "bound", "seconds"]
     assert [line.split()[3] for line in lines] == ["ZB-1p", "ZBV"]
     assert lines[1].split()[6] == "0.0000"
+    assert main(["published", str(path), "--effort", "fast", "--json", "-"]) == 0
+    out, err = capsys.readouterr()
+    assert [(row["schedule"], round(row["bubble_rate"], 4)) for row in json.loads(out)][1] == ("ZBV", 0)
+    assert [line.split()[3] for line in err.splitlines()[1:]] == ["ZB-1p", "ZBV"]
     assert main(["published", str(path), "--rows", "3"]) == 2
+
+
+def test_the_verdict_of_auto_is_in_its_json(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "-p", "2", "-m", "4", "--effort", "fast"]
+    assert main([*words, "--json", "-"]) == 0
+    verdict = json.loads(capsys.readouterr().out)["metrics"]["verdict"]
+    assert verdict.startswith("auto chose ")
+    assert main(words) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == verdict
 
 
 def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

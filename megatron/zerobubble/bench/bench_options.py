@@ -17,7 +17,7 @@ from megatron.zerobubble.messages import quoted, shown
 from megatron.zerobubble.overlay import add_flags, flags_of
 from megatron.zerobubble.training.arguments import settings_from_argv
 
-__all__ = ["Options", "parse_options"]
+__all__ = ["Options", "build_parser", "parse_options"]
 
 _LATER_WARM_UP = 2
 """Untimed iterations of a contender's later blocks, which load the plan and measure nothing."""
@@ -47,6 +47,8 @@ class Options:
     """Untimed iterations of a contender's first block."""
     directory: Path
     """Where the report and the ranks' output go."""
+    json: str | None
+    """A file for the comparison as JSON, besides that of the report; -: standard output, and the summary goes to stderr."""
 
     @property
     def num_iterations(self) -> int:
@@ -76,7 +78,7 @@ def parse_options(argv: Sequence[str], *, world_size: int, prog: str) -> Options
     """
     words = list(argv)
     has_script = "--" in words
-    parser = _parser(prog)
+    parser = build_parser(prog)
     if has_script:
         split = words.index("--")
         script, words = words[split + 1 :], words[:split]
@@ -108,6 +110,7 @@ def parse_options(argv: Sequence[str], *, world_size: int, prog: str) -> Options
         num_timed=num_timed,
         num_warm_up=num_warm_up,
         directory=Path(args.bench_dir),
+        json=args.json,
     )
 
 
@@ -191,7 +194,8 @@ class _BenchParser(argparse.ArgumentParser):
         raise ConfigError(f"{message} (see --help)")
 
 
-def _parser(prog: str) -> argparse.ArgumentParser:
+def build_parser(prog: str = "zerobubble bench") -> argparse.ArgumentParser:
+    """The options of the comparison."""
     parser = _BenchParser(
         prog=prog,
         usage=f"{prog} [--nproc-per-node N] [options] -- SCRIPT [the script's flags]\n"
@@ -223,6 +227,11 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="fewer and shorter blocks")
     parser.add_argument(
         "--bench-dir", default="bench", metavar="DIR", help="directory for the report and the ranks' output (default %(default)s)"
+    )
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write the comparison as JSON, as in DIR/bench.json; - prints it, and all else goes to stderr",
     )
     parser.add_argument("--cpu", action="store_true", help="run a script on the CPU instead of GPUs, with gloo; to try it out")
     parser.add_argument(

@@ -6,6 +6,7 @@ the report, so that an interrupted comparison leaves what it has found.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shlex
@@ -20,11 +21,12 @@ import torch
 from megatron.zerobubble.bench.bench_options import Options
 from megatron.zerobubble.bench.bench_progress import BenchProgress
 from megatron.zerobubble.bench.block import BlockRequest, BlockResult
-from megatron.zerobubble.bench.comparison_report import can_draw, summary, write
+from megatron.zerobubble.bench.comparison_report import can_draw, summary, to_json, write
 from megatron.zerobubble.bench.contenders import Contender
 from megatron.zerobubble.bench.predictions import FirstBlock, interleaved_ms, measured_costs, panels, predict
 from megatron.zerobubble.bench.speed_ups import Table
 from megatron.zerobubble.bench.workers import BlockFailure, Interrupted, Workers
+from megatron.zerobubble.files import replace_text
 from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.mcore.compat import imported_version
 from megatron.zerobubble.plan.planner import AUTO
@@ -167,15 +169,23 @@ class _Comparison:
         if self._launch.rank == 0:
             if code == _INTERRUPTED:
                 self._progress.say("interrupted: this is what was measured so far")
+            target = self._options.json
+            out = sys.stderr if target == "-" else sys.stdout
             if has_result:
-                files = self._write()
-                sys.stdout.write(summary(self._table()) + "\n")
+                files, table = self._write(), self._table()
+                document = json.dumps(to_json(table, self._about()))
+                if target == "-":
+                    sys.stdout.write(document + "\n")
+                elif target is not None:
+                    replace_text(Path(target), document + "\n")
+                    files.append(Path(target))
+                out.write(summary(table) + "\n")
                 if not can_draw():
-                    sys.stdout.write("no chart: matplotlib is not installed\n")
-                sys.stdout.write("written: " + ", ".join(map(str, files)) + "\n")
+                    out.write("no chart: matplotlib is not installed\n")
+                out.write("written: " + ", ".join(map(str, files)) + "\n")
             else:
                 for outcome in self._outcomes.values():
-                    sys.stdout.write(f"{outcome.name}: {outcome.failure or 'did not run'}\n")
-                sys.stdout.write(f"no contender has ended a block; the ranks' output is in {self._options.directory / 'logs'}\n")
+                    out.write(f"{outcome.name}: {outcome.failure or 'did not run'}\n")
+                out.write(f"no contender has ended a block; the ranks' output is in {self._options.directory / 'logs'}\n")
             sys.stdout.flush()
         return code or (0 if has_result else 1)

@@ -89,7 +89,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", prog=prog, help=argparse.SUPPRESS)
     plan.add_commands(commands)
     for name in _WITH_OWN_PARSER:
-        commands.add_parser(name, add_help=False)
+        commands.add_parser(name, add_help=False, help=_MEANINGS[name])
     return parser
 
 
@@ -101,11 +101,12 @@ _WITH_OWN_PARSER = {
     "bench": ("megatron.zerobubble.cli.bench", "compare schedules on one training job: time, memory, losses"),
     "checkpoint": ("megatron.zerobubble.cli.checkpoint", "verify the files of a checkpoint"),
     "env": ("megatron.zerobubble.cli.env", "print versions, devices and variables, for a report about a problem"),
+    "completion": ("megatron.zerobubble.cli.completion", "print a script that completes these commands in bash or zsh"),
 }
 """Command -> the module whose `main` runs it, imported only then, and what it is for."""
 _MEANINGS = plan.MEANINGS | {name: meaning for name, (_, meaning) in _WITH_OWN_PARSER.items()}
 _GROUPS = {
-    "Train": ("run", "train", "bench", "checkpoint", "env"),
+    "Train": ("run", "train", "bench", "checkpoint", "env", "completion"),
     "Plan": ("plan", "pareto", "layout", "compare", "published", "show", "verify", "playground"),
     "Exchange": ("export", "import"),
 }

@@ -123,6 +123,7 @@ def add_commands(commands: Any) -> None:
     published.add_argument("file", help="JSON with `configs`: costs, and the bubble rates and peak memory published for them")
     published.add_argument("--rows", help="configs to compare, counted from 0 and separated by commas (default: all)")
     add_search_flags(published, effort="default")
+    published.add_argument("--json", metavar="FILE", help="write the rows as JSON; - prints them, and the table goes to stderr")
     add_layout_flags(_command(commands, "layout"))
     export = _command(commands, "export")
     export.add_argument("file", help="a plan in JSON; - reads standard input")
@@ -138,6 +139,7 @@ def _command(commands: Any, name: str, before: str = "") -> argparse.ArgumentPar
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         description=MEANINGS[name],
+        help=MEANINGS[name],
         epilog=f"{before}examples:{EXAMPLES[name]}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -243,11 +245,11 @@ def run_plan(args: argparse.Namespace) -> None:
     limit = _with_default(args, given, args.memory_limit)
     result = stoppable(f"planning {args.schedule}", lambda progress: _result(args, given, limit, progress))
     simulation = result.simulation
-    lines = [summary(result, columns(args.width), is_colored=has_colors())]
+    lines, verdict = [summary(result, columns(args.width), is_colored=has_colors())], {}
     if args.schedule == AUTO:
-        lines.append(result.verdict(Objective(args.objective)))
-    lines += given.source
-    text = simulation.plan.to_json(costs=simulation.costs.to_json(), metrics=result.metrics())
+        verdict = {"verdict": result.verdict(Objective(args.objective))}
+    lines += [*verdict.values(), *given.source]
+    text = simulation.plan.to_json(costs=simulation.costs.to_json(), metrics=result.metrics() | verdict)
     _write(args, simulation, limit, text, lines)
 
 

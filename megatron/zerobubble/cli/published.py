@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from functools import partial
 from typing import Any, NamedTuple
 
+from megatron.zerobubble.cli.output_files import write_text
 from megatron.zerobubble.cli.parser import read_text, workers_of
 from megatron.zerobubble.errors import PlanError
 from megatron.zerobubble.messages import quoted, shown
@@ -87,8 +89,9 @@ def _unrounded(peak: float, num_ranks: int) -> float:
 
 def run_published(args: argparse.Namespace) -> None:
     """`published`: our schedules against the published ones, each at the published peak memory."""
-    configs = read_configs(args.file, args.rows)
-    print("model    p    m  schedule memory  reference     ours    bound  seconds")
+    configs, rows = read_configs(args.file, args.rows), list[dict[str, Any]]()
+    out = sys.stderr if args.json == "-" else sys.stdout
+    print("model    p    m  schedule memory  reference     ours    bound  seconds", file=out)
     for config in configs:
         for name, reference in config.reference.items():
             if name not in REFERENCES:
@@ -106,9 +109,16 @@ def run_published(args: argparse.Namespace) -> None:
                     budget=Effort(args.effort).budget,
                 ),
             )
+            seconds = time.perf_counter() - begin
+            sizes = {"model": config.model, "num_ranks": config.num_ranks, "num_microbatches": config.num_microbatches}
+            bubbles = {"bubble_rate": result.simulation.bubble_rate, "bound_bubble_rate": result.bound.bubble_rate}
+            rows.append(sizes | {"schedule": name, "published": reference._asdict()} | bubbles | {"seconds": seconds})
             print(
                 f"{config.model:6} {config.num_ranks:3} {config.num_microbatches:4}  {name:8} "
                 f"{reference.peak_memory:6.4f}  {reference.bubble_rate:9.4f} {result.simulation.bubble_rate:8.4f} "
-                f"{result.bound.bubble_rate:8.4f} {time.perf_counter() - begin:8.1f}",
+                f"{result.bound.bubble_rate:8.4f} {seconds:8.1f}",
+                file=out,
                 flush=True,
             )
+    if args.json is not None:
+        write_text(args.json, json.dumps(rows))

@@ -34,7 +34,7 @@ from megatron.zerobubble.job.rendezvous import announce_exit
 from megatron.zerobubble.overlay import READY_LENGTHS, add_flags, schedule_of
 from megatron.zerobubble.script import run_script
 
-__all__ = ["main"]
+__all__ = ["build_parser", "main"]
 
 _PROG = "zerobubble run"
 _MODULE = "megatron.zerobubble.run"
@@ -78,8 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return start_ranks(count, _MODULE, words)
 
 
-def _parse(words: Sequence[str]) -> argparse.Namespace:
-    """The zero-bubble flags wherever they stand, `cpu`, `script`, and its own `arguments`. Raises ConfigError."""
+def build_parser() -> argparse.ArgumentParser:
+    """The zero-bubble flags, `cpu`, `script`, and its own `arguments`."""
     parser = _RunParser(
         prog=_PROG,
         usage=f"{_PROG} [{FLAG} N] [--cpu] [--microbatch-tokens NAME] [zero-bubble flags] SCRIPT [the script's flags]",
@@ -100,7 +100,12 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         "arguments", nargs=argparse.REMAINDER, metavar="...", help="its flags; zero-bubble flags may be among them"
     )
     add_flags(parser)
-    args = parser.parse_args(words)
+    return parser
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    """The same, with zero-bubble flags wherever they stand. Raises ConfigError."""
+    args = build_parser().parse_args(words)
     among_its_own = _RunParser(prog=_PROG, add_help=False, allow_abbrev=False)
     add_flags(among_its_own)  # a value that `args` has already is not replaced by the default
     _, args.arguments = among_its_own.parse_known_args(args.arguments, args)
