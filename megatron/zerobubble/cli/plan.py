@@ -307,6 +307,11 @@ def _draw_pareto(points: list[dict[str, Any]], target: str) -> None:
     figure, axes = pyplot.subplots(figsize=(6.4, 4))
     memory = [point["memory_limit"] for point in points]
     axes.plot(memory, [100 * point["bubble"] for point in points], "o-", label="plan")
+    for previous, point in zip([{}, *points], points, strict=False):
+        if point["schedule"] != previous.get("schedule"):
+            at = (point["memory_limit"], 100 * point["bubble"])
+            axes.annotate(point["schedule"], at, xytext=(4, 4), textcoords="offset points", fontsize=8)
+    axes.margins(0.12)
     axes.plot(memory, [100 * point["bound_bubble"] for point in points], "--", color="grey", label="lower bound")
     axes.set(title="Pareto front, bubble vs. memory", ylabel=f"bubble, % of the {points[0]['objective']}", ylim=(0, None))
     axes.set_xlabel("activation memory per rank, 1.0 = 1F1B's rank 0")

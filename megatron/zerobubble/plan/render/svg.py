@@ -1,4 +1,7 @@
-"""Render timelines as SVG: a single one, or a plan above its recorded run on the same axis."""
+"""Render timelines as SVG: a single one, or a plan above its recorded run on the same axis.
+
+Paper, ink and lines are dark where the reader's system prefers it; the colors of ops are the same. Ops and spans have tooltips.
+"""
 
 from __future__ import annotations
 
@@ -47,6 +50,12 @@ _NAMES = {
 _BAR = 4
 _LEFT, _TOP, _ROW, _GAP, _CAPTION, _AXIS = 64, 46, 26, 6, 20, 20
 _FONT = "font-family='Helvetica,Arial,sans-serif'"
+_STYLE = (
+    ".zb{fill:#1b1b1b}.zb .paper{fill:#fff}.zb .muted{fill:#555}.zb .idle{fill:#eee}.zb .grid{stroke:#ddd}.zb .op{stroke:#fff}"
+    "@media(prefers-color-scheme:dark){.zb{fill:#e3e3e6}.zb .paper{fill:#17181c}.zb .muted{fill:#a5a6ad}.zb .idle{fill:#2b2d34}"
+    ".zb .grid{stroke:#3a3c44}.zb .op{stroke:#17181c}}"
+)
+"""By class, so that the picture can be inside a page, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +107,9 @@ class _Drawing:
         parts = [caption] if self.panel.caption else []
         for tick in ticks(self.length_ms):
             x = _LEFT + tick * self.scale
-            parts.append(f"<line x1='{x:.2f}' x2='{x:.2f}' y1='{self.top - 3}' y2='{self.bottom}' stroke='#ddd'/>")
-            parts.append(f"<text x='{x:.2f}' y='{self.bottom + 12}' fill='#555' text-anchor='middle'>{tick:g}</text>")
-        parts.append(f"<text x='{_LEFT - 10}' y='{self.bottom + 12}' fill='#555' text-anchor='end'>ms</text>")
+            parts.append(f"<line x1='{x:.2f}' x2='{x:.2f}' y1='{self.top - 3}' y2='{self.bottom}' class='grid'/>")
+            parts.append(f"<text x='{x:.2f}' y='{self.bottom + 12}' class='muted' text-anchor='middle'>{tick:g}</text>")
+        parts.append(f"<text x='{_LEFT - 10}' y='{self.bottom + 12}' class='muted' text-anchor='end'>ms</text>")
         for rank, timeline in enumerate(self.panel.ranks):
             parts.extend(self._row(rank, timeline, self.top + rank * (_ROW + _GAP)))
         return parts
@@ -109,7 +118,7 @@ class _Drawing:
         parts = [f"<text x='{_LEFT - 10}' y='{y + 17}' text-anchor='end'>rank {rank}</text>"]
         if timeline.ops:
             left, right = self._x(timeline.ops[0].start_ms), self._x(timeline.ops[-1].end_ms)
-            parts.append(f"<rect x='{left:.2f}' y='{y}' width='{right - left:.2f}' height='{_ROW}' fill='#eee'/>")
+            parts.append(f"<rect x='{left:.2f}' y='{y}' width='{right - left:.2f}' height='{_ROW}' class='idle'/>")
         # Longer ones first, so that a span within another one stays visible.
         spans = [span for span in timeline.spans if span.activity in SPAN_COLORS]
         for span in sorted(spans, key=lambda span: span.start_ms - span.end_ms):
@@ -133,7 +142,7 @@ class _Drawing:
         note = self.panel.notes[op.microbatch] if self.panel.notes else ""
         box = (
             f"<rect x='{x:.2f}' y='{y}' width='{width:.2f}' height='{_ROW}' fill='{COLORS[op.kind][chunk > 0]}' "
-            f"stroke='white' stroke-width='0.6'><title>{op}{escape(note)} {timed.start_ms - self.begin_ms:.3f}.."
+            f"class='op' stroke-width='0.6'><title>{op}{escape(note)} {timed.start_ms - self.begin_ms:.3f}.."
             f"{timed.end_ms - self.begin_ms:.3f} ms</title></rect>"
         )
         number = str(op.microbatch)
@@ -172,10 +181,11 @@ def render_svg(panels: Sequence[Panel], *, title: str = "", subtitle: str = "", 
 def _document(body: Sequence[str], *, title: str, subtitle: str, width_px: int, height: int) -> str:
     head = [
         f"<svg xmlns='http://www.w3.org/2000/svg' width='{width_px}' height='{height}' "
-        f"viewBox='0 0 {width_px} {height}' {_FONT} font-size='11'>",
-        f"<rect width='{width_px}' height='{height}' fill='white'/>",
+        f"viewBox='0 0 {width_px} {height}' {_FONT} font-size='11' class='zb'>",
+        f"<style>{_STYLE}</style>",
+        f"<rect width='{width_px}' height='{height}' class='paper'/>",
         f"<text x='{_LEFT}' y='18' font-size='14' font-weight='bold'>{escape(title)}</text>",
-        f"<text x='{_LEFT}' y='35' fill='#555'>{escape(subtitle)}</text>",
+        f"<text x='{_LEFT}' y='35' class='muted'>{escape(subtitle)}</text>",
     ]
     return "\n".join([*head, *body, "</svg>"]) + "\n"
 
@@ -199,5 +209,5 @@ def _legend(ranks: Sequence[RankTimeline], y: int) -> list[str]:
         parts.append(f"<text x='{x + 4}' y='{y + 11}'>{name}</text>")
         x += 14 + 6 * len(name)
     if later_chunks:
-        parts.append(f"<text x='{x + 4}' y='{y + 11}' fill='#555'>(light: first chunk, dark: later ones)</text>")
+        parts.append(f"<text x='{x + 4}' y='{y + 11}' class='muted'>(light: first chunk, dark: later ones)</text>")
     return parts
