@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.planner import make_plan
 from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
@@ -49,7 +50,7 @@ def rows_of(report: dict[str, Any], section: str) -> list[dict[str, Any]]:
 
 
 def options(limit: float) -> SearchOptions:
-    return SearchOptions(memory_limit=limit, budget=BUDGET)
+    return SearchOptions(memory_limit=limit, objective=Objective.SPAN, budget=BUDGET)
 
 
 def test_points_agree_with_a_simulation(report: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.cli.published import Config, read_configs
 from megatron.zerobubble.errors import PlanError, UserError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.planner import AUTO, make_plan
 from megatron.zerobubble.plan.search.core import PythonCore
 from megatron.zerobubble.plan.search.search import best_core
@@ -73,7 +74,8 @@ class Settings(NamedTuple):
     def options(self, num_ranks: int, memory_limit: float) -> SearchOptions:
         """Search options for p ranks under a memory limit."""
         effort = Effort(self.effort or ("max" if num_ranks > 16 else "default"))
-        return SearchOptions(memory_limit=memory_limit, budget=effort.budget if self.budget is None else self.budget)
+        budget = effort.budget if self.budget is None else self.budget
+        return SearchOptions(memory_limit=memory_limit, objective=Objective.SPAN, budget=budget)
 
 
 class Task(NamedTuple):

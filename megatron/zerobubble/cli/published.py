@@ -14,6 +14,7 @@ from megatron.zerobubble.cli.parser import read_text, workers_of
 from megatron.zerobubble.errors import PlanError
 from megatron.zerobubble.messages import quoted, shown
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.planner import CostsOf, make_plan
 from megatron.zerobubble.plan.registry import check_at_least_one
 from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
@@ -104,6 +105,7 @@ def run_published(args: argparse.Namespace) -> None:
                 costs_of=config.costs_of,
                 options=SearchOptions(
                     memory_limit=reference.peak_memory,
+                    objective=Objective.SPAN,  # of which the bubble rate is a share
                     seed=args.seed,
                     workers=workers_of(args),
                     budget=Effort(args.effort).budget,

@@ -55,4 +55,4 @@ class Objective(enum.Enum):
 
 
 DEFAULT_OBJECTIVE = Objective.MAKESPAN
-"""Of the command line and the playground: what a run minimizes unless it has post-validation."""
+"""Of all searches: what a run minimizes unless it has post-validation."""

@@ -202,5 +202,6 @@ def test_a_plan_is_proven_to_be_the_best(
         comm_ms=comm,
         activation_after_backward=kept,
     )
-    plan = build_plan("zbv", num_ranks=p, num_microbatches=m, costs=costs, options=SearchOptions(memory_limit=limit, budget=3e7))
+    options = SearchOptions(memory_limit=limit, objective=Objective.SPAN, budget=3e7)
+    plan = build_plan("zbv", num_ranks=p, num_microbatches=m, costs=costs, options=options)
     assert simulate(plan, costs).span_ms == pytest.approx(lower_bound(placement, m, costs, limit).span_ms, rel=1e-8)

@@ -11,6 +11,7 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.communication import place_communication
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.planner import CostsOf, make_plan
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.search.search_options import SearchOptions
@@ -89,7 +90,7 @@ def plan_emulations(
         found.append(Emulation(name=name, baseline=baseline or first, plan=plan, costs=times.true(plan.placement)))
 
     def searched(name: str, schedule: str, limit: str, costs_of: CostsOf) -> Plan:
-        options = SearchOptions(memory_limit=_limit(name, limit), budget=budget)
+        options = SearchOptions(memory_limit=_limit(name, limit), objective=Objective.SPAN, budget=budget)
         result = make_plan(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches, costs_of=costs_of, options=options)
         return result.simulation.plan
 

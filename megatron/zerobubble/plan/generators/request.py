@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.plan.search.orders import SeedOrder
 from megatron.zerobubble.plan.search.search import search
@@ -73,7 +74,7 @@ class Request:
             memory_limit: the schedule's own limit, for requests without one; 1.0 is 1F1B's rank 0. With uneven stages it is
                 scaled to the rank with the most activation memory per microbatch.
         """
-        options = self.options or SearchOptions(budget=0.0)
+        options = self.options or SearchOptions(objective=Objective.SPAN, budget=0.0)  # whose bubble the papers give
         if options.memory_limit is not None:
             return options
         placement, costs = self.spec.placement, self.stage_costs.reserved
