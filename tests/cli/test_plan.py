@@ -171,6 +171,10 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert "memory" in lines[3]
     assert lines[4].startswith("auto (")
+    assert main([*limited, "--schedules", "1f1b,zbv"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].startswith("1f1b (no limit) "), "the base, which exceeds it"
+    assert float(lines[3].split()[5]) <= 0.75
     assert main(["compare", "-p", "2", "-m", "4", "--schedules", "1f1b,zvb"]) == 2
     assert "did you mean 'zbv'" in capsys.readouterr().err
 

@@ -109,7 +109,9 @@ def add_commands(commands: Any) -> None:
         "(default %(default)s)",
     )
     compare.add_argument(
-        "--memory-limit", type=_share, help="most activation memory per rank; without it and --effort, hand-written schedules"
+        "--memory-limit",
+        type=_share,
+        help="most activation memory per rank; a base that exceeds it has none; without it and --effort, hand-written schedules",
     )
     for command in (plan, pareto, compare):
         _add_problem(command)
@@ -333,16 +335,19 @@ def run_compare(args: argparse.Namespace) -> None:
     for word in track(list(chosen), "schedules"):
         args.schedule, args.num_chunks = chosen[word]
         limit = _with_default(args, given, args.memory_limit)
+        name = word
         try:
             simulation = _result(args, given, limit).simulation
         except (ConfigError, PlanError) as error:
-            if not rows or limit is None:  # no base, or no limit that one of the schedules exceeds
+            if limit is None:  # none that one of the schedules exceeds
                 raise
-            rows.append({"schedule": word, "error": str(error)})
-            continue
+            if rows:
+                rows.append({"schedule": word, "error": str(error)})
+                continue
+            name, simulation = f"{word} (no limit)", _result(args, given, None).simulation
         rows.append(
             {
-                "schedule": word if args.schedule != AUTO else f"{AUTO} ({simulation.plan.schedule})",
+                "schedule": name if args.schedule != AUTO else f"{AUTO} ({simulation.plan.schedule})",
                 "iteration_ms": objective.of(simulation),
                 "bubble": objective.bubble_of(simulation),
                 "peak_memory": max(simulation.peak_memory),
