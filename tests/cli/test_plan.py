@@ -234,7 +234,7 @@ def test_a_torch_table_has_the_order_and_not_the_assignment(tmp_path: Path, caps
     capsys.readouterr()
     assert main(["export", str(plan), "--torch-csv", str(table)]) == 0
     err = capsys.readouterr().err
-    assert err == "the table has the order of ops, not the plan's assignment: its microbatches are slots\n"
+    assert err == f"written: {table}\nthe table has the order of ops, not the plan's assignment: its microbatches are slots\n"
     assert main(["import", str(table), "--schedule", "zbv"]) == 0
     again = Plan.from_json(capsys.readouterr().out)
     assert (again.ops, again.assignment) == (Plan.from_json(plan.read_text()).ops, ())

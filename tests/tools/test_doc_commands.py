@@ -142,15 +142,16 @@ def check_zerobubble(name: str, words: list[str]) -> None:
 
 
 TRAINING = [
-    (ROOT / "docs" / "tutorial.md", "zerobubble show runs/plan.json"),
-    (ROOT / "docs" / "reading-the-trace.md", "ls runs/trace/report.json"),
-    (ROOT / "docs" / "flags-examples.md", "true"),
+    pytest.param(ROOT / "docs" / "tutorial.md", "zerobubble show runs/plan.json", id="tutorial", marks=pytest.mark.slow),
+    pytest.param(ROOT / "docs" / "reading-the-trace.md", "ls runs/trace/report.json", id="reading-the-trace"),
+    pytest.param(ROOT / "docs" / "flags-examples.md", "true", id="flags-examples"),
 ]
 SMALL = "--hidden-size 32 --num-attention-heads 4 --seq-length 32 --train-iters 16 --distributed-backend gloo"
 
 
 @pytest.mark.sampled(0.3, group="whole jobs")
-@pytest.mark.parametrize(("page", "last"), TRAINING, ids=[page.stem for page, _ in TRAINING])
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("page", "last"), TRAINING)
 def test_the_jobs_of_a_page_train(page: Path, last: str, folder: Path) -> None:
     """In its order and in one shell, with a smaller model, fewer iterations and less text than those of `make data`."""
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": f"{number} squared " * 60}) + "\n" for number in range(200)))

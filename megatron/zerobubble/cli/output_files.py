@@ -18,7 +18,7 @@ _DESCRIPTORS = ("/dev/std", "/dev/fd/", "/proc/")
 
 
 def write_whole(target: str, text: str) -> None:
-    """Write text to a file.
+    """Write text to a file, and name it on stderr.
 
     Whoever reads the file meanwhile, or after the command was killed or the disk was full, finds what it had before or all of the
     text. An existing file keeps its permissions, and a link stays one. Where a file can be written but not replaced (pipes,
@@ -33,6 +33,7 @@ def write_whole(target: str, text: str) -> None:
             Path(target).write_text(text, encoding="utf-8")
         else:
             replace_text(file, text, unfinished=f".zerobubble-{secrets.token_hex(8)}.new")
+        print(f"written: {target}", file=sys.stderr)
     except RuntimeError:  # a loop of symbolic links, in Python 3.11 and 3.12
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), target) from None
     except OSError as error:

@@ -320,6 +320,7 @@ def _draw_pareto(points: list[dict[str, Any]], target: str) -> None:
     axes.legend()
     figure.tight_layout()
     figure.savefig(target, dpi=150)
+    print(f"written: {target}", file=sys.stderr)
     pyplot.close(figure)
 
 
