@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.zerobubble.errors import TransferError
 from megatron.zerobubble.plan.communication import Message, Program
 from megatron.zerobubble.plan.ir import Placement
-from megatron.zerobubble.runtime.executor import Executor
+from megatron.zerobubble.runtime.executor import BatchedExecutor, Executor
 from megatron.zerobubble.runtime.p2p import Handle, P2PLinks, ProcessGroupLinks
 from tests.runtime.support import PATIENCE_S, LabelWork
 from tests.support.plans import receive_buffers
@@ -92,7 +92,7 @@ def _iterate(rank: int, program: Program, links: P2PLinks, seed: int, batched: b
     """One iteration. Nothing is left of it when it returns: transfers under way would keep the links' sockets open."""
     device = torch.device(torch.cuda.current_device())
     work = LabelWork(program, max_sleep_s=MAX_SLEEP_S, seed=10 * seed + rank, device=device)
-    executor = Executor(program, rank, links, work, batched=batched)
+    executor = (BatchedExecutor if batched else Executor)(program, rank, links, work)
     names = ("batch_isend_irecv",) if batched else ("isend", "irecv")
     late = {name: Late(getattr(dist, name), 100 * seed + rank) for name in names}
     try:

@@ -6,7 +6,6 @@ import enum
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from megatron.zerobubble.plan.communication import Message, Program
 from megatron.zerobubble.plan.ir import Op, OpKind
-from megatron.zerobubble.runtime.executor import Executor
+from megatron.zerobubble.runtime.executor import BatchedExecutor, Executor
 from megatron.zerobubble.runtime.p2p import P2PLinks, ProcessGroupLinks
 from megatron.zerobubble.runtime.recording import Recorder
 from tests.runtime.support import LabelWork
@@ -155,7 +154,7 @@ def iterate(rank: int, program: Program, seed: int, setup: Setup) -> RankResult:
     replica, rank = divmod(rank, num_ranks)
     pipeline = range(replica * num_ranks, (replica + 1) * num_ranks)
     links = ProcessGroupLinks(program.plan.placement, pipeline=pipeline, rank=rank, device=CPU, batched=setup.batched)
-    executor_of = partial(setup.executor, batched=True) if setup.batched else setup.executor
+    executor_of = BatchedExecutor if setup.batched else setup.executor
     work = setup.work(program, device, injector(setup.hazard, rank, program, seed, device))
     recorder = setup.recorder()
     for _ in range(setup.iterations):

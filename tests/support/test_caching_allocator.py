@@ -61,7 +61,7 @@ def test_free_neighbors_merge() -> None:
 
 
 def test_memory_of_freed_tensors_between_live_ones_is_fragmented_but_for_expandable_segments() -> None:
-    """Every second block of 30 MiB is freed, and makes no room for one of 60 MiB; a segment that grows reuses its end."""
+    """Every second block of 30 MiB is freed, and one of 60 MiB fits none of them; a segment that grows reuses its end."""
     events = [("allocate", number, 30 * MIB, 0) for number in range(4)]
     events += [("free", number, 30 * MIB, 0) for number in (1, 3)]
     events += [("allocate", 4, 60 * MIB, 0)]

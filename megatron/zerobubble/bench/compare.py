@@ -6,7 +6,6 @@ the report, so that an interrupted comparison leaves what it has found.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shlex
@@ -21,7 +20,7 @@ import torch
 from megatron.zerobubble.bench.bench_options import Options
 from megatron.zerobubble.bench.bench_progress import BenchProgress
 from megatron.zerobubble.bench.block import BlockRequest, BlockResult
-from megatron.zerobubble.bench.comparison_report import can_draw, summary, to_json, write
+from megatron.zerobubble.bench.comparison_report import JSON, can_draw, summary, write
 from megatron.zerobubble.bench.contenders import Contender
 from megatron.zerobubble.bench.predictions import FirstBlock, interleaved_ms, measured_costs, panels, predict
 from megatron.zerobubble.bench.speed_ups import Table
@@ -172,14 +171,15 @@ class _Comparison:
             target = self._options.json
             out = sys.stderr if target == "-" else sys.stdout
             if has_result:
-                files, table = self._write(), self._table()
-                document = json.dumps(to_json(table, self._about()))
-                if target == "-":
-                    sys.stdout.write(document + "\n")
-                elif target is not None:
-                    replace_text(Path(target), document + "\n")
-                    files.append(Path(target))
-                out.write(summary(table) + "\n")
+                files = self._write()
+                if target is not None:
+                    document = (self._options.directory / JSON).read_text(encoding="utf-8")
+                    if target == "-":
+                        sys.stdout.write(document)
+                    else:
+                        replace_text(Path(target), document)
+                        files.append(Path(target))
+                out.write(summary(self._table()) + "\n")
                 if not can_draw():
                     out.write("no chart: matplotlib is not installed\n")
                 out.write("written: " + ", ".join(map(str, files)) + "\n")

@@ -15,9 +15,11 @@ from megatron.zerobubble.bench.speed_ups import Estimate, Row, Table
 from megatron.zerobubble.files import replace_text
 from megatron.zerobubble.plan.render.svg import Panel, render_svg
 
-__all__ = ["FORMAT", "can_draw", "markdown", "summary", "to_json", "write"]
+__all__ = ["FORMAT", "JSON", "can_draw", "markdown", "summary", "to_json", "write"]
 
 FORMAT = "zerobubble-bench/1"
+JSON = "bench.json"
+"""The name of the file with every number."""
 
 _FACTS = (
     *("predicted_speed_up", "reached", "tokens_per_s", "tokens_per_s_per_rank"),
@@ -155,7 +157,7 @@ def write(directory: Path, table: Table, about: Mapping[str, Any], panels: Seque
     text = markdown(table, about)
     files = {
         "bench.md": f"# {title}\n\n{text}",
-        "bench.json": json.dumps(to_json(table, about), indent=1) + "\n",
+        JSON: json.dumps(to_json(table, about), indent=1) + "\n",
         "bench.html": _page(table, text, panels, title=title),
     }
     written = []

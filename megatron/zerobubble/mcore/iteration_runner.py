@@ -29,7 +29,7 @@ from megatron.zerobubble.profiling.activation_memory import MemoryMeter
 from megatron.zerobubble.profiling.profiler import Profiler
 from megatron.zerobubble.profiling.recorder import OpRecorder
 from megatron.zerobubble.profiling.recordings import Recordings
-from megatron.zerobubble.runtime.executor import Executor
+from megatron.zerobubble.runtime.executor import BatchedExecutor, Executor
 from megatron.zerobubble.runtime.p2p import ProcessGroupLinks
 from megatron.zerobubble.runtime.recording import Recorder, fan_out
 from megatron.zerobubble.runtime.watch import Watch
@@ -66,7 +66,6 @@ class IterationRunner:
         recordings: which training iterations are recorded.
         device: where tensors live.
         rank: pipeline rank.
-        batched: whether `links` are batched.
     """
 
     def __init__(
@@ -81,10 +80,8 @@ class IterationRunner:
         recordings: Recordings,
         device: torch.device,
         rank: int,
-        batched: bool = False,
     ) -> None:
         self._spec = spec
-        self._batched = batched
         self._chunks = chunks
         dispatchers = [token_dispatchers(chunk) for chunk in chunks]
         self._dispatchers = dispatchers if any(dispatchers) else []
@@ -168,7 +165,8 @@ class IterationRunner:
 
     def _executor(self, program: Program, work: ChunkWork, recorder: Recorder | None, hooks: IterationHooks) -> Executor:
         recorders = fan_out([each for each in (recorder, hooks.watch) if each is not None])
-        return Executor(program, self._rank, self._links, work, recorders, batched=self._batched)
+        executor_of = BatchedExecutor if self._links.is_batched else Executor
+        return executor_of(program, self._rank, self._links, work, recorders)
 
     def _recorder_of(self, plan: Plan, hooks: IterationHooks) -> Recorder | None:
         """What records this training iteration, for any kind of work."""

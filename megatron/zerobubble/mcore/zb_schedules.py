@@ -164,7 +164,6 @@ class PipelineSchedule:
             recordings=self.recordings,
             device=self.device,
             rank=self._rank,
-            batched=batched,
         )
 
     # -- plans ------------------------------------------------------------------------------------------------------------

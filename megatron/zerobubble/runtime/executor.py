@@ -9,7 +9,8 @@ names it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import replace
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -45,19 +46,9 @@ class Executor:
         links: transfers tensors to and from other ranks.
         work: computes the ops.
         recorder: receives the events of every op and transfer, if given.
-        batched: whether all transfers given between two ops are over before the next one, also those for later ops.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        rank: int,
-        links: P2PLinks,
-        work: StageWork,
-        recorder: Recorder | None = None,
-        *,
-        batched: bool = False,
-    ) -> None:
+    def __init__(self, program: Program, rank: int, links: P2PLinks, work: StageWork, recorder: Recorder | None = None) -> None:
         self._steps = program.steps[rank]
         self._next = 0
         self._stage_to_rank = program.plan.placement.stage_to_rank
@@ -66,17 +57,13 @@ class Executor:
         self._links: P2PLinks = self._recorded or links
         self._work = work
         self._recorder = recorder
-        self._batched = batched
         self._receiving: dict[Message, tuple[Tensor, Handle]] = {}
-        self._received: dict[Message, Tensor] = {}
         self._sending: dict[Message, Handle] = {}
         self._local: dict[tuple[Payload, int, int], Tensor] = {}
 
     def begin(self, count: int) -> None:
         """Execute the first `count` ops. Then either `run` executes the rest or `abandon` ends the iteration."""
         self._run_steps(self._steps[:count])
-        if self._batched:
-            self._end_batch()
         self._next = count
 
     def abandon(self, unread: Sequence[Message]) -> None:
@@ -106,8 +93,8 @@ class Executor:
         for handle in self._sending.values():
             handle.wait()
         self._sending.clear()
-        if self._receiving or self._received or self._local:
-            left = [*self._receiving, *self._received, *self._local]
+        if self._receiving or self._local:
+            left = [*self._receiving, *self._local]
             raise ExecutionError(f"rank {self._rank}: no op took {left[0]} and {len(left) - 1} more; the plan is incomplete")
 
     def _run_steps(self, steps: Sequence[Step]) -> None:
@@ -122,10 +109,8 @@ class Executor:
         op = step.op
         for message in step.post:
             self._post(message)
-        if self._batched:
-            self._end_batch()
         tensor = self._take(step)
-        for message in () if self._batched else step.retire:
+        for message in step.retire:
             self._sending.pop(message).wait()
         if self._recorder is not None:
             self._recorder.start(op)
@@ -149,24 +134,11 @@ class Executor:
         buffer = self._work.buffer(message)
         self._receiving[message] = buffer, self._links.receive(message, buffer)
 
-    def _end_batch(self) -> None:
-        """Wait for all transfers that were given since the last op. The first wait begins them."""
-        for handle in self._sending.values():
-            handle.wait()
-        self._sending.clear()
-        for message, (buffer, handle) in self._receiving.items():
-            handle.wait()
-            self._received[message] = buffer
-        self._receiving.clear()
-
     def _in_transit(self) -> int:
         assert self._recorded is not None
-        waiting = (*self._local.values(), *self._received.values())
-        return self._recorded.in_transit_bytes + sum(tensor.nbytes for tensor in waiting)
+        return self._recorded.in_transit_bytes + sum(tensor.nbytes for tensor in self._local.values())
 
     def _take(self, step: Step) -> Tensor | None:
-        if step.take in self._received:
-            return self._received.pop(step.take)
         if step.take is not None:
             tensor, handle = self._receiving.pop(step.take)
             handle.wait()
@@ -190,3 +162,36 @@ class Executor:
             self._sending[step.send] = self._links.send(step.send, result)
         else:
             self._local[payload, stage, op.microbatch] = result
+
+
+class BatchedExecutor(Executor):
+    """An executor whose transfers between two ops are over before the next one, also those for later ops.
+
+    It is for batched links (`p2p`), where the first wait begins all of them. Arguments are those of `Executor`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._steps = tuple(replace(step, retire=()) for step in self._steps)  # every send is over at the next op
+        self._received: dict[Message, Tensor] = {}
+
+    def begin(self, count: int) -> None:
+        """Execute the first `count` ops, and end the batch behind them."""
+        super().begin(count)
+        self._end_batch()
+
+    def _take(self, step: Step) -> Tensor | None:
+        self._end_batch()
+        return super()._take(step) if step.take is None else self._received.pop(step.take)
+
+    def _end_batch(self) -> None:
+        for handle in self._sending.values():
+            handle.wait()
+        self._sending.clear()
+        for message, (buffer, handle) in self._receiving.items():
+            handle.wait()
+            self._received[message] = buffer
+        self._receiving.clear()
+
+    def _in_transit(self) -> int:
+        return super()._in_transit() + sum(tensor.nbytes for tensor in self._received.values())

@@ -139,6 +139,8 @@ class ProcessGroupLinks:
         self._through_host = is_staged if through_host is None else through_host
         if batched and self._through_host:
             raise ConfigError("--zero-bubble-batch-p2p-comm needs NCCL between GPUs, and gloo is used: leave it out")
+        self.is_batched = batched
+        """Whether `BatchedExecutor` must run over them."""
         self._batch = _Batch() if batched else None
         self._issuer = Issuer(device) if device.type == "cpu" and not self._through_host and not batched else None
         links = links_of(placement)

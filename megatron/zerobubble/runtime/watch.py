@@ -10,9 +10,8 @@ reaches it, and while the device waits for a message that never comes, the host 
 is recorded with reports, and the device is doing what was reported before the first event that has not completed. The host's
 own position is the last report; both are the same when the device has caught up. Ops that the host begins within `APART_S` of
 the last event, with no wait between them, share it: short passes do not pay for events, and what the device is doing is known
-to within these ops. Querying an event does not synchronize, but is
-not allowed while a CUDA graph is being captured; nothing here captures one. The thread that queries has the rank's GPU as its
-current device (`threads`).
+to within these ops. Querying an event does not synchronize, but is not allowed while a CUDA graph is being captured; nothing
+here captures one. The thread that queries has the rank's GPU as its current device (`threads`).
 """
 
 from __future__ import annotations

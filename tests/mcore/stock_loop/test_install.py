@@ -43,7 +43,7 @@ W = f"{TWO} --virtual-pipeline-model-parallel-size 4 --num-layers 8"
 
 
 TIED = "--tie-embeddings-and-output-weights"
-BATCHED = "--zero-bubble-batch-p2p-comm"
+BATCHED = {"zero_bubble_batch_p2p_comm": True}
 PROFILED = (
     "--zero-bubble-pipeline-timers-start-iter 1 --zero-bubble-pipeline-timers-end-iter 2 --zero-bubble-planning-seconds 0.1"
 )
@@ -53,6 +53,15 @@ UNEQUAL = f"--num-layers 4 --hidden-size 32 --train-iters 3 --num-microbatches 6
 
 def _train(rank: int, flags: str, options: dict[str, Any]) -> Any:
     return train(rank, flags, **options)
+
+
+def _train_batched(rank: int, flags: str, options: dict[str, Any]) -> Any:
+    """`_train`, and with our schedule every transfer in a batch."""
+    batch = torch.distributed.batch_isend_irecv
+    with mock.patch.object(torch.distributed, "batch_isend_irecv", side_effect=batch) as watched:
+        history = _train(rank, flags, options)
+    assert watched.call_count > 0 or not options
+    return history
 
 
 def _hybrid(stock: str, pattern: str, options: dict[str, Any]) -> Any:
@@ -141,8 +150,8 @@ def _losses(histories: list[Any]) -> list[Any]:
         (train_mtp, CHUNKS, "", {"schedule": "v-half"}),
         (train_shared, f"{TWO} --overlap-grad-reduce --use-distributed-optimizer", "", OPTIMISTIC),
         (train_shared, f"{CHUNKS} --calculate-per-token-loss", "", {"schedule": "zbv"}),
-        (_train, f"{FOUR} --clip-grad 0.5", BATCHED, OPTIMISTIC),
-        (_train, CHUNKS, BATCHED, {"schedule": "zbv"}),
+        (_train_batched, f"{FOUR} --clip-grad 0.5", "", OPTIMISTIC | BATCHED),
+        (_train_batched, CHUNKS, "", {"schedule": "zbv"} | BATCHED),
         _hybrid(f"{TWO} --overlap-grad-reduce", "*-*E-|*", {"schedule": "zb-h1"}),
         _hybrid(f"{CHUNKS} {TIED}", "*-*|E|*-|-", {"schedule": "zbv"}),
         _hybrid(f"{W} {TIED}", "*|-|*|-*|-|*-|*|-", {"schedule": "zb-w"}),
