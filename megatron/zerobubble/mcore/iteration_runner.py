@@ -88,6 +88,7 @@ class IterationRunner:
         self._store = store
         self._config = config
         self._links = links
+        self._executor_of = BatchedExecutor if links.is_batched else Executor
         self._recorder = recorder
         self._recordings = recordings
         self._device = device
@@ -165,8 +166,7 @@ class IterationRunner:
 
     def _executor(self, program: Program, work: ChunkWork, recorder: Recorder | None, hooks: IterationHooks) -> Executor:
         recorders = fan_out([each for each in (recorder, hooks.watch) if each is not None])
-        executor_of = BatchedExecutor if self._links.is_batched else Executor
-        return executor_of(program, self._rank, self._links, work, recorders)
+        return self._executor_of(program, self._rank, self._links, work, recorders)
 
     def _recorder_of(self, plan: Plan, hooks: IterationHooks) -> Recorder | None:
         """What records this training iteration, for any kind of work."""
