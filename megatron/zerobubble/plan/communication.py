@@ -60,6 +60,13 @@ class Message(NamedTuple):
     """Rank that sends."""
     target: int
     """Rank that receives."""
+    slice: int = 0
+
+    @property
+    def where(self) -> str:
+        """What it is for, in words: payload, stage, microbatch and slice."""
+        part = f", slice {self.slice}" if self.slice else ""
+        return f"the {self.payload.value} for stage {self.stage}, microbatch {self.microbatch}{part}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +114,8 @@ def speculative_forwards(plan: Plan) -> tuple[int, ...]:
     for rank, row in enumerate(plan.ops):
         wanted = 0 if rank == plan.num_ranks - 1 else min([plan.num_ranks - rank, *counts[-1:]])
         first = placement.rank_to_stages[rank][0]
-        leading = [(op.stage, op.kind, op.microbatch) for op in row[:wanted]]
-        counts.append(next((i for i, op in enumerate(leading) if op != (first, OpKind.F, i)), len(leading)))
+        wrong = (i for i, op in enumerate(row[:wanted]) if op != Op.nth(first, OpKind.F, i, plan.num_slices))
+        counts.append(next(wrong, len(row[:wanted])))
     return tuple(counts)
 
 
@@ -155,9 +162,9 @@ def links_of(placement: Placement) -> tuple[tuple[int, int], ...]:
 
 
 def num_messages(plan: Plan) -> int:
-    """Messages per iteration over all links: an activation and its gradient per microbatch and pair of stages on two ranks."""
+    """Messages per iteration over all links: an activation and its gradient per slice and pair of stages on two ranks."""
     crossings = sum(here != there for here, there in itertools.pairwise(plan.placement.stage_to_rank))
-    return 2 * plan.num_microbatches * crossings
+    return 2 * plan.num_microbatches * plan.num_slices * crossings
 
 
 def longest_messages(placement: Placement, output_lengths: Sequence[int]) -> dict[tuple[int, int], int]:
@@ -196,9 +203,9 @@ def _taken_by(op: Op, plan: Plan) -> Message | None:
     ranks = plan.placement.stage_to_rank
     here = ranks[op.stage]
     if op.kind is OpKind.F and op.stage > 0 and ranks[op.stage - 1] != here:
-        return Message(Payload.ACTIVATION, op.stage, op.microbatch, ranks[op.stage - 1], here)
+        return Message(Payload.ACTIVATION, op.stage, op.microbatch, ranks[op.stage - 1], here, op.slice)
     if op.kind in _BACKWARD and op.stage + 1 < plan.num_stages and ranks[op.stage + 1] != here:
-        return Message(Payload.GRADIENT, op.stage, op.microbatch, ranks[op.stage + 1], here)
+        return Message(Payload.GRADIENT, op.stage, op.microbatch, ranks[op.stage + 1], here, op.slice)
     return None
 
 
@@ -206,9 +213,9 @@ def _sent_by(op: Op, plan: Plan) -> Message | None:
     ranks = plan.placement.stage_to_rank
     here = ranks[op.stage]
     if op.kind is OpKind.F and op.stage + 1 < plan.num_stages and ranks[op.stage + 1] != here:
-        return Message(Payload.ACTIVATION, op.stage + 1, op.microbatch, here, ranks[op.stage + 1])
+        return Message(Payload.ACTIVATION, op.stage + 1, op.microbatch, here, ranks[op.stage + 1], op.slice)
     if op.kind in _BACKWARD and op.stage > 0 and ranks[op.stage - 1] != here:
-        return Message(Payload.GRADIENT, op.stage - 1, op.microbatch, here, ranks[op.stage - 1])
+        return Message(Payload.GRADIENT, op.stage - 1, op.microbatch, here, ranks[op.stage - 1], op.slice)
     return None
 
 
@@ -231,8 +238,7 @@ def _on_timeline(plan: Plan, sends: list[list[Message | None]], costs: CostModel
     Ops that end at the same time are in an order in which they can run, also if some take no time. Ops before a fence come first
     on all ranks: none of them needs one from behind a fence, and no receive from there is posted before they have ended.
     """
-    costs.check_fits(plan.placement, plan.num_microbatches)
-    costs = costs.reordered(plan.assignment)
+    costs = costs.of_plan(plan)
     rows = run_in_order(plan, lambda op: costs.duration_ms(*op), costs)
     ended, sent = [0] * plan.num_ranks, {}
     for rank, step in sorted(execution_order(plan), key=lambda at: (at[1] >= fence[at[0]], rows[at[0]][at[1]].end_ms)):

@@ -33,9 +33,9 @@ class Stuck(NamedTuple):
         """In words; `op` is the op at `step`."""
         if self.waits_for is None:
             return f"rank {self.rank} before {op} for the outcome of the last step"
-        payload, stage, microbatch, source, target = self.waits_for
+        source, target = self.waits_for.source, self.waits_for.target
         verb, peer = ("sending", f"to rank {target}") if self.rank == source else ("receiving", f"from rank {source}")
-        return f"rank {self.rank} at {op}, {verb} the {payload.value} for stage {stage}, microbatch {microbatch}, {peer}"
+        return f"rank {self.rank} at {op}, {verb} {self.waits_for.where}, {peer}"
 
 
 def stuck_ranks(program: Program) -> tuple[Stuck, ...]:

@@ -1,10 +1,14 @@
 """Dependencies between ops, an order in which a plan's ops can run, and the marked grid of error messages.
 
-The dependency rules for the validator, the simulator and the executor (arXiv 2401.10241, section 2), all within one microbatch:
+The dependency rules for the validator, the simulator and the executor (arXiv 2401.10241, section 2), all within one microbatch,
+and between stages within one slice of it:
 
 - F of a stage needs F of the previous stage;
 - B or BW of a stage needs the input gradient of the next stage (from a BW it is available only at its end), and its own F;
 - W of a stage needs its own B.
+
+Of the slices of a microbatch, F needs that of the slice before, and B that of the slice after, on the same stage. That is the
+order in which `validate` lets a stage run them.
 
 Each rank runs its ops in the plan's order, one at a time; a result is available once its op has ended.
 """
@@ -20,19 +24,19 @@ from megatron.zerobubble.plan.ir import Op, OpKind, Plan
 
 def result_of(op: Op) -> Op:
     """The result that `op` produces for others, named by its op: a BW produces the result of the B it contains."""
-    return Op(op.stage, OpKind.B, op.microbatch) if op.kind is OpKind.BW else op
+    return op._replace(kind=OpKind.B) if op.kind is OpKind.BW else op
 
 
 def requirements(op: Op, num_stages: int) -> tuple[Op, ...]:
     """The results (see `result_of`) that must exist before `op` can start, in a model of `num_stages` stages."""
-    stage, kind, microbatch = op
+    stage, kind, *which = op
     if kind is OpKind.F:
-        return (Op(stage - 1, OpKind.F, microbatch),) if stage > 0 else ()
+        return (Op(stage - 1, OpKind.F, *which),) if stage > 0 else ()
     if kind is OpKind.W:
-        return (Op(stage, OpKind.B, microbatch),)
-    own_forward = Op(stage, OpKind.F, microbatch)
+        return (Op(stage, OpKind.B, *which),)
+    own_forward = Op(stage, OpKind.F, *which)
     if stage + 1 < num_stages:
-        return (Op(stage + 1, OpKind.B, microbatch), own_forward)
+        return (Op(stage + 1, OpKind.B, *which), own_forward)
     return (own_forward,)
 
 
@@ -78,10 +82,7 @@ def _deadlock_text(plan: Plan, position: list[int], waiting: dict[Op, list[int]]
     for rank in stuck[:MAX_ROWS]:
         op, need = plan.ops[rank][position[rank]], awaited[rank]
         where = "which rank {} runs at step {}".format(*location[need]) if need in location else "which no rank computes"
-        lines.append(
-            f"  rank {rank} is at step {position[rank]}, {op} (stage {op.stage}, microbatch {op.microbatch}), "
-            f"and waits for {need}, {where}"
-        )
+        lines.append(f"  rank {rank} is at step {position[rank]}, {op} ({op.where}), and waits for {need}, {where}")
     if len(stuck) > MAX_ROWS:
         lines.append(f"  ... and {len(stuck) - MAX_ROWS} more ranks")
     lines.append("move each awaited op before the op at which its own rank is stuck:")

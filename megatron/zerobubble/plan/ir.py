@@ -11,6 +11,10 @@ notation of torch.distributed.pipelining with the letters of arXiv 2401.10241; t
     fused backward         BW    B
     =====================  ====  =====
 
+A microbatch may be cut into slices along its sequence, each with ops of its own: ``3F0.2`` is F of slice 2, ``3F0`` of slice 0,
+the first one or the only one. A slice's queries see the keys and values of the slices before it, so F runs in the order of the
+slices and B, which collects the gradients of those keys and values, in reverse (arXiv 2406.03488).
+
 Invariants of the types (`validate` checks all others): stages, ranks and microbatches are non-negative, a placement names every
 rank at least once, and a plan has one row of ops per rank.
 """
@@ -34,14 +38,19 @@ FORMAT = "zerobubble-plan/1"
 UNEQUAL_FORMAT = "zerobubble-plan/2"
 """Version tag of a plan with an assignment, or with costs per microbatch or a matrix of links. Readers refuse any other tag."""
 
-FORMATS = (FORMAT, UNEQUAL_FORMAT)
+SLICED_FORMAT = "zerobubble-plan/3"
+"""Version tag of a plan whose microbatches have more than one slice."""
+
+FORMATS = (FORMAT, UNEQUAL_FORMAT, SLICED_FORMAT)
 """The version tags that this version reads."""
 
 _UNEQUAL_COSTS = ("microbatches", "links")
 
-_OP_TEXT = re.compile(r"(\d{1,6})(F|BW|B|W)(\d{1,6})")
+_OP_TEXT = re.compile(r"(\d{1,6})(F|BW|B|W)(\d{1,6})(?:\.(\d{1,6}))?")
 _LONGEST_NAME = 80
 _MOST_MICROBATCHES = 10**6
+MOST_SLICES = 1024
+"""Most slices of a microbatch."""
 
 
 class OpKind(enum.Enum):
@@ -63,22 +72,43 @@ class OpKind(enum.Enum):
 
 
 class Op(NamedTuple):
-    """One pass of one microbatch through one stage."""
+    """One pass of one microbatch, or of one slice of it, through one stage."""
 
     stage: int
     kind: OpKind
     microbatch: int
+    slice: int = 0
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind.value}{self.microbatch}"
+        text = f"{self.stage}{self.kind.value}{self.microbatch}"
+        return f"{text}.{self.slice}" if self.slice else text
+
+    @property
+    def where(self) -> str:
+        """The stage, microbatch and slice in words."""
+        part = f", slice {self.slice}" if self.slice else ""
+        return f"stage {self.stage}, microbatch {self.microbatch}{part}"
 
     @staticmethod
     def parse(text: str) -> Op:
-        """Read ``3BW0``. Raises PlanError on anything else."""
+        """Read ``3BW0`` or ``3F0.2``. Raises PlanError on anything else."""
         match = _OP_TEXT.fullmatch(text) if isinstance(text, str) else None
         if match is None:
-            raise PlanError(f"{quoted(text)} is not an op: expected <stage><F|B|W|BW><microbatch>, for example 3F0 or 3BW0")
-        return Op(int(match[1]), OpKind(match[2]), int(match[3]))
+            raise PlanError(
+                f"{quoted(text)} is not an op: expected <stage><F|B|W|BW><microbatch>, for example 3F0 or 3BW0, with .<slice> "
+                "where it is not the first"
+            )
+        return Op(int(match[1]), OpKind(match[2]), int(match[3]), int(match[4] or 0))
+
+    @staticmethod
+    def nth(stage: int, kind: OpKind, index: int, num_slices: int = 1) -> Op:
+        """The op that a stage runs as its op number `index` of a kind: F in the order of the slices, all others in reverse."""
+        microbatch, part = divmod(index, num_slices)
+        return Op(stage, kind, microbatch, part if kind is OpKind.F else num_slices - 1 - part)
+
+    def number(self, num_slices: int = 1) -> int:
+        """The index for which `nth` gives this op."""
+        return self.microbatch * num_slices + (self.slice if self.kind is OpKind.F else num_slices - 1 - self.slice)
 
 
 @dataclass(frozen=True)
@@ -170,6 +200,7 @@ class Plan:
         ops: per rank its ops in compute order.
         assignment: the microbatch of the global batch that the plan runs as its microbatch i, counted in the order in which the
             data came. Empty: in that order. An op names the plan's own microbatch; costs are those of the data (`batch_index`).
+        num_slices: slices of each microbatch along its sequence, n.
     """
 
     schedule: str
@@ -177,6 +208,7 @@ class Plan:
     num_microbatches: int
     ops: tuple[tuple[Op, ...], ...]
     assignment: tuple[int, ...] = ()
+    num_slices: int = 1
 
     def __post_init__(self) -> None:
         if len(self.schedule) > _LONGEST_NAME:
@@ -192,6 +224,10 @@ class Plan:
             raise PlanError(f"plan {self.schedule!r} has {len(self.ops)} rows of ops for {self.placement.num_ranks} ranks")
         if self.num_microbatches < 1:
             raise PlanError(f"plan {self.schedule!r} has {quoted(self.num_microbatches)} microbatches; at least 1 is needed")
+        if not 1 <= self.num_slices <= MOST_SLICES:
+            raise PlanError(
+                f"plan {self.schedule!r} has {quoted(self.num_slices)} slices per microbatch; give 1 to {MOST_SLICES:,}"
+            )
         if self.num_microbatches > _MOST_MICROBATCHES:
             raise PlanError(
                 f"plan {self.schedule!r} has {quoted(self.num_microbatches)} microbatches; at most {_MOST_MICROBATCHES:,} are "
@@ -199,9 +235,11 @@ class Plan:
             )
 
     @staticmethod
-    def of(schedule: str, placement: Placement, num_microbatches: int, rows: Iterable[Iterable[Op]]) -> Plan:
+    def of(
+        schedule: str, placement: Placement, num_microbatches: int, rows: Iterable[Iterable[Op]], *, num_slices: int = 1
+    ) -> Plan:
         """Build a plan from any nested iterable of ops."""
-        return Plan(schedule, placement, num_microbatches, tuple(tuple(row) for row in rows))
+        return Plan(schedule, placement, num_microbatches, tuple(tuple(row) for row in rows), num_slices=num_slices)
 
     @property
     def num_ranks(self) -> int:
@@ -222,11 +260,12 @@ class Plan:
     def to_json(self, *, costs: Mapping[str, Any] | None = None, metrics: Mapping[str, Any] | None = None) -> str:
         """The stable JSON form, optionally with the costs the plan was made for and the metrics it reaches.
 
-        Version 2 only where something is unequal, so that older readers still read every plan that they can run.
+        Version 2 only where something is unequal, and 3 only with slices, so that older readers still read every plan that they
+        can run.
         """
         unequal = self.assignment or (costs is not None and any(name in costs for name in _UNEQUAL_COSTS))
         body: dict[str, Any] = {
-            "format": UNEQUAL_FORMAT if unequal else FORMAT,
+            "format": SLICED_FORMAT if self.num_slices > 1 else UNEQUAL_FORMAT if unequal else FORMAT,
             "schedule": self.schedule,
             "num_ranks": self.num_ranks,
             "num_microbatches": self.num_microbatches,
@@ -235,6 +274,8 @@ class Plan:
         }
         if self.assignment:
             body["assignment"] = list(self.assignment)
+        if self.num_slices > 1:
+            body["num_slices"] = self.num_slices
         if costs is not None:
             body["costs"] = dict(costs)
         if metrics is not None:
@@ -258,11 +299,12 @@ class Plan:
         placement = Placement(tuple(stage_to_rank))
         if placement.num_ranks != num_ranks:
             raise PlanError(f"the plan has num_ranks {quoted(num_ranks)} but stage_to_rank names {placement.num_ranks} ranks")
-        assigned = body.get("assignment", []) if body["format"] == UNEQUAL_FORMAT else []
+        assigned = body.get("assignment", []) if body["format"] != FORMAT else []
+        num_slices = _field(body, "num_slices", int) if body["format"] == SLICED_FORMAT else 1
         if not isinstance(assigned, list):
             raise PlanError(f"the plan's 'assignment' must be a list of one index per microbatch, got {quoted(assigned)}")
         ops = tuple(tuple(Op.parse(word) for word in row) for row in rows)
-        return Plan(schedule, placement, num_microbatches, ops, tuple(_int_list(assigned, "assignment")))
+        return Plan(schedule, placement, num_microbatches, ops, tuple(_int_list(assigned, "assignment")), num_slices)
 
 
 def _field(body: Mapping[str, Any], name: str, kind: type) -> Any:

@@ -20,7 +20,7 @@ from megatron.zerobubble.plan.generators.zb_h2 import zb_h2
 from megatron.zerobubble.plan.generators.zb_interleaved import zb_interleaved
 from megatron.zerobubble.plan.generators.zb_w import zb_w
 from megatron.zerobubble.plan.generators.zbv import zbv
-from megatron.zerobubble.plan.ir import Placement, Plan
+from megatron.zerobubble.plan.ir import MOST_SLICES, Placement, Plan
 from megatron.zerobubble.plan.schedule_spec import STOCK, ScheduleSpec
 from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.transforms import group_weight_gradients
@@ -45,6 +45,8 @@ class ScheduleInfo:
     """Builds the plan, without validating it."""
     num_chunks: int | None = 1
     """Virtual stages (VPP) per rank; None: any number."""
+    takes_slices: bool = False
+    """Whether microbatches may be cut into slices along their sequences."""
     takes_max_pending_backward: bool = False
     """Whether the number of pending microbatches can be chosen."""
     is_searched: bool = False
@@ -64,11 +66,12 @@ MAX_OPS = 4_000_000
 _ALL = (
     ScheduleInfo(
         name="1f1b",
+        takes_slices=True,
         title="1F1B",
         placement="linear",
         description="full backward (B+W), one stage per rank",
         reference="arXiv 2104.04473, section 2.2.1",
-        generate=lambda request: one_f_one_b(request.num_ranks, request.num_microbatches),
+        generate=lambda request: one_f_one_b(request.num_ranks, request.num_microbatches, request.num_slices),
     ),
     ScheduleInfo(
         name="interleaved-1f1b",
@@ -81,22 +84,25 @@ _ALL = (
     ),
     ScheduleInfo(
         name="zb-h1",
+        takes_slices=True,
         title="ZB-H1",
         placement="linear",
         description="ZB-1p: a third of 1F1B's bubble at its memory",
         reference="arXiv 2401.10241, section 2.1",
-        generate=lambda request: zb_h1(request.num_ranks, request.num_microbatches),
+        generate=lambda request: zb_h1(request.num_ranks, request.num_microbatches, request.num_slices),
     ),
     ScheduleInfo(
         name="zb-h2",
+        takes_slices=True,
         title="ZB-H2",
         placement="linear",
         description="ZB-2p: no bubble at twice 1F1B's memory",
         reference="arXiv 2401.10241, section 2.2",
-        generate=lambda request: zb_h2(request.num_ranks, request.num_microbatches),
+        generate=lambda request: zb_h2(request.num_ranks, request.num_microbatches, request.num_slices),
     ),
     ScheduleInfo(
         name="zb",
+        takes_slices=True,
         title="ZB",
         placement="linear",
         takes_max_pending_backward=True,
@@ -107,6 +113,7 @@ _ALL = (
     ),
     ScheduleInfo(
         name="zbv",
+        takes_slices=True,
         title="ZBV",
         placement="V",
         num_chunks=2,
@@ -117,6 +124,7 @@ _ALL = (
     ),
     ScheduleInfo(
         name="v-half",
+        takes_slices=True,
         title="V-Half",
         placement="V",
         num_chunks=2,
@@ -127,6 +135,7 @@ _ALL = (
     ),
     ScheduleInfo(
         name="v-min",
+        takes_slices=True,
         title="V-Min",
         placement="V",
         num_chunks=2,
@@ -209,6 +218,7 @@ def schedule_spec(
     max_pending_backward: int | None = None,
     memory_limit: float | None = None,
     shard_gradients: int | None = None,
+    num_slices: int = 1,
     loaded_plan: Plan | None = None,
 ) -> ScheduleSpec:
     """Make a `ScheduleSpec` from a schedule's name and the size of the pipeline. The arguments are its fields.
@@ -220,12 +230,15 @@ def schedule_spec(
         max_pending_backward: most microbatches between F and W per rank; only `zb` takes it (default p).
         memory_limit: most activation memory per rank; 1.0 is 1F1B's rank 0.
         shard_gradients: number of microbatches whose W run together, with sharded gradients.
+        num_slices: slices of each microbatch, n; only schedules that `takes_slices` take more than one.
         loaded_plan: a plan to run instead of a generated one.
 
     Raises:
         ConfigError: an unknown name, a number below 1, or an option that the schedule does not take.
     """
-    check_at_least_one(num_ranks=num_ranks)
+    check_at_least_one(num_ranks=num_ranks, num_slices=num_slices)
+    if num_slices > 1:
+        _check_slices(name, num_slices)
     if name != STOCK:
         _check_options(schedule_info(name), num_chunks, max_pending_backward)
     return ScheduleSpec(
@@ -234,6 +247,7 @@ def schedule_spec(
         max_pending_backward=max_pending_backward,
         memory_limit=memory_limit,
         shard_gradients=shard_gradients,
+        num_slices=num_slices,
         loaded_plan=loaded_plan,
     )
 
@@ -245,13 +259,16 @@ def build_plan(
     num_microbatches: int,
     num_chunks: int | None = None,
     max_pending_backward: int | None = None,
+    num_slices: int = 1,
     costs: CostModel | None = None,
     options: SearchOptions | None = None,
 ) -> Plan:
     """`plan_of` for a schedule by name; the arguments are those of `schedule_spec` and `plan_of`."""
     check_at_least_one(num_ranks=num_ranks, num_microbatches=num_microbatches)
     check_size(num_ranks=num_ranks, num_microbatches=num_microbatches)
-    spec = schedule_spec(name, num_ranks=num_ranks, num_chunks=num_chunks, max_pending_backward=max_pending_backward)
+    spec = schedule_spec(
+        name, num_ranks=num_ranks, num_chunks=num_chunks, max_pending_backward=max_pending_backward, num_slices=num_slices
+    )
     return plan_of(spec, num_microbatches, costs=costs, options=options)
 
 
@@ -275,7 +292,7 @@ def plan_of(
     """
     info = schedule_info(spec.name)
     check_at_least_one(num_microbatches=num_microbatches)
-    check_size(num_ranks=spec.num_ranks, num_microbatches=num_microbatches, num_chunks=spec.num_chunks)
+    check_size(num_ranks=spec.num_ranks, num_microbatches=num_microbatches * spec.num_slices, num_chunks=spec.num_chunks)
     costs = None if costs is None else costs.plain
     plan = info.generate(Request(spec=spec, num_microbatches=num_microbatches, costs=costs, options=options))
     if costs is not None:
@@ -333,6 +350,15 @@ def _check_options(info: ScheduleInfo, num_chunks: int | None, max_pending_backw
             raise ConfigError(
                 f"schedule {info.name!r} has a fixed number of pending microbatches; drop max_pending_backward or choose 'zb'"
             )
+
+
+def _check_slices(name: str, num_slices: int) -> None:
+    """Raise ConfigError for a schedule that has no order of slices, or for more of them than a plan has."""
+    sliced = [info.name for info in _ALL if info.takes_slices]
+    if name not in sliced:
+        raise ConfigError(f"schedule {quoted(name)} has no order of slices; choose one of {', '.join(sliced)}, or 1 slice")
+    if num_slices > MOST_SLICES:
+        raise ConfigError(f"num_slices is {num_slices:,}; a microbatch has at most {MOST_SLICES:,} slices")
 
 
 def check_size(*, num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> None:

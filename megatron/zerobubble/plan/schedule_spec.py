@@ -28,6 +28,8 @@ class ScheduleSpec:
     shard_gradients: int | None = None
     """Keep gradients sharded over the data-parallel ranks between microbatches, and run W of this many microbatches together;
     None: gradients are not sharded."""
+    num_slices: int = 1
+    """Slices of each microbatch along its sequence, n."""
     loaded_plan: Plan | None = None
     """A plan of this placement that is run for its own number of microbatches, instead of a generated one."""
 

@@ -9,7 +9,9 @@ time of the link if they come from another rank. Sends and receives take no time
 - bubble rate: (span - work) / span, with the work m*(F+B+W) of the bottleneck rank (section 5.3);
 - idle share: (makespan - mean work of a rank) / makespan, over all ranks;
 - peak memory: per rank, in units of the activation memory of 1F1B's rank 0, which is min(p, m) microbatches of one rank's share
-  of the layers. F adds a stage's `activation`, B leaves `activation_after_backward`, and W or BW frees the rest.
+  of the layers. F adds a stage's `activation`, B leaves `activation_after_backward`, and W or BW frees the rest. With slices each
+  does so with its own part, and the microbatch's keys and values are in memory from its first F to its last B, their gradients
+  from its first B on.
 
 Costs per microbatch are those of the data: the plan's microbatch i has the costs of `Plan.batch_index(i)`, and a long one counts
 in memory for as many short ones as it has tokens.
@@ -24,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.slice_costs import memory_of_slices
 from megatron.zerobubble.plan.dependencies import execution_order, requirements, result_of
 from megatron.zerobubble.plan.ir import Op, OpKind, Plan
 
@@ -85,8 +88,7 @@ def simulate(plan: Plan, costs: CostModel) -> Simulation:
         PlanError: the costs are for another number of stages, ranks or microbatches.
         DeadlockError: the ranks wait for each other forever.
     """
-    costs.check_fits(plan.placement, plan.num_microbatches)
-    own = costs.reordered(plan.assignment)
+    own = costs.of_plan(plan)
     rows = run_in_order(plan, _durations(plan, own), own)
     busy = [math.fsum(map(_durations(plan, own), row)) for row in plan.ops]
     filled = [row for row in rows if row]
@@ -110,8 +112,9 @@ def _durations(plan: Plan, costs: CostModel) -> Callable[[Op], float]:
     """Op -> its duration, under costs in the plan's own order of microbatches."""
     if costs.per_microbatch is not None:
         return lambda op: costs.duration_ms(*op)
-    durations = {(stage, kind): costs.duration_ms(stage, kind) for stage in range(plan.num_stages) for kind in OpKind}
-    return lambda op: durations[op.stage, op.kind]
+    stages, parts = range(plan.num_stages), range(plan.num_slices)
+    durations = {(s, kind, part): costs.duration_ms(s, kind, slice=part) for s in stages for kind in OpKind for part in parts}
+    return lambda op: durations[op.stage, op.kind, op.slice]
 
 
 def run_in_order(
@@ -122,7 +125,7 @@ def run_in_order(
     Args:
         plan: a validated plan.
         duration_ms: op -> its duration.
-        costs: have the times of messages between ranks, in the plan's own order of microbatches; None: they take none.
+        costs: have the times of messages between ranks, those of the plan (`CostModel.of_plan`); None: they take none.
 
     Raises:
         DeadlockError: the ranks wait for each other forever.
@@ -161,8 +164,7 @@ def peak_memory(plan: Plan, costs: CostModel) -> tuple[float, ...]:
     It does not depend on times: a rank's memory changes only with its own ops. In a forward-only plan each F frees its
     activations at once.
     """
-    costs.check_fits(plan.placement, plan.num_microbatches)
-    own = costs.reordered(plan.assignment)
+    own = costs.of_plan(plan)
     unit = min(plan.num_ranks, plan.num_microbatches)
     return tuple(max(memory_after_ops(row, own), default=0.0) / unit for row in plan.ops)
 
@@ -173,7 +175,7 @@ def memory_over_time(rows: Sequence[Sequence[TimedOp]], num_microbatches: int, c
     Args:
         rows: the timed ops per rank, simulated or recorded, with backward passes.
         num_microbatches: m.
-        costs: activation memory per stage; of unequal microbatches in the plan's own order (`CostModel.reordered`).
+        costs: activation memory per stage; those of the plan (`CostModel.of_plan`).
     """
     unit = min(len(rows), num_microbatches)
     memory = (memory_after_ops([op for op, _, _ in row], costs) for row in rows)
@@ -187,20 +189,20 @@ def memory_after_ops(row: Sequence[Op], costs: CostModel) -> list[float]:
     """One rank's activation memory at each of its ops, in microbatches: from the start of an F, from the end of another op.
 
     Counts passes per stage instead of a running float sum, so that a plan exactly at a limit compares equal to it; for unequal
-    microbatches, a running sum. In a row of F alone each frees its activations at once.
+    microbatches, a running sum. In a row of F alone each frees its activations at once, but not what later slices see.
     """
-    has_backward = any(op.kind is not OpKind.F for op in row)
-    memory = _counted_by_stage(row, costs) if costs.per_microbatch is None else _counted_by_microbatch(row, costs)
-    if has_backward:
-        return memory
-    return [costs.of_microbatch("activation", op.stage, op.microbatch) for op in row]
+    if costs.slices is not None:
+        return memory_of_slices(row, costs.slices)
+    if all(op.kind is OpKind.F for op in row):
+        return [costs.of_microbatch("activation", op.stage, op.microbatch) for op in row]
+    return _counted_by_stage(row, costs) if costs.per_microbatch is None else _counted_by_microbatch(row, costs)
 
 
 def _counted_by_stage(row: Sequence[Op], costs: CostModel) -> list[float]:
     stages = sorted({op.stage for op in row})
     before, after = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
     memory = []
-    for stage, kind, _ in row:
+    for stage, kind, *_ in row:
         before[stage] += 1 if kind is OpKind.F else -1 if kind in (OpKind.B, OpKind.BW) else 0
         after[stage] += 1 if kind is OpKind.B else -1 if kind is OpKind.W else 0
         memory.append(math.fsum(before[s] * costs.activation[s] + after[s] * costs.activation_after_backward[s] for s in stages))
@@ -211,7 +213,7 @@ def _counted_by_microbatch(row: Sequence[Op], costs: CostModel) -> list[float]:
     every = costs.per_microbatch
     assert every is not None
     held, memory = 0.0, []
-    for stage, kind, microbatch in row:
+    for stage, kind, microbatch, _ in row:
         before, after = every.activation[stage][microbatch], every.activation_after_backward[stage][microbatch]
         if kind is OpKind.F:
             held += before

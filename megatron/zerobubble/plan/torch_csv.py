@@ -18,7 +18,9 @@ _ACTION = re.compile(r"(\d{1,6})([FIWB])(\d{1,6})")
 
 
 def to_torch_csv(plan: Plan) -> str:
-    """The plan's compute order as an action table of torch, in CSV."""
+    """The plan's compute order as an action table of torch, in CSV. Raises PlanError for slices, which torch does not have."""
+    if plan.num_slices > 1:
+        raise PlanError(f"plan {plan.schedule!r} has {plan.num_slices} slices per microbatch; an action table of torch has none")
     return "".join(",".join(f"{op.stage}{_TO_TORCH[op.kind]}{op.microbatch}" for op in row) + "\n" for row in plan.ops)
 
 

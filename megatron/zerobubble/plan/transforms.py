@@ -61,7 +61,7 @@ def group_weight_gradients(plan: Plan, size: int) -> Plan:
                 grouped.append(op)
                 continue
             waiting.setdefault(op.stage, []).append(op)
-            if op.microbatch == wgrad_group(op.microbatch, size, plan.num_microbatches)[-1]:
+            if op.slice == 0 and op.microbatch == wgrad_group(op.microbatch, size, plan.num_microbatches)[-1]:
                 grouped += waiting.pop(op.stage)
         rows.append(tuple(grouped))
     return replace(plan, ops=tuple(rows))

@@ -2,11 +2,13 @@
 
 A plan that passes can be executed: no op is missing or runs twice, and no rank waits forever. The invariants:
 
-1. a rank's row has only ops of its own stages, with microbatches 0..m-1;
-2. each (stage, microbatch) has exactly one F, and either exactly one BW or exactly one B and one W;
+1. a rank's row has only ops of its own stages, with microbatches 0..m-1 and slices 0..n-1;
+2. each (stage, microbatch, slice) has exactly one F, and either exactly one BW or exactly one B and one W;
 3. F comes before B (or BW), and B before W;
-4. ops of one stage and kind run in ascending microbatch order, a BW as a B and as a W. The executor relies on it: a link between
-   two stages is then first in, first out, and a message needs no tag; and each weight adds its microbatches in the same order;
+4. ops of one stage and kind run in ascending microbatch order, a BW as a B and as a W; within a microbatch F in ascending order
+   of the slices, the others in descending order. The executor relies on it: a link between two stages is then first in, first
+   out, and a message needs no tag; each weight adds its microbatches in the same order; and a slice has the keys and values of
+   all slices before it, and in B all gradients of its own;
 5. no deadlock (`dependencies.execution_order`);
 6. no rank exceeds the memory limit, if one is given.
 
@@ -59,8 +61,7 @@ def validate(
 
 def _fail(plan: Plan, rank: int, step: int, op: Op, problem: str, remedy: str) -> NoReturn:
     raise PlanError(
-        f"plan {plan.schedule!r}, rank {rank}, step {step}: {problem} (stage {op.stage}, microbatch {op.microbatch}); "
-        f"{remedy}\n{marked_grid(plan, [(rank, step)])}"
+        f"plan {plan.schedule!r}, rank {rank}, step {step}: {problem} ({op.where}); {remedy}\n{marked_grid(plan, [(rank, step)])}"
     )
 
 
@@ -68,7 +69,7 @@ def _check_rows(plan: Plan) -> dict[Op, int]:
     """Check invariants 1 and 4, and that no op occurs twice. Returns the step of every op on its rank."""
     steps: dict[Op, int] = {}
     latest: dict[tuple[int, str], Op] = {}
-    stage_to_rank, m = plan.placement.stage_to_rank, plan.num_microbatches
+    stage_to_rank, m, n = plan.placement.stage_to_rank, plan.num_microbatches, plan.num_slices
     for rank, row in enumerate(plan.ops):
         for step, op in enumerate(row):
             if op.stage >= len(stage_to_rank):
@@ -79,12 +80,16 @@ def _check_rows(plan: Plan) -> dict[Op, int]:
                 _fail(plan, rank, step, op, f"{op} belongs to a stage of rank {owner}", f"move it to rank {owner}")
             if op.microbatch >= m:
                 _fail(plan, rank, step, op, f"{op} has a microbatch that does not exist", f"microbatches are 0..{m - 1}")
+            if op.slice >= n:
+                _fail(plan, rank, step, op, f"{op} has a slice that does not exist", f"slices are 0..{n - 1}")
             if op in steps:
                 _fail(plan, rank, step, op, f"{op} is computed twice, first at step {steps[op]}", "remove one of the two")
             for part in op.kind.value:  # a BW is a B and a W
                 earlier = latest.get((op.stage, part), op)
-                if earlier.microbatch > op.microbatch:
-                    remedy = "order microbatches ascending per stage and kind"
+                if earlier.number(n) > op.number(n):
+                    remedy = (
+                        "order microbatches ascending per stage and kind, their slices in F ascending and in B and W descending"
+                    )
                     _fail(plan, rank, step, op, f"{op} comes after {earlier}", remedy)
                 latest[op.stage, part] = op
             steps[op] = step
@@ -94,31 +99,30 @@ def _check_rows(plan: Plan) -> dict[Op, int]:
 def _check_complete(plan: Plan, steps: dict[Op, int], *, forward_only: bool) -> None:
     """Check invariants 2 and 3."""
     for stage, rank in enumerate(plan.placement.stage_to_rank):
-        for microbatch in range(plan.num_microbatches):
-            found = {kind: steps[op] for kind in OpKind if (op := Op(stage, kind, microbatch)) in steps}
-            problem = _problem_of(stage, microbatch, found, forward_only=forward_only)
+        for number in range(plan.num_microbatches * plan.num_slices):
+            forward = Op.nth(stage, OpKind.F, number, plan.num_slices)
+            found = {kind: steps[op] for kind in OpKind if (op := forward._replace(kind=kind)) in steps}
+            problem = _problem_of(forward, found, forward_only=forward_only)
             if problem is not None:
                 step, op, text, remedy = problem
                 _fail(plan, rank, len(plan.ops[rank]) if step is None else step, op, text, remedy)
 
 
-def _problem_of(
-    stage: int, microbatch: int, found: dict[OpKind, int], *, forward_only: bool
-) -> tuple[int | None, Op, str, str] | None:
-    """The first problem of one (stage, microbatch): step (None: the row's end), op, problem, remedy; None if it is valid."""
-    forward, backward, wgrad, fused = (Op(stage, kind, microbatch) for kind in (OpKind.F, OpKind.B, OpKind.W, OpKind.BW))
+def _problem_of(forward: Op, found: dict[OpKind, int], *, forward_only: bool) -> tuple[int | None, Op, str, str] | None:
+    """The first problem of what an F belongs to: step (None: the row's end), op, problem, remedy; None if it is valid."""
+    backward, wgrad, fused = (forward._replace(kind=kind) for kind in (OpKind.B, OpKind.W, OpKind.BW))
     if OpKind.F not in found:
         return None, forward, f"{forward} is missing", f"add {forward}"
     if forward_only:
         extra = next((kind for kind in (*_BACKWARD, OpKind.W) if kind in found), None)
         if extra is None:
             return None
-        op = Op(stage, extra, microbatch)
+        op = forward._replace(kind=extra)
         return found[extra], op, f"{op} is a backward op in a forward-only plan", "keep only F"
     if OpKind.BW in found:
         extra = next((kind for kind in (OpKind.B, OpKind.W) if kind in found), None)
         if extra is not None:
-            op = Op(stage, extra, microbatch)
+            op = forward._replace(kind=extra)
             return found[extra], op, f"{op} repeats a part of {fused}", f"use either {fused} or both {backward} and {wgrad}"
     elif OpKind.B not in found:
         remedy = f"add {backward} and {wgrad}, or {fused}; a plan for evaluation is validated with forward_only"
@@ -127,7 +131,7 @@ def _problem_of(
         return None, wgrad, f"{wgrad} is missing", f"add {wgrad} after {backward}"
     for before, after in itertools.pairwise(kind for kind in (OpKind.F, OpKind.BW, OpKind.B, OpKind.W) if kind in found):
         if found[after] < found[before]:
-            early, late = Op(stage, after, microbatch), Op(stage, before, microbatch)
+            early, late = forward._replace(kind=after), forward._replace(kind=before)
             remedy = f"move it after {late}, which is at step {found[before]}"
             return found[after], early, f"{early} comes before {late}", remedy
     return None
@@ -139,7 +143,7 @@ def _check_memory(plan: Plan, costs: CostModel, limit: float) -> None:
     worst = max(range(plan.num_ranks), key=peaks.__getitem__)
     if peaks[worst] <= limit + MEMORY_TOLERANCE:
         return
-    memory = memory_after_ops(plan.ops[worst], costs.reordered(plan.assignment))
+    memory = memory_after_ops(plan.ops[worst], costs.of_plan(plan))
     step = memory.index(max(memory))
     op = plan.ops[worst][step]
     problem = f"memory peaks at {peaks[worst]:.4f} and the limit is {limit:.4f} (1.0 is 1F1B's rank 0)"
@@ -147,7 +151,7 @@ def _check_memory(plan: Plan, costs: CostModel, limit: float) -> None:
 
 
 def live_timeline(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """Per rank, after each of its ops, the number of (stage, microbatch) between F and W (or BW).
+    """Per rank, after each of its ops, the number of (stage, microbatch, slice) between F and W (or BW).
 
     These are the activations in memory, in whole or the part kept for W. A forward without a backward in the plan does not
     count.
@@ -156,12 +160,12 @@ def live_timeline(plan: Plan) -> tuple[tuple[int, ...], ...]:
 
 
 def pending_timeline(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """Per rank, after each of its ops, the number of (stage, microbatch) between B and W."""
+    """Per rank, after each of its ops, the number of (stage, microbatch, slice) between B and W."""
     return tuple(_running(row, enters=(OpKind.B,), leaves=(OpKind.W,)) for row in plan.ops)
 
 
 def live_microbatches(plan: Plan) -> tuple[int, ...]:
-    """Per rank, the peak of `live_timeline`: the most (stage, microbatch) activations in memory at once."""
+    """Per rank, the peak of `live_timeline`: the most (stage, microbatch, slice) activations in memory at once."""
     return tuple(max(row, default=0) for row in live_timeline(plan))
 
 
@@ -171,11 +175,11 @@ def pending_wgrads(plan: Plan) -> tuple[int, ...]:
 
 
 def _running(row: tuple[Op, ...], *, enters: tuple[OpKind, ...], leaves: tuple[OpKind, ...]) -> tuple[int, ...]:
-    leaving = {(op.stage, op.microbatch) for op in row if op.kind in leaves}
+    leaving = {op._replace(kind=OpKind.F) for op in row if op.kind in leaves}
     counts: list[int] = []
     count = 0
     for op in row:
-        if (op.stage, op.microbatch) in leaving:
+        if op._replace(kind=OpKind.F) in leaving:
             count += (op.kind in enters) - (op.kind in leaves)
         counts.append(count)
     return tuple(counts)

@@ -213,7 +213,7 @@ def _of_each_microbatch(timeline: Timeline, costs: CostModel) -> CostModel:
     plan, m = timeline.plan, timeline.plan.num_microbatches
     lists = {name: [[value] * m for value in getattr(costs, name)] for name in COST_LISTS}
     for row in timeline.rows:
-        for (stage, kind, microbatch), start, end in row:
+        for (stage, kind, microbatch, _), start, end in row:
             name = COST_LISTS[0 if kind is OpKind.F else 2 if kind is OpKind.W else 1]  # a fused BW is a B, as in `combine`
             lists[name][stage][plan.batch_index(microbatch)] = end - start
     every = MicrobatchCosts(**{name: tuple(map(tuple, rows)) for name, rows in lists.items()}, tokens=())

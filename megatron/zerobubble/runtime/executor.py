@@ -59,7 +59,7 @@ class Executor:
         self._recorder = recorder
         self._receiving: dict[Message, tuple[Tensor, Handle]] = {}
         self._sending: dict[Message, Handle] = {}
-        self._local: dict[tuple[Payload, int, int], Tensor] = {}
+        self._local: dict[tuple[Payload, int, int, int], Tensor] = {}
 
     def begin(self, count: int) -> None:
         """Execute the first `count` ops. Then either `run` executes the rest or `abandon` ends the iteration."""
@@ -146,7 +146,7 @@ class Executor:
         if step.op.kind is OpKind.W:
             return None
         payload = Payload.ACTIVATION if step.op.kind is OpKind.F else Payload.GRADIENT
-        return self._local.pop((payload, step.op.stage, step.op.microbatch), None)
+        return self._local.pop((payload, step.op.stage, step.op.microbatch, step.op.slice), None)
 
     def _give(self, step: Step, result: Tensor | None) -> None:
         op = step.op
@@ -156,12 +156,12 @@ class Executor:
         if result is None:
             raise ExecutionError(
                 f"rank {self._rank}: {op} returned no tensor, and rank {self._stage_to_rank[stage]} would wait forever for the "
-                f"{payload.value} for stage {stage}, microbatch {op.microbatch}. Does the stage's output depend on its input?"
+                f"{payload.value} for {op._replace(stage=stage).where}. Does the stage's output depend on its input?"
             )
         if step.send is not None:
             self._sending[step.send] = self._links.send(step.send, result)
         else:
-            self._local[payload, stage, op.microbatch] = result
+            self._local[payload, stage, op.microbatch, op.slice] = result
 
 
 class BatchedExecutor(Executor):

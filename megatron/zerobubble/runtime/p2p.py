@@ -267,8 +267,5 @@ def _failure(verb: str, message: Message, error: RuntimeError) -> TransferError:
 
 
 def message_text(message: Message) -> str:
-    """A message in words, for logs and errors: payload, stage, microbatch, and the two ranks."""
-    return (
-        f"the {message.payload.value} for stage {message.stage}, microbatch {message.microbatch} "
-        f"(rank {message.source} to rank {message.target})"
-    )
+    """A message in words, for logs and errors: payload, stage, microbatch, slice, and the two ranks."""
+    return f"{message.where} (rank {message.source} to rank {message.target})"

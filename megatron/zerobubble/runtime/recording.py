@@ -79,7 +79,7 @@ _PASSES = {OpKind.F: "forward", OpKind.B: "dgrad", OpKind.W: "wgrad", OpKind.BW:
 
 def op_text(op: Op) -> str:
     """An op in words, for messages."""
-    return f"{op}, the {_PASSES[op.kind]} of stage {op.stage}, microbatch {op.microbatch}"
+    return f"{op}, the {_PASSES[op.kind]} of {op.where}"
 
 
 def fan_out(recorders: Sequence[Recorder]) -> Recorder | None:

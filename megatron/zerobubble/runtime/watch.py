@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron.zerobubble.plan.communication import Message, Payload
-from megatron.zerobubble.plan.ir import Op
+from megatron.zerobubble.plan.ir import Op, OpKind
 from megatron.zerobubble.runtime.p2p import message_text
 from megatron.zerobubble.runtime.recording import Recorder, op_text
 
@@ -159,7 +159,8 @@ class Watch(Recorder):
 
     def awaited(self, message: Message) -> None:
         """The rank begins to wait for the next op's input."""
-        op = f"{message.stage}{'F' if message.payload is Payload.ACTIVATION else 'B'}{message.microbatch}"
+        kind = OpKind.F if message.payload is Payload.ACTIVATION else OpKind.B
+        op = Op(message.stage, kind, message.microbatch, message.slice)
         self._wait(f"waits, before {op}, to receive {message_text(message)}", message.source)
 
     def retiring(self, message: Message) -> None:

@@ -21,7 +21,8 @@ from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.costs.links import Links, LinkTime, unequal_links
 from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, CostLists, MicrobatchCosts, check_number
-from megatron.zerobubble.plan.ir import OpKind, Placement
+from megatron.zerobubble.plan.costs.slice_costs import SliceCosts
+from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
 
 _SMALLEST = 1e-9
 """Least of the largest time (ms), and of the largest activation memory. Below it quotients are no longer finite."""
@@ -42,6 +43,8 @@ class CostModel(CostLists[float]):
     """P2P latency per message, added to every dependency that crosses ranks."""
     per_microbatch: MicrobatchCosts | None = None
     """Costs of every microbatch; the lists above are then their means, not those given. None: all microbatches are equal."""
+    slices: SliceCosts | None = None
+    """Costs of every slice of a microbatch; the lists above are then their sums, not those given. None: a slice has its share."""
     links: Links | None = None
     """Links of every pair of ranks; `comm_ms` is then the mean of neighboring ranks. None: `comm_ms` for all."""
 
@@ -63,7 +66,12 @@ class CostModel(CostLists[float]):
             _check_largest(names, max(max(getattr(self, name)) for name in names))
 
     def _take_means(self) -> None:
-        """Replace the lists by the means of the microbatches, and equal microbatches and links by the plain costs."""
+        """Replace the lists by the means of the microbatches or the sums of the slices, and what is equal by the plain costs."""
+        if self.slices is not None:
+            if self.per_microbatch is not None:
+                raise ConfigError("costs: microbatches of unequal lengths cannot have costs per slice; leave one of the two out")
+            for name, sums in self.slices.sums().items():
+                object.__setattr__(self, name, sums)
         if self.per_microbatch is not None:
             for name, means in self.per_microbatch.means().items():
                 object.__setattr__(self, name, means)
@@ -178,13 +186,15 @@ class CostModel(CostLists[float]):
         needs more memory after B than before.
         """
         most = tuple(map(max, self.activation, self.activation_after_backward))
-        every = self.per_microbatch
+        every, slices = self.per_microbatch, self.slices
+        if slices is not None:
+            slices = slices.reserved
         if every is not None:
             rows = zip(every.activation, every.activation_after_backward, strict=True)
             every = replace(every, activation=tuple(tuple(map(max, before, after)) for before, after in rows))
-        if most == self.activation and every == self.per_microbatch:
+        if most == self.activation and every == self.per_microbatch and slices == self.slices:
             return self
-        return replace(self, activation=most, per_microbatch=every)
+        return replace(self, activation=most, per_microbatch=every, slices=slices)
 
     def reordered(self, assignment: Sequence[int]) -> CostModel:
         """The same costs with microbatch i the one that was `assignment[i]`; empty: the same order. See `Plan.assignment`."""
@@ -214,7 +224,8 @@ class CostModel(CostLists[float]):
             for name, values in self.lists.items()
         }
         every = None if self.per_microbatch is None else self.per_microbatch.merged(size)
-        return replace(CostModel.of_lists(lists, comm_ms=self.comm_ms), per_microbatch=every, links=self.links)
+        slices = None if self.slices is None else self.slices.merged(size)
+        return replace(CostModel.of_lists(lists, comm_ms=self.comm_ms), per_microbatch=every, slices=slices, links=self.links)
 
     def with_links(self, measured: Mapping[tuple[int, int], LinkTime], num_ranks: int) -> CostModel:
         """The costs with measured links, (sender, receiver) -> a message: a matrix, or where they are alike their mean."""
@@ -222,8 +233,30 @@ class CostModel(CostLists[float]):
         mean = math.fsum(each.message_ms for each in measured.values()) / max(1, len(measured))
         return replace(self, comm_ms=mean, links=unequal_links(measured, num_ranks, shortest_pass_ms=shortest))
 
-    def duration_ms(self, stage: int, kind: OpKind, microbatch: int = 0) -> float:
-        """Time of one op in milliseconds; the microbatch counts only if they are unequal."""
+    def of_plan(self, plan: Plan) -> CostModel:
+        """The costs of a plan's own microbatches and slices: `reordered` by its assignment, and divided among its slices.
+
+        Raises:
+            PlanError: the costs are for another number of stages, ranks, microbatches or slices.
+        """
+        self.check_fits(plan.placement, plan.num_microbatches)
+        own = self.reordered(plan.assignment)
+        if plan.num_slices == (1 if own.slices is None else own.slices.num_slices):
+            return own
+        if own.slices is not None or own.per_microbatch is not None:
+            given = "unequal microbatches" if own.slices is None else f"{own.slices.num_slices} slices per microbatch"
+            raise PlanError(f"the costs are for {given} and the plan has {plan.num_slices} slices; give costs of each slice")
+        return own.with_slices(SliceCosts.even(self.lists, plan.num_slices))
+
+    def with_slices(self, slices: SliceCosts) -> CostModel:
+        """The costs with those of every slice of a microbatch, from those of whole microbatches: a message is a part as long."""
+        n = slices.num_slices
+        return replace(self, slices=slices, comm_ms=self.comm_ms / n, links=None if self.links is None else self.links.divided(n))
+
+    def duration_ms(self, stage: int, kind: OpKind, microbatch: int = 0, slice: int = 0) -> float:
+        """Time of one op in milliseconds; the microbatch counts only if they are unequal, so does the slice."""
+        if self.slices is not None:
+            return self.slices.duration_ms(stage, kind, slice)
         every = self.per_microbatch
         if kind is OpKind.F:
             return self.forward_ms[stage] if every is None else every.forward_ms[stage][microbatch]
@@ -266,6 +299,8 @@ class CostModel(CostLists[float]):
         body |= {name: list(getattr(self, name)) for name in COST_LISTS[3:]}
         if self.per_microbatch is not None:
             body["microbatches"] = self.per_microbatch.to_json()
+        if self.slices is not None:
+            body["slices"] = self.slices.to_json()
         if self.links is not None:
             body["links"] = self.links.to_json()
         return body
@@ -289,6 +324,7 @@ class CostModel(CostLists[float]):
             **lists,
             comm_ms=body.get("comm_ms", 0.0),
             per_microbatch=None if every is None else MicrobatchCosts.from_json(every),
+            slices=None if body.get("slices") is None else SliceCosts.from_json(body["slices"]),
             links=None if links is None else Links.from_json(links),
         )
 

@@ -122,6 +122,10 @@ class Links:
             return self
         return replace(self, message_bytes=tuple(self.message_bytes[index] for index in assignment))
 
+    def divided(self, parts: int) -> Links:
+        """The same links, with messages of a part of the size."""
+        return replace(self, message_bytes=tuple(size / parts for size in self.message_bytes))
+
     def to_json(self) -> dict[str, Any]:
         """The `links` object of the costs in a plan's JSON form."""
         body: dict[str, Any] = {"latency_ms": [list(row) for row in self.latency_ms]}

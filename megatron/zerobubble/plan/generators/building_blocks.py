@@ -36,13 +36,16 @@ def grid_order(block: GridBlock, num_microbatches: int) -> Order:
     return [_row(ticks, num_microbatches) for ticks in block]
 
 
-def grid_seed_orders(num_ranks: int, memory: float) -> list[SeedOrder]:
+def grid_seed_orders(num_ranks: int, num_slices: int, memory: float) -> list[SeedOrder]:
     """The blocks of about the given memory, as seed orders of a search on the V placement.
 
     Args:
         num_ranks: p.
+        num_slices: n. With more than one there is none: a block is of microbatches whose B runs in the order of their F.
         memory: the limit per rank, in activations of microbatches.
     """
+    if num_slices > 1:
+        return []
     fitting = [block for block in grid_blocks(num_ranks) if _residence(block) <= _MOST_SHARE * memory]
     most = max(map(_residence, fitting), default=0.0)
     return [partial(grid_order, block) for block in fitting if _residence(block) >= _LEAST_SHARE * most]

@@ -13,24 +13,28 @@ from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
 _PRIORITY = (OpKind.B, OpKind.F, OpKind.W)
 
 
-def greedy_plan(schedule: str, placement: Placement, num_microbatches: int, *, max_pending: int) -> Plan:
-    """Schedule a placement with one stage per rank, with at most `max_pending` >= 1 microbatches between F and W per rank."""
+def greedy_plan(schedule: str, placement: Placement, num_microbatches: int, *, max_pending: int, num_slices: int = 1) -> Plan:
+    """Schedule a placement with one stage per rank, with at most `max_pending` >= 1 microbatches between F and W per rank.
+
+    With slices, with at most so many slices, and the n-1 other ones of a microbatch.
+    """
+    count = num_microbatches * num_slices
     rows: list[list[Op]] = [[] for _ in range(placement.num_ranks)]
     upcoming = [dict.fromkeys(_PRIORITY, 0) for _ in rows]
     ended_before: set[Op] = set()
-    while any(counts[OpKind.W] < num_microbatches for counts in upcoming):
+    while any(counts[OpKind.W] < count for counts in upcoming):
         chosen: list[Op] = []
         for stage, rank in enumerate(placement.stage_to_rank):
             counts = upcoming[rank]
             for kind in _PRIORITY:
-                op = Op(stage, kind, counts[kind])
+                op = Op.nth(stage, kind, counts[kind], num_slices)
                 if op.microbatch == num_microbatches or not ended_before.issuperset(requirements(op, placement.num_stages)):
                     continue
-                if kind is OpKind.F and counts[OpKind.F] - counts[OpKind.W] == max_pending:
+                if kind is OpKind.F and counts[OpKind.F] - counts[OpKind.W] == max_pending + num_slices - 1:
                     continue
                 counts[kind] += 1
                 rows[rank].append(op)
                 chosen.append(op)
                 break
         ended_before.update(chosen)
-    return Plan.of(schedule, placement, num_microbatches, rows)
+    return Plan.of(schedule, placement, num_microbatches, rows, num_slices=num_slices)

@@ -8,6 +8,15 @@ p=4, m=6, one tick each for F and for the two halves of BW::
     rank 3           F0 BW0-- F1 BW1-- F2 BW2-- F3 BW3-- F4 BW4-- F5 BW5--
 
 Bubble, with equal stages: (p-1)/(m+p-1) of the span. Activation memory of rank i: min(p-i, m) microbatches.
+
+With n slices per microbatch it is Seq1F1B (arXiv 2406.03488, section 3.2): the same order of slices, with the n-1 other slices of
+the first microbatch in front, because the B of its last slice is the first one. p=3, m=2, n=2, F0.1 is slice 1 of microbatch 0::
+
+    rank 0  F0-- F0.1 F1-- F1.1 ................... BW0.1---- .... BW0------ .... BW1.1---- BW1------
+    rank 1       F0-- F0.1 F1-- ......... BW0.1---- F1.1 BW0------ .... BW1.1---- BW1------
+    rank 2            F0-- F0.1 BW0.1---- F1-- BW0------ F1.1 BW1.1---- BW1------
+
+Bubble: (p-1)/(m*n+p-1) of the span. Activation memory of rank i: min(p-i+n-1, m*n) slices.
 """
 
 from __future__ import annotations
@@ -15,16 +24,16 @@ from __future__ import annotations
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
 
 
-def one_f_one_b(num_ranks: int, num_microbatches: int) -> Plan:
-    """1F1B for any p >= 1 and m >= 1, one stage per rank."""
-    m = num_microbatches
+def one_f_one_b(num_ranks: int, num_microbatches: int, num_slices: int = 1) -> Plan:
+    """1F1B for any p >= 1, m >= 1 and n >= 1 slices per microbatch, one stage per rank."""
+    count = num_microbatches * num_slices
     rows = []
     for rank in range(num_ranks):
-        num_ahead = min(num_ranks - rank, m)
-        row = [Op(rank, OpKind.F, microbatch) for microbatch in range(num_ahead)]
-        for microbatch in range(m):
-            row.append(Op(rank, OpKind.BW, microbatch))
-            if microbatch + num_ahead < m:
-                row.append(Op(rank, OpKind.F, microbatch + num_ahead))
+        num_ahead = min(num_ranks - rank + num_slices - 1, count)
+        row = [Op.nth(rank, OpKind.F, number, num_slices) for number in range(num_ahead)]
+        for number in range(count):
+            row.append(Op.nth(rank, OpKind.BW, number, num_slices))
+            if number + num_ahead < count:
+                row.append(Op.nth(rank, OpKind.F, number + num_ahead, num_slices))
         rows.append(row)
-    return Plan.of("1f1b", Placement.linear(num_ranks), m, rows)
+    return Plan.of("1f1b", Placement.linear(num_ranks), num_microbatches, rows, num_slices=num_slices)

@@ -42,6 +42,11 @@ class Request:
         return self.spec.num_chunks
 
     @property
+    def num_slices(self) -> int:
+        """n."""
+        return self.spec.num_slices
+
+    @property
     def pending(self) -> int:
         """Most microbatches between F and W per rank, p by default."""
         return self.num_ranks if self.spec.max_pending_backward is None else self.spec.max_pending_backward

@@ -24,4 +24,5 @@ from megatron.zerobubble.plan.ir import Plan
 def v_half(request: Request) -> Plan:
     """V-Half for any p >= 1 and m >= 1."""
     unit = min(request.num_ranks, request.num_microbatches)
-    return request.searched(min(request.num_ranks // 2 + 1, unit) / unit, partial(v_seed_orders, request.num_ranks))
+    seed_orders = partial(v_seed_orders, request.num_ranks, request.num_slices)
+    return request.searched(min(request.num_ranks // 2 + 1, unit) / unit, seed_orders)

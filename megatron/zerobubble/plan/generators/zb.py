@@ -14,6 +14,12 @@ hand-written patterns:
 
 - k < p: too few microbatches to keep the ranks busy; the list scheduler (`greedy`) builds the order.
 
+With n slices per microbatch k counts slices, and the n-1 other slices of the first microbatch come in front. p=3, k=3, m=2, n=2::
+
+    rank 0  F0-- F0.1 F1-- F1.1 ......... B0.1 W0.1 B0-- W0-- B1.1 W1.1 B1-- W1--
+    rank 1       F0-- F0.1 F1-- .... B0.1 F1.1 B0-- W0.1 B1.1 W0-- B1-- W1.1 W1--
+    rank 2            F0-- F0.1 B0.1 F1-- B0-- F1.1 B1.1 W0.1 B1-- W0-- W1.1 W1--
+
 Bubble with F=B=W and free links, k >= p: max(2p-1-k, 2p-1-m, 0). Activation memory per rank: at most k*M_B.
 """
 
@@ -37,33 +43,34 @@ _DELAY_SHARES = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 1.0)
 
 def zb(request: Request) -> Plan:
     """The hand-written pattern; with search options, the best plan found from the patterns of several memory points."""
-    p, m, pending = request.num_ranks, request.num_microbatches, request.pending
+    p, m, n, pending = request.num_ranks, request.num_microbatches, request.num_slices, request.pending
     if request.options is None:
-        return zb_pattern(p, m, pending)
+        return zb_pattern(p, m, pending, n)
     costs = request.stage_costs
     costs.check_fits(request.spec.placement)
 
     def seed_orders(memory: float) -> list[SeedOrder]:
-        pendings = [k for k in (1, -(-p // 2), p, -(-3 * p // 2), 2 * p) if k <= memory][-2:]
-        patterns = [partial(zb_pattern, p, max_pending_backward=k) for k in {*pendings, pending}]
-        return [*map(seed_order_of, patterns), *map(seed_order_of, timed_zb(p, costs, memory))]
+        pendings = [k for k in (1, -(-p // 2), p, -(-3 * p // 2), 2 * p) if k + n - 1 <= memory * n][-2:]
+        patterns = [partial(zb_pattern, p, max_pending_backward=k, num_slices=n) for k in {*pendings, pending}]
+        return [*map(seed_order_of, patterns), *map(seed_order_of, timed_zb(p, costs, memory, n))]
 
     return request.searched(1.0 if request.spec.max_pending_backward is None else pending / min(p, m), seed_orders)
 
 
-def zb_pattern(num_ranks: int, num_microbatches: int, max_pending_backward: int) -> Plan:
-    """ZB for any p >= 1, m >= 1 and k = `max_pending_backward` >= 1, one stage per rank."""
+def zb_pattern(num_ranks: int, num_microbatches: int, max_pending_backward: int, num_slices: int = 1) -> Plan:
+    """ZB for any p >= 1, m >= 1 and k = `max_pending_backward` >= 1, one stage per rank. With slices k counts those."""
     p, pending = num_ranks, min(max_pending_backward, 2 * num_ranks - 1)
     if pending < p:
-        return greedy_plan("zb", Placement.linear(p), num_microbatches, max_pending=pending)
+        return greedy_plan("zb", Placement.linear(p), num_microbatches, max_pending=pending, num_slices=num_slices)
     rows = []
     for rank in range(p):
         num_ahead = (p - rank) + min(pending - p, p - rank - 1)
-        rows.append(deferred_wgrad_row(rank, num_microbatches, num_ahead=num_ahead, delay=pending - num_ahead))
-    return Plan.of("zb", Placement.linear(p), num_microbatches, rows)
+        delay = pending - num_ahead
+        rows.append(deferred_wgrad_row(rank, num_microbatches, num_ahead=num_ahead, delay=delay, num_slices=num_slices))
+    return Plan.of("zb", Placement.linear(p), num_microbatches, rows, num_slices=num_slices)
 
 
-def timed_zb(num_ranks: int, costs: CostModel, memory: float) -> list[Callable[[int], Plan]]:
+def timed_zb(num_ranks: int, costs: CostModel, memory: float, num_slices: int = 1) -> list[Callable[[int], Plan]]:
     """Variants of the pattern for measured times: a rank runs forwards until its first B arrives; W waits as memory allows.
 
     The best numbers of warmup forwards and of pending W depend on how the ranks interleave, so there are several variants to try.
@@ -73,29 +80,36 @@ def timed_zb(num_ranks: int, costs: CostModel, memory: float) -> list[Callable[[
         num_ranks: p.
         costs: measured times and activation memory per stage.
         memory: the limit per rank, in activations of microbatches.
+        num_slices: n.
 
     Returns:
         For each variant a function from the number of microbatches to a plan.
     """
     shares = itertools.product(_EXTRA_FORWARDS, _DELAY_SHARES)
-    return [partial(_timed, num_ranks, costs, memory, extra, share) for extra, share in shares]
+    return [partial(_timed, num_ranks, num_slices, costs, memory, extra, share) for extra, share in shares]
 
 
-def _timed(num_ranks: int, costs: CostModel, memory: float, extra: int, share: float, num_microbatches: int) -> Plan:
-    """One variant: `extra` more warmup forwards on all ranks but the last, and `share` of the remaining memory for pending W."""
+def _timed(
+    num_ranks: int, num_slices: int, costs: CostModel, memory: float, extra: int, share: float, num_microbatches: int
+) -> Plan:
+    """One variant: `extra` more warmup forwards on all ranks but the last, and `share` of the remaining memory for pending W.
+
+    All slices count alike, and the n-1 that run ahead of the first B besides (`deferred_wgrad_row`) count in memory.
+    """
     rows = []
-    until_backward = 0.0
+    until_backward, n, count = 0.0, num_slices, num_microbatches * num_slices
     for rank in reversed(range(num_ranks)):
-        activation, kept = costs.activation[rank], costs.activation_after_backward[rank]
-        ahead = num_microbatches
-        if costs.forward_ms[rank] > 0:
-            ahead = 1 + math.ceil(until_backward / costs.forward_ms[rank] - 1e-9) + (extra if rank + 1 < num_ranks else 0)
+        activation, kept = costs.activation[rank] / n, costs.activation_after_backward[rank] / n
+        forward_ms, backward_ms = costs.forward_ms[rank] / n, costs.backward_ms[rank] / n
+        ahead = count
+        if forward_ms > 0:
+            ahead = 1 + math.ceil(until_backward / forward_ms - 1e-9) + (extra if rank + 1 < num_ranks else 0)
         if activation > 0:
-            ahead = min(ahead, math.floor(min(memory / activation, num_microbatches) + 1e-9))
+            ahead = min(ahead, math.floor(min(memory / activation, count) + 1e-9) - n + 1)
         ahead = max(1, ahead)
-        delay = num_microbatches
+        delay = count
         if kept > 0:
-            delay = math.floor(min(share * (memory - ahead * activation) / kept, num_microbatches) + 1e-9)
-        rows.append(deferred_wgrad_row(rank, num_microbatches, num_ahead=ahead, delay=max(0, delay)))
-        until_backward += costs.forward_ms[rank] + costs.backward_ms[rank] + 2 * costs.comm_ms
-    return Plan.of("zb", Placement.linear(num_ranks), num_microbatches, reversed(rows))
+            delay = math.floor(min(share * (memory - (ahead + n - 1) * activation) / kept, count) + 1e-9)
+        rows.append(deferred_wgrad_row(rank, num_microbatches, num_ahead=ahead, delay=max(0, delay), num_slices=n))
+        until_backward += forward_ms + backward_ms + 2 * costs.comm_ms
+    return Plan.of("zb", Placement.linear(num_ranks), num_microbatches, reversed(rows), num_slices=n)

@@ -9,6 +9,12 @@ rank's optimizer steps when its own W are done, so the ranks finish one after an
 
 Bubble with F=B=W and free links: 0 for m >= 2p-1, and 2p-1-m below. Activation memory on rank i:
 (2p-2i-1)*M_B + 2i*M_W.
+
+With n slices per microbatch the same of slices, behind the n-1 other slices of the first microbatch. p=3, m=2, n=2::
+
+    rank 0  F0-- F0.1 F1-- F1.1 ......... B0.1 W0.1 B0-- W0-- B1.1 W1.1 B1-- W1--
+    rank 1       F0-- F0.1 F1-- F1.1 B0.1 .... B0-- .... B1.1 W0.1 B1-- W0-- W1.1 W1--
+    rank 2            F0-- F0.1 B0.1 F1-- B0-- F1.1 B1.1 B1-- W0.1 W0-- W1.1 W1--
 """
 
 from __future__ import annotations
@@ -17,10 +23,10 @@ from megatron.zerobubble.plan.generators.deferral import deferred_wgrad_row
 from megatron.zerobubble.plan.ir import Placement, Plan
 
 
-def zb_h2(num_ranks: int, num_microbatches: int) -> Plan:
-    """ZB-H2 for any p >= 1 and m >= 1, one stage per rank."""
+def zb_h2(num_ranks: int, num_microbatches: int, num_slices: int = 1) -> Plan:
+    """ZB-H2 for any p >= 1, m >= 1 and n >= 1 slices per microbatch, one stage per rank."""
     rows = [
-        deferred_wgrad_row(rank, num_microbatches, num_ahead=2 * (num_ranks - rank) - 1, delay=2 * rank)
+        deferred_wgrad_row(rank, num_microbatches, num_ahead=2 * (num_ranks - rank) - 1, delay=2 * rank, num_slices=num_slices)
         for rank in range(num_ranks)
     ]
-    return Plan.of("zb-h2", Placement.linear(num_ranks), num_microbatches, rows)
+    return Plan.of("zb-h2", Placement.linear(num_ranks), num_microbatches, rows, num_slices=num_slices)

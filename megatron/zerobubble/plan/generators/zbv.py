@@ -21,7 +21,13 @@ p=2, m=4, capitals c0, small letters c1::
 Bubble with F=B=W=1 per rank and free links: 0 for m >= 2p, 2p-m for p < m < 2p, and 2p-1-m for m <= p. Activation memory
 per rank: 2p stages, which is 1F1B's p microbatches. For m < 2p the schedule is built for 2p microbatches and the excess ones
 are removed.
-"""
+
+With n slices per microbatch the same of slices, and phases 2 and 5 are n-1 rounds longer: the first B is that of the last slice.
+p=2, m=2, n=2::
+
+    rank 0  F0-- F0.1 F1-- f0-- F1.1 f0.1 b0.1 w0.1 f1-- b0-- w0-- B0.1 W0.1 f1.1 b1.1 w1.1 B0-- W0-- b1-- w1-- B1.1 W1.1 ......... B1-- W1--
+    rank 1       F0-- f0-- F0.1 f0.1 F1-- f1-- b0.1 w0.1 F1.1 B0.1 W0.1 f1.1 b0-- w0-- B0-- W0-- b1.1 w1.1 B1.1 W1.1 b1-- w1-- B1-- W1--
+"""  # noqa: E501 - the timeline is wider
 
 from __future__ import annotations
 
@@ -37,45 +43,49 @@ from megatron.zerobubble.plan.transforms import first_microbatches
 def zbv(request: Request) -> Plan:
     """ZB-V for any p >= 1 and m >= 1: the hand-written pattern, or with search options the best plan found."""
     if request.options is None:
-        return zbv_pattern(request.num_ranks, request.num_microbatches)
-    return request.searched(1.0, partial(v_seed_orders, request.num_ranks))
+        return zbv_pattern(request.num_ranks, request.num_microbatches, request.num_slices)
+    return request.searched(1.0, partial(v_seed_orders, request.num_ranks, request.num_slices))
 
 
-def v_seed_orders(num_ranks: int, memory: float) -> list[SeedOrder]:
+def v_seed_orders(num_ranks: int, num_slices: int, memory: float) -> list[SeedOrder]:
     """The seed orders of a search on the V placement: the hand-written ZB-V and grid blocks of about the given memory.
 
     Args:
         num_ranks: p.
+        num_slices: n.
         memory: the limit per rank, in activations of microbatches.
     """
-    return [seed_order_of(partial(zbv_pattern, num_ranks)), *grid_seed_orders(num_ranks, memory)]
+    return [
+        seed_order_of(partial(zbv_pattern, num_ranks, num_slices=num_slices)),
+        *grid_seed_orders(num_ranks, num_slices, memory),
+    ]
 
 
-def zbv_pattern(num_ranks: int, num_microbatches: int) -> Plan:
-    """The seven phases for any p >= 1 and m >= 1, two stages per rank."""
+def zbv_pattern(num_ranks: int, num_microbatches: int, num_slices: int = 1) -> Plan:
+    """The seven phases for any p >= 1, m >= 1 and n >= 1 slices per microbatch, two stages per rank."""
     p = num_ranks
-    m = max(num_microbatches, 2 * p)
-    rows = [_row(rank, p, m) for rank in range(p)]
-    return first_microbatches(Plan.of("zbv", Placement.v(p), m, rows), num_microbatches)
+    m = max(num_microbatches, -(-2 * p // num_slices) + (num_slices > 1))
+    rows = [_row(rank, p, m, num_slices) for rank in range(p)]
+    return first_microbatches(Plan.of("zbv", Placement.v(p), m, rows, num_slices=num_slices), num_microbatches)
 
 
-def _row(rank: int, num_ranks: int, num_microbatches: int) -> list[Op]:
+def _row(rank: int, num_ranks: int, num_microbatches: int, num_slices: int) -> list[Op]:
     """The seven phases of one rank. Ops beyond the last microbatch are left out."""
-    p, m = num_ranks, num_microbatches
+    p, m = num_ranks, num_microbatches * num_slices
     row: list[Op] = []
     upcoming: dict[tuple[int, OpKind], int] = {}
 
     def emit(chunk: int, *kinds: OpKind) -> None:
         stage = rank if chunk == 0 else 2 * p - 1 - rank
         for kind in kinds:
-            microbatch = upcoming.get((chunk, kind), 0)
-            if microbatch < m:
-                row.append(Op(stage, kind, microbatch))
-                upcoming[chunk, kind] = microbatch + 1
+            number = upcoming.get((chunk, kind), 0)
+            if number < m:
+                row.append(Op.nth(stage, kind, number, num_slices))
+                upcoming[chunk, kind] = number + 1
 
     for _ in range(2 * (p - rank) - 1):
         emit(0, OpKind.F)
-    for _ in range(rank):
+    for _ in range(rank + num_slices - 1):
         emit(1, OpKind.F)
         emit(0, OpKind.F)
     for _ in range(p - rank):
@@ -83,7 +93,7 @@ def _row(rank: int, num_ranks: int, num_microbatches: int) -> list[Op]:
     while upcoming[1, OpKind.F] < m:
         emit(0, OpKind.F, OpKind.B, OpKind.W)
         emit(1, OpKind.F, OpKind.B, OpKind.W)
-    for _ in range(rank):
+    for _ in range(rank + num_slices - 1):
         emit(0, OpKind.B)
         emit(1, OpKind.B)
     for _ in range(p - rank):

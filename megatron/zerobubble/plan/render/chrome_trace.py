@@ -73,6 +73,8 @@ def _passes(iteration: int, rank: int, own: RankTimeline, begin: float, slots: S
     events = []
     for op, start, end in own.ops:
         args = {"stage": op.stage, "microbatch": op.microbatch, "iteration": iteration, **(slots[op.microbatch] if slots else {})}
+        if op.slice:
+            args["slice"] = op.slice
         events.append(_complete(str(op), op.kind.value, rank, _PASSES, start - begin, end - start, **args))
     for span in own.spans:
         if span.activity not in _LANES:
@@ -139,7 +141,7 @@ def _span(span: Span, name: str, iteration: int, rank: int, tid: int, begin: flo
 
 
 def _text(message: Message) -> str:
-    return f"{message.payload.value} for stage {message.stage}, microbatch {message.microbatch}"
+    return message.where.removeprefix("the ")
 
 
 def _complete(name: str, cat: str, pid: int, tid: int, start_ms: float, duration_ms: float, **args: object) -> Event:

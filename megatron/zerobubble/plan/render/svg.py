@@ -145,7 +145,7 @@ class _Drawing:
             f"class='op' stroke-width='0.6'><title>{op}{escape(note)} {timed.start_ms - self.begin_ms:.3f}.."
             f"{timed.end_ms - self.begin_ms:.3f} ms</title></rect>"
         )
-        number = str(op.microbatch)
+        number = str(op.microbatch) + (f".{op.slice}" if op.slice else "")
         if width < 7 * len(number) + 2:
             return box
         color = "white" if chunk else "#1b1b1b"

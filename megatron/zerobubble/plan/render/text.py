@@ -86,7 +86,7 @@ def _labels(row: Sequence[TimedOp]) -> list[str]:
 def _label(op: Op, chunks: dict[int, int]) -> str:
     if len(chunks) > 2:
         return str(op)
-    text = f"{op.kind.value}{op.microbatch}"
+    text = str(op).removeprefix(str(op.stage))
     return text.lower() if chunks[op.stage] == 1 else text
 
 
