@@ -141,9 +141,9 @@ def memory_of_slices(row: Sequence[Op], costs: SliceCosts) -> list[float]:
             held += (after if kind is OpKind.B else 0.0) - before
             if index == last:
                 held += costs.key_gradients[stage]
+            if index == 0:  # with one slice the gradients come and go within the op
+                held -= costs.keys[stage] + costs.key_gradients[stage]
         memory.append(max(held, 0.0))
-        if kind in (OpKind.B, OpKind.BW) and index == 0:
-            held -= costs.keys[stage] + costs.key_gradients[stage]
-        elif not has_backward:
+        if not has_backward:
             held -= before + (costs.keys[stage] if index == last else 0.0)
     return memory

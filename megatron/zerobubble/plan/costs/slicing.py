@@ -1,0 +1,137 @@
+"""Slices of equal work: how long each slice of a sequence is, and what it costs.
+
+A slice of ``l`` tokens behind a prefix of ``q`` tokens has ``l`` tokens' work in linear layers and, with causal attention, that
+of ``(q + l)^2 - q^2`` of the whole sequence's ``s^2`` pairs of tokens in attention: later slices of one length take longer. So the
+lengths fall, such that the passes of all slices take the same time (SlimPipe, arXiv 2504.14519, has equal lengths and moves
+attention between ranks instead). What a pass takes besides its tokens, the constant of a fit against lengths, is paid once per
+slice: that is how short slices lose.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.messages import quoted
+from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.length_model import LengthModel, Terms
+from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS
+from megatron.zerobubble.plan.costs.slice_costs import SliceCosts
+
+
+def slice_lengths(work: Terms, tokens: int, num_slices: int, *, multiple: int = 1) -> tuple[int, ...]:
+    """Tokens of every slice of a sequence, such that all take about the same time.
+
+    Args:
+        work: time of a pass by tokens and squared lengths; its constant does not count.
+        tokens: length of the sequence.
+        num_slices: n.
+        multiple: of which every length is one, as tensor and sequence parallelism and kernels want it.
+
+    Returns:
+        n lengths whose sum is `tokens`, none below `multiple`.
+
+    Raises:
+        ConfigError: a sequence that is no multiple of `multiple`, or too short for so many slices.
+    """
+    if tokens % multiple:
+        raise ConfigError(
+            f"a sequence of {tokens} tokens cannot be cut at multiples of {multiple}: pad it, or choose another one"
+        )
+    units = tokens // multiple
+    if num_slices > units:
+        unit = "tokens" if multiple == 1 else f"parts of {multiple} tokens"
+        raise ConfigError(f"a sequence of {tokens} tokens has {units} {unit}, which is too few for {num_slices} slices")
+    linear, square = work.per_token * multiple, work.per_square * multiple * multiple
+    total = linear * units + square * units * units
+    cuts = [0]
+    for index in range(1, num_slices):
+        part = total * index / num_slices
+        # of the two forms of the root the one that does not subtract: also right without any square
+        at = 2 * part / (linear + math.sqrt(linear * linear + 4 * square * part)) if total > 0 else units * index / num_slices
+        cuts.append(min(max(round(at), cuts[-1] + 1), units - num_slices + index))
+    return tuple((after - before) * multiple for before, after in zip(cuts, [*cuts[1:], units], strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slicing:
+    """Sequences of one length, and what is known of how their costs divide among slices."""
+
+    tokens: int
+    """Length of a sequence, s."""
+    attention_share: float = 0.0
+    """Share of F's time in attention, of a whole sequence."""
+    key_share: float = 0.0
+    """Share of F's activation memory that is keys and values, which a stage keeps from a microbatch's first F to its last B."""
+    overhead_ms: float = 0.0
+    """What each F, B and W of a stage takes besides the work of its tokens: launches, kernels too short for the device."""
+    multiple: int = 1
+    """Of which the length of every slice is one."""
+    model: LengthModel | None = None
+    """Measured costs by length, in place of a share and an overhead; None: not measured."""
+
+    def __post_init__(self) -> None:
+        for name in ("attention_share", "key_share"):
+            value = getattr(self, name)
+            if not 0 <= value < 1:
+                raise ConfigError(f"{name} is {quoted(value)}; it must be 0 or more and below 1")
+        for name in ("tokens", "multiple"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {quoted(getattr(self, name))}; it must be a whole number, 1 or more")
+        if not 0 <= self.overhead_ms < math.inf:
+            raise ConfigError(f"overhead_ms is {quoted(self.overhead_ms)}; it must be a number of 0 or more")
+
+    def applied(self, costs: CostModel, num_slices: int) -> CostModel:
+        """The costs of a plan with that many slices per microbatch, of equal work, from those of whole microbatches.
+
+        Raises:
+            ConfigError: see `slice_lengths`; microbatches that are unequal already.
+        """
+        if num_slices == 1:
+            return costs
+        if costs.per_microbatch is not None:
+            raise ConfigError("microbatches of unequal lengths are not cut into slices; give one length, or 1 slice")
+        model = self._model(costs)
+        return costs.with_slices(self.costs(model, self.lengths(model, num_slices)))
+
+    def lengths(self, model: LengthModel, num_slices: int) -> tuple[int, ...]:
+        """Tokens of every slice: F, B and W of all stages together take the same time for each.
+
+        By the FLOPs of a transformer layer B and W together are twice F, whatever the share of attention, so that F and the fused
+        backward are each the same for all slices, too. B alone is longer for later slices, and W shorter.
+        """
+        passes = [*model.forward_ms, *model.backward_ms, *model.wgrad_ms]
+        work = Terms(0.0, math.fsum(terms.per_token for terms in passes), math.fsum(terms.per_square for terms in passes))
+        return slice_lengths(work, self.tokens, num_slices, multiple=self.multiple)
+
+    def costs(self, model: LengthModel, lengths: tuple[int, ...]) -> SliceCosts:
+        """The costs of slices with these lengths."""
+        ends = [sum(lengths[: index + 1]) for index in range(len(lengths))]
+        parts = [(tokens, end * end - (end - tokens) * (end - tokens)) for tokens, end in zip(lengths, ends, strict=True)]
+        lists = {
+            name: tuple(tuple(max(0.0, terms.at(*part)) for part in parts) for terms in stages)
+            for name, stages in model.lists.items()
+        }
+        whole = [math.fsum(row) for row in lists["activation"]]
+        lists["activation"] = tuple(tuple((1 - self.key_share) * value for value in row) for row in lists["activation"])
+        keys = tuple(self.key_share * value for value in whole)
+        return SliceCosts(lengths=lengths, keys=keys, key_gradients=keys, **lists)
+
+    def _model(self, costs: CostModel) -> LengthModel:
+        if self.model is not None:
+            return self.model
+        squares = float(self.tokens) * self.tokens
+        model = LengthModel.of(costs, tokens=self.tokens, squares=squares, attention_share=self.attention_share)
+        if not self.overhead_ms:
+            return model
+        lists = model.lists
+        for name in COST_LISTS[:3]:
+            times = getattr(costs, name)
+            if min(times) < self.overhead_ms:
+                raise ConfigError(
+                    f"overhead_ms is {self.overhead_ms:g} and a pass takes {min(times):g} ms ({name}); it must be a part of that"
+                )
+            scaled = (terms.scaled(1 - self.overhead_ms / time) for terms, time in zip(lists[name], times, strict=True))
+            lists[name] = tuple(terms._replace(constant=self.overhead_ms) for terms in scaled)
+        return LengthModel(**lists)
