@@ -59,8 +59,12 @@ class SleepingWork:
     def __init__(self, costs: CostModel, *, num_elements: int = 64) -> None:
         self._num_elements = num_elements
         self._sleeper = Sleeper()
+        parts = range(1 if costs.slices is None else costs.slices.num_slices)
         self._seconds = {
-            (stage, kind): costs.duration_ms(stage, kind) / 1000.0 for stage in range(costs.num_stages) for kind in OpKind
+            (stage, kind, part): costs.duration_ms(stage, kind, slice=part) / 1000.0
+            for stage in range(costs.num_stages)
+            for kind in OpKind
+            for part in parts
         }
 
     def forward(self, op: Op, activation: Tensor | None, last: bool) -> Tensor:
@@ -73,24 +77,24 @@ class SleepingWork:
 
     def weight_gradient(self, op: Op, last: bool) -> None:
         """Sleep for the time of W."""
-        self._sleeper.sleep_until(time.perf_counter() + self._seconds[op.stage, op.kind])
+        self._sleeper.sleep_until(time.perf_counter() + self._seconds[op.stage, op.kind, op.slice])
 
     def buffer(self, message: Message) -> Tensor:
         """Allocate a tensor to receive into."""
         return torch.empty(self._num_elements)
 
     def _run(self, op: Op, received: Tensor | None, received_from: int) -> Tensor:
-        end = time.perf_counter() + self._seconds[op.stage, op.kind]
-        if received is not None and received[-1].item() != _mark(received_from, op.microbatch):
-            raise ExecutionError(f"{op} was given a tensor that is not of stage {received_from}, microbatch {op.microbatch}")
-        result = torch.empty(self._num_elements).fill_(_mark(op.stage, op.microbatch))
+        end = time.perf_counter() + self._seconds[op.stage, op.kind, op.slice]
+        if received is not None and received[-1].item() != _mark(op._replace(stage=received_from)):
+            raise ExecutionError(f"{op} was given a tensor that is not of {op._replace(stage=received_from).where}")
+        result = torch.empty(self._num_elements).fill_(_mark(op))
         self._sleeper.sleep_until(end)
         return result
 
 
-def _mark(stage: int, microbatch: int) -> float:
-    """The value of a stage's tensors for a microbatch, to check messages; exact in float32."""
-    return float(1024 * stage + microbatch)
+def _mark(op: Op) -> float:
+    """The value of a stage's tensors for a slice of a microbatch, to check messages; exact in float32."""
+    return float(64 * (1024 * op.stage + op.microbatch) + op.slice)
 
 
 def run_on_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:

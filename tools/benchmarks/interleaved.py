@@ -71,14 +71,14 @@ def compared(config: Config, factor: float, effort: Effort) -> Row:
     return row
 
 
-def by_formula(seq_length: int, placement: Placement) -> CostModel:
+def by_formula(seq_length: int, placement: Placement, total_ms: float = 60.0) -> CostModel:
     """Costs of a layer of `HIDDEN_SIZE` by its FLOPs and bytes (arXiv 2401.10241, table 1), without the scores of attention.
 
-    F, B and W of a rank take 60 ms together, links are free.
+    F, B and W of a rank take `total_ms` together, links are free.
     """
     linear, scores = 24 * HIDDEN_SIZE, 4 * seq_length
     passes = {"forward_ms": linear + scores, "backward_ms": linear + 2 * scores, "wgrad_ms": linear}
-    unit = 60 / sum(passes.values())
+    unit = total_ms / sum(passes.values())
     return CostModel.uniform(
         placement, **{name: unit * value for name, value in passes.items()}, activation_after_backward=32 / 34
     )

@@ -20,8 +20,34 @@ from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.lengths_and_links import Unequal, with_sizes
 from megatron.zerobubble.plan.costs.links import Links
 from megatron.zerobubble.plan.costs.microbatch_costs import check_tokens
-from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.costs.slicing import Slicing
+from megatron.zerobubble.plan.ir import MOST_SLICES, Placement
 from megatron.zerobubble.profiling.report import COSTS_BY_LENGTH, FORMAT, last_iteration
+
+
+def add_slice_flags(command: argparse.ArgumentParser) -> None:
+    """Add the flags for slices of microbatches to a planning command."""
+    command.add_argument(
+        "--slices",
+        default="1",
+        metavar="N",
+        help="cut each microbatch into N slices along its sequence; auto tries 1, 2, 4, 8 and 16 (default %(default)s)",
+    )
+    command.add_argument("--sequence-length", type=int, help="tokens of a sequence, for --slices")
+    command.add_argument(
+        "--key-share",
+        type=float,
+        default=0.0,
+        help="share of F's activation memory that is keys and values, which slices keep from a microbatch's first F to its last "
+        "B (default %(default)s; without recomputation 4/34 with as many KV heads as heads)",
+    )
+    command.add_argument(
+        "--pass-overhead-ms",
+        type=float,
+        default=0.0,
+        help="what each F, B and W takes besides the work of its tokens, in ms, which every slice takes again (default "
+        "%(default)s)",
+    )
 
 
 def add_unequal_flags(command: argparse.ArgumentParser) -> None:
@@ -63,6 +89,10 @@ class GivenCosts:
     """Per rank and microbatch, by the names of the arguments of `CostModel.uniform`."""
     file: str | None
     """The file of --costs, if it was given."""
+    slicing: Slicing | None = None
+    """How costs divide among slices; None: microbatches are whole."""
+    num_slices: tuple[int, ...] = (1,)
+    """Numbers of slices per microbatch to plan for."""
 
     @property
     def source(self) -> list[str]:
@@ -70,12 +100,12 @@ class GivenCosts:
         model, tokens = self.unequal.model, self.unequal.tokens
         return [] if model is None else [f"costs by length as measured in {shown(self.file)}: {model.text(max(tokens))}"]
 
-    def of(self, placement: Placement) -> CostModel:
+    def of(self, placement: Placement, num_slices: int = 1) -> CostModel:
         """The costs on a placement. Raises PlanError if those of the file are for other stages or microbatches."""
         costs = CostModel.uniform(placement, **self.scalars) if self.of_file is None else self.of_file
         costs = self.unequal.applied(costs)
         costs.check_fits(placement, self.num_microbatches)
-        return costs
+        return costs if self.slicing is None else self.slicing.applied(costs, num_slices)
 
 
 def read_costs(args: argparse.Namespace) -> GivenCosts:
@@ -87,16 +117,17 @@ def read_costs(args: argparse.Namespace) -> GivenCosts:
             links that are not given or measured.
         PlanError: a file that is not JSON, has no costs, or is not an object of matrices of links.
     """
-    unequal, of_file = _read_unequal(args), None
+    unequal, of_file, model = _read_unequal(args), None, None
+    num_slices = _read_slices(args)
     if args.costs is not None:
         of_file, model = _read_file(args.costs)
-        if unequal.tokens and model is not None:
+        if model is not None and (unequal.tokens or max(num_slices) > 1):
             if args.attention_share != 0:
                 raise ConfigError(
                     f"--attention-share is {args.attention_share:g} and {shown(args.costs)} has measured costs by length; "
                     "drop the share"
                 )
-            unequal = replace(unequal, model=model)
+            unequal = replace(unequal, model=model if unequal.tokens else None)
     names = ("forward_ms", "backward_ms", "wgrad_ms", "comm_ms", "activation_after_backward")
     return GivenCosts(
         unequal=unequal,
@@ -104,6 +135,40 @@ def read_costs(args: argparse.Namespace) -> GivenCosts:
         of_file=of_file,
         scalars={name: getattr(args, name) for name in names},
         file=args.costs,
+        slicing=None if max(num_slices) == 1 else _slicing(args, model),
+        num_slices=num_slices,
+    )
+
+
+_NUMBERS_OF_SLICES = (1, 2, 4, 8, 16)
+
+
+def _read_slices(args: argparse.Namespace) -> tuple[int, ...]:
+    """The numbers of slices to plan for, and refuse the other flags about slices without any."""
+    if args.slices != "auto" and not (args.slices.isdecimal() and 1 <= int(args.slices) <= MOST_SLICES):
+        raise ConfigError(f"--slices is {quoted(args.slices)}; give a number from 1 to {MOST_SLICES}, or auto")
+    chosen = _NUMBERS_OF_SLICES if args.slices == "auto" else (int(args.slices),)
+    if max(chosen) == 1:
+        for name in ("sequence_length", "key_share", "pass_overhead_ms"):
+            if getattr(args, name):
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{flag} is {getattr(args, name):g} and microbatches are whole; give --slices, or drop it")
+    elif args.sequence_length is None:
+        raise ConfigError(f"--slices {args.slices} needs the tokens of a sequence: give --sequence-length")
+    elif args.microbatch_tokens is not None:
+        raise ConfigError(
+            "--slices cuts microbatches of one length, and --microbatch-tokens gives each its own; drop one of them"
+        )
+    return chosen
+
+
+def _slicing(args: argparse.Namespace, model: LengthModel | None) -> Slicing:
+    return Slicing(
+        tokens=args.sequence_length,
+        attention_share=args.attention_share,
+        key_share=args.key_share,
+        overhead_ms=args.pass_overhead_ms,
+        model=model,
     )
 
 
@@ -142,8 +207,11 @@ def _read_unequal(args: argparse.Namespace) -> Unequal:
 def _check_used(args: argparse.Namespace) -> None:
     """Refuse a share and a size that nothing would come of."""
     share, size = args.attention_share, args.bytes_per_token
-    if share != 0 and args.microbatch_tokens is None:
-        raise ConfigError(f"--attention-share is {share:g} and all microbatches are equal; give --microbatch-tokens, or drop it")
+    if share != 0 and args.microbatch_tokens is None and args.slices == "1":
+        raise ConfigError(
+            f"--attention-share is {share:g} and all microbatches are equal and whole; give --microbatch-tokens or --slices, or "
+            "drop it"
+        )
     if not size >= 0:
         raise ConfigError(f"--bytes-per-token is {size:g}; give a number of 0 or more")
     if size > 0 and (args.microbatch_tokens is None or args.links is None):

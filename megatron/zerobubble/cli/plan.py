@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.zerobubble.cli.cost_flags import GivenCosts, add_unequal_flags, read_costs
+from megatron.zerobubble.cli.cost_flags import GivenCosts, add_slice_flags, add_unequal_flags, read_costs
 from megatron.zerobubble.cli.layout_of_run import add_layout_flags, run_layout
 from megatron.zerobubble.cli.output_files import columns, has_colors, write_text, write_whole
 from megatron.zerobubble.cli.parser import add_search_flags, read_text, workers_of
@@ -173,6 +173,7 @@ def _add_problem(command: argparse.ArgumentParser) -> None:
         "--microbatch-tokens its costs by length count, if it has them",
     )
     add_unequal_flags(command)
+    add_slice_flags(command)
     command.add_argument(
         "--objective",
         choices=[objective.value for objective in Objective],

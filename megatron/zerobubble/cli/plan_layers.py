@@ -37,10 +37,15 @@ MICROBATCHES_PER_RANK = 4
 """Microbatches per iteration and pipeline rank where --num-microbatches is not given."""
 _OF_RANKS = ("costs", "memory_limit", "max_pending_backward", "microbatch_tokens", "links")
 """Flags that contradict --layers: what they say is in the file or follows from it."""
-_SCALARS = {"forward_ms": 1.0, "backward_ms": 1.0, "wgrad_ms": 1.0, "comm_ms": 0.0} | {
+_SCALARS: dict[str, float | str] = {
+    "forward_ms": 1.0,
+    "backward_ms": 1.0,
+    "wgrad_ms": 1.0,
+    "comm_ms": 0.0,
     "activation_after_backward": 1.0,
     "attention_share": 0.0,
     "bytes_per_token": 0.0,
+    "slices": "1",
 }
 
 

@@ -1,14 +1,16 @@
 """Slices of equal work: how long each slice of a sequence is, and what it costs.
 
 A slice of ``l`` tokens behind a prefix of ``q`` tokens has ``l`` tokens' work in linear layers and, with causal attention, that
-of ``(q + l)^2 - q^2`` of the whole sequence's ``s^2`` pairs of tokens in attention: later slices of one length take longer. So the
-lengths fall, such that the passes of all slices take the same time (SlimPipe, arXiv 2504.14519, has equal lengths and moves
+of ``(q + l)^2 - q^2`` of the whole sequence's ``s^2`` pairs of tokens in attention: later slices of one length take longer. So
+the lengths fall, such that the passes of all slices take the same time (SlimPipe, arXiv 2504.14519, has equal lengths and moves
 attention between ranks instead). What a pass takes besides its tokens, the constant of a fit against lengths, is paid once per
 slice: that is how short slices lose.
 """
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -18,6 +20,9 @@ from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.length_model import LengthModel, Terms
 from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS
 from megatron.zerobubble.plan.costs.slice_costs import SliceCosts
+
+_AROUND = 2
+"""Cuts are looked for so many multiples around the place of equal work."""
 
 
 def slice_lengths(work: Terms, tokens: int, num_slices: int, *, multiple: int = 1) -> tuple[int, ...]:
@@ -43,15 +48,21 @@ def slice_lengths(work: Terms, tokens: int, num_slices: int, *, multiple: int = 
     if num_slices > units:
         unit = "tokens" if multiple == 1 else f"parts of {multiple} tokens"
         raise ConfigError(f"a sequence of {tokens} tokens has {units} {unit}, which is too few for {num_slices} slices")
-    linear, square = work.per_token * multiple, work.per_square * multiple * multiple
-    total = linear * units + square * units * units
-    cuts = [0]
-    for index in range(1, num_slices):
-        part = total * index / num_slices
-        # of the two forms of the root the one that does not subtract: also right without any square
-        at = 2 * part / (linear + math.sqrt(linear * linear + 4 * square * part)) if total > 0 else units * index / num_slices
-        cuts.append(min(max(round(at), cuts[-1] + 1), units - num_slices + index))
-    return tuple((after - before) * multiple for before, after in zip(cuts, [*cuts[1:], units], strict=True))
+    if not (work.per_token or work.per_square):
+        work = Terms(per_token=1.0)
+    before = [work.at(multiple * unit, (multiple * unit) ** 2) - work.constant for unit in range(units + 1)]
+    # Near the places of equal work, the cuts with the least squared times: rounding each by itself may add up.
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for index in range(1, num_slices + 1):
+        near = bisect.bisect_left(before, before[-1] * index / num_slices)
+        found = {}
+        for cut in range(max(near - _AROUND, index), min(near + _AROUND, units - num_slices + index) + 1):
+            ways = [(cost + (before[cut] - before[at]) ** 2, (*cuts, cut)) for at, (cost, cuts) in best.items() if at < cut]
+            if ways:
+                found[cut] = min(ways)
+        best = found
+    cuts = (0, *best[units][1])
+    return tuple((after - at) * multiple for at, after in itertools.pairwise(cuts))
 
 
 @dataclass(frozen=True, kw_only=True)

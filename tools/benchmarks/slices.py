@@ -1,0 +1,150 @@
+"""Slices of microbatches for long sequences: iteration time, idle time and memory against 1F1B, interleaved 1F1B and ZBV.
+
+Simulated, with F, B and W by the FLOPs of a layer of h = 8192 and free links; and emulated: eight processes whose passes sleep.
+
+  python -m tools.benchmarks.slices --json docs/benchmarks/data/slices.json --markdown docs/long-sequences.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Sequence
+
+from megatron.zerobubble.cli.parser import Parser
+from megatron.zerobubble.cli.progress_bar import track
+from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
+from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.slicing import Slicing
+from megatron.zerobubble.plan.ir import Placement, Plan
+from megatron.zerobubble.plan.objective import Objective
+from megatron.zerobubble.plan.planner import make_plan
+from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
+from megatron.zerobubble.plan.simulate import simulate
+from tools.benchmarks.interleaved import HIDDEN_SIZE, by_formula
+from tools.benchmarks.reports import ROOT, Row, markdown_table, run_report, with_tables
+from tools.benchmarks.schedules.emulated import Emulation, measure
+
+FORMAT = "zerobubble-slices-benchmark/1"
+PAGE = ROOT / "docs" / "long-sequences.md"
+LENGTHS, RANKS, SLICES = (4096, 32768, 131072), (4, 8, 16), (2, 4, 8, 16)
+SCHEDULES = ("1f1b", "zb-h1", "zbv")
+PARTS = 512
+"""A slice has a multiple of this part of its sequence in tokens: 8 of 4k, 64 of 32k, 256 of 128k."""
+EMULATED_MS = 480.0
+"""F, B and W of a microbatch on a rank where passes sleep: with 8 slices a pass takes 17 ms or more."""
+KEY_SHARES = {"8 KV heads of 64": 4 / 34 / 8, "as many KV heads as heads": 4 / 34}
+"""Of a layer's activation memory without recomputation, 34 sbh bytes (arXiv 2205.05198), keys and values are 4 sbh at most."""
+
+
+def slicing(seq_length: int, key_share: float) -> Slicing:
+    """How the costs of a sequence of this length divide among slices."""
+    share = 4 * seq_length / (24 * HIDDEN_SIZE + 4 * seq_length)
+    return Slicing(tokens=seq_length, attention_share=share, key_share=key_share, multiple=seq_length // PARTS)
+
+
+def costs_of(seq_length: int, placement: Placement, num_slices: int, key_share: float, total_ms: float = 60.0) -> CostModel:
+    """Costs of the slices of a sequence; of a whole one with 1."""
+    return slicing(seq_length, key_share).applied(by_formula(seq_length, placement, total_ms), num_slices)
+
+
+def simulated(p: int, m: int, seq_length: int, effort: Effort) -> Row:
+    """One pipeline and length: what runs today, and every schedule and number of slices."""
+
+    def of(plan: Plan, num_slices: int = 1, key_share: float = 0.0) -> Row:
+        costs = costs_of(seq_length, plan.placement, num_slices, key_share)
+        found = simulate(plan, costs)
+        row: Row = {"makespan_ms": found.makespan_ms, "idle": found.idle_share, "memory": max(found.peak_memory)}
+        return row | {"gap": lower_bound(plan.placement, m, costs, max(found.peak_memory)).makespan_gap(found.makespan_ms)}
+
+    options = SearchOptions(memory_limit=1.0, objective=Objective.MAKESPAN, budget=effort.budget)
+    best = make_plan("zbv", num_ranks=p, num_microbatches=m, costs_of=lambda at: by_formula(seq_length, at), options=options)
+    row: Row = {"p": p, "m": m, "seq_length": seq_length, "zbv": of(best.simulation.plan)}
+    row["1f1b"] = of(build_plan("1f1b", num_ranks=p, num_microbatches=m))
+    row["interleaved v=4"] = of(build_plan("interleaved-1f1b", num_ranks=p, num_microbatches=m, num_chunks=4))
+    base = by_formula(seq_length, Placement.linear(p))
+    work_ms = base.forward_ms[0] + base.backward_ms[0] + base.wgrad_ms[0]
+    for n in SLICES:
+        row[f"formula n={n}"] = (m + (p - 1) / n) * work_ms
+        for name in SCHEDULES:
+            plan = build_plan(name, num_ranks=p, num_microbatches=m, num_slices=n)
+            few, many = (of(plan, n, share) for share in KEY_SHARES.values())
+            row[f"{name} n={n}"] = few | {"memory_all_heads": many["memory"]}
+    return row
+
+
+def emulated(seq_length: int, rounds: int) -> list[Row]:
+    """Eight ranks whose passes sleep, with the executor and gloo, side by side."""
+    emulations = []
+    for name, n in itertools.product(("1f1b", "zbv"), (1, 4, 8)):
+        plan = build_plan(name, num_ranks=8, num_microbatches=16, num_slices=n)
+        costs = costs_of(seq_length, plan.placement, n, 0.0, EMULATED_MS)
+        emulations.append(Emulation(name=f"{name} n={n}", baseline="1f1b n=1", plan=plan, costs=costs))
+    [measured] = measure(emulations, rounds=rounds, message_kib=1.0)
+    rows: list[Row] = measured["rows"]
+    return rows
+
+
+def markdown(report: Row) -> str:
+    """The page with the tables of the report."""
+    lines = []
+    for row in report["rows"]:
+        base = row["1f1b"]["makespan_ms"]
+        for name in ("interleaved v=4", "zbv", *(f"{each} n={n}" for n in SLICES for each in SCHEDULES)):
+            if row["p"] != 8 or row["m"] != 16 or (name.startswith("zb-h1") and not name.endswith("n=8")):
+                continue
+            found = row[name]
+            memory = f"{found['memory']:.2f}"
+            if "memory_all_heads" in found:
+                memory += f" ({found['memory_all_heads']:.2f})"
+            cells = [f"{row['seq_length'] // 1024}k", name, f"{base / found['makespan_ms']:.3f}", f"{100 * found['idle']:.1f} %"]
+            lines.append([*cells, memory, f"{100 * found['gap']:.1f} %"])
+    heads = ("s", "schedule", "times as fast as 1F1B", "idle", "memory", "above the lower bound")
+    return with_tables(PAGE, [markdown_table(heads, lines), _over_all(report), _emulations(report)])
+
+
+def _over_all(report: Row) -> list[str]:
+    """Per n, over all pipelines and lengths, the least and the most of what the schedules over slices give."""
+    lines = []
+    for n in SLICES:
+        cells = [str(n)]
+        for name in ("1f1b", "zbv"):
+            rows = report["rows"]
+            over = [row[f"{name} n={n}"]["makespan_ms"] / row[f"formula n={n}"] for row in rows]
+            theirs = [row["interleaved v=4"]["makespan_ms"] / row[f"{name} n={n}"]["makespan_ms"] for row in rows]
+            memory = [row[f"{name} n={n}"]["memory"] for row in rows]
+            cells += [f"{min(each):.2f} to {max(each):.2f}" for each in (over, theirs, memory)]
+        lines.append(cells)
+    columns = ("over (m + (p-1)/n) work", "times as fast as v = 4", "memory")
+    return markdown_table(("n", *(f"{name}, {each}" for name in ("1F1B", "ZBV") for each in columns)), lines)
+
+
+def _emulations(report: Row) -> list[str]:
+    lines = []
+    for row in report["emulated"]:
+        name, n = row["name"].split(" n=")
+        spread, over = row["ms"], 100 * row["over_prediction"]["median"]
+        lines.append([name, n, f"{row['predicted_ms']:.0f}", f"{spread['median']:.0f}", f"{over:+.1f} %"])
+    return markdown_table(("schedule", "slices", "simulated ms", "emulated ms", "difference"), lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the comparison."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="python -m tools.benchmarks.slices", description=__doc__, formatter_class=raw)
+    parser.add_argument("--effort", choices=[each.value for each in Effort], default="fast", help="of ZBV without slices")
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="iterations of each emulated schedule; 0: none (default %(default)s)"
+    )
+
+    def measured(args: argparse.Namespace) -> Row:
+        todo = [(p, m, length) for p in RANKS for m in (p, 2 * p) for length in LENGTHS]
+        rows = [simulated(*each, Effort(args.effort)) for each in track(todo, "pipelines")]
+        return {"effort": args.effort, "rows": rows, "emulated": emulated(32768, args.rounds) if args.rounds else []}
+
+    return run_report(parser, argv, FORMAT, measured, markdown)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
