@@ -25,15 +25,16 @@ from typing import Any, NamedTuple
 
 FORMAT = "zerobubble-certificate/1"
 NAMES = ("forward_ms", "backward_ms", "wgrad_ms", "activation", "activation_after_backward")
+KEYS = ("keys", "key_gradients")
 LARGEST = 1e12
 """Most that a cost can be, so that sums stay finite."""
 TOLERANCE = 1e-6
 """Relative difference allowed between two computations of one time."""
 
 Op = tuple[int, str, int]
-"""Stage, kind (F, B, W, or BW for both without a break), microbatch."""
+"""Stage, kind (F, B, W, or BW for both without a break), and microbatch; with n slices, n times the microbatch plus the slice."""
 Table = list[list[float]]
-"""A cost of every stage and microbatch: `[stage][microbatch]`."""
+"""A cost of every stage and microbatch or slice: `[stage][microbatch]`, or as in `Op`; of keys and values one per stage."""
 
 
 class Pass(NamedTuple):
@@ -63,41 +64,57 @@ def is_number(value: object, largest: float = LARGEST) -> bool:
     return type(value) in (int, float) and 0 <= value <= largest  # type: ignore[operator]
 
 
-def read_plan(plan: dict[str, Any]) -> tuple[list[list[Op]], list[int], list[int]]:
-    """The ops per rank, the rank per stage, and which microbatch of the data every microbatch of the plan is."""
-    rank_of, m, rows = plan["stage_to_rank"], plan["num_microbatches"], plan["ops"]
+def read_plan(plan: dict[str, Any]) -> tuple[list[list[Op]], list[int], list[int], int]:
+    """The ops per rank, the rank per stage, which microbatch or slice of the data every one of the plan is, and n, the slices."""
+    rank_of, m, n, rows = plan["stage_to_rank"], plan["num_microbatches"], plan.get("num_slices", 1), plan["ops"]
+    need(type(n) is int and 0 < n <= LARGEST, "the plan's number of slices is not an integer above 0")
     order: dict[tuple[int, str], list[int]] = {(stage, part): [] for stage in range(len(rank_of)) for part in "FBW"}
     ops: list[list[Op]] = []
     for rank, row in enumerate(rows):
         ops.append([])
         for text in row:
-            found = re.fullmatch("([0-9]{1,9})(F|B|W|BW)([0-9]{1,9})", text)
+            found = re.fullmatch("([0-9]{1,9})(F|B|W|BW)([0-9]{1,9})(?:[.]([0-9]{1,9}))?", text)
             if found is None:
                 raise RefusedError(f"{text!r:.40} is not an op")
-            stage, kind, i = int(found[1]), found[2], int(found[3])
+            stage, kind, i, part = int(found[1]), found[2], int(found[3]), int(found[4] or 0)
+            need(part < n, f"{text} is of a slice that does not exist")
+            i = i * n + part
             need(stage < len(rank_of) and rank_of[stage] == rank, f"{text} is on rank {rank}, which does not have its stage")
             ops[rank].append((stage, kind, i))
-            for part in kind:
-                order[stage, part].append(i)
-    for (stage, part), given in order.items():
-        is_complete = len(given) == m and given == [*range(len(given))]
-        need(is_complete, f"stage {stage} does not have {part} of every microbatch once, in ascending order")
+            for each in kind:  # F in the order of the slices, B and W in reverse
+                order[stage, each].append(i if each == "F" else i + n - 1 - 2 * part)
+    for (stage, each), given in order.items():
+        is_complete = len(given) == m * n and given == [*range(len(given))]
+        slices = "" if n == 1 else ", their slices ascending in F and descending in B and W"
+        need(is_complete, f"stage {stage} does not have {each} of every microbatch once, in ascending order{slices}")
     need(bool(rank_of) and type(m) is int and m > 0, "the plan has no stages or no microbatches")
     numbers = (plan["num_ranks"], m, *rank_of, *(plan.get("assignment") or ()))
     need({*map(type, numbers)} == {int}, "the plan has a rank or a microbatch that is not an integer")
     need({*rank_of} == {*range(len(ops))} and plan["num_ranks"] == len(ops), "the plan's stages do not have all of its ranks")
     assignment = plan.get("assignment") or [*range(m)]
     need(sorted(assignment) == [*range(m)], "the plan's assignment does not have every microbatch once")
-    return ops, rank_of, assignment
+    return ops, rank_of, [i * n + part for i in assignment for part in range(n)], n
 
 
-def read_costs(body: dict[str, Any], rank_of: list[int], m: int) -> dict[str, Table]:
-    """Time and memory of every stage and microbatch; "down", its message to the next stage, and "up", the gradient's way back."""
-    own, links, last = body.get("microbatches"), body.get("links"), len(rank_of) - 1
-    costs: dict[str, Table] = {name: own[name] if own else [[value] * m for value in body[name]] for name in NAMES}
+def read_costs(body: dict[str, Any], rank_of: list[int], m: int, n: int) -> dict[str, Table]:
+    """Time and memory of every stage and microbatch; "down", its message to the next stage, and "up", the gradient's way back.
+
+    With slices, m counts all slices: n of each microbatch, which cost the same in every microbatch.
+    """
+    own, slices, links, last = body.get("microbatches"), body.get("slices"), body.get("links"), len(rank_of) - 1
+    need(bool(slices) or n == 1, "costs: a plan of slices needs costs of each")
+    need(not (own and slices), "costs: unequal microbatches cannot have slices")
+    costs: dict[str, Table] = {
+        name: own[name] if own else [row * (m // n) for row in slices[name]] if slices else [[value] * m for value in body[name]]
+        for name in NAMES
+    }
     for name, rows in costs.items():
         fits = len(rows) == len(rank_of) and all(len(row) == m and all(map(is_number, row)) for row in rows)
-        need(fits, f"costs: {name} must have {len(rank_of)} stages and {m} microbatches, finite numbers from 0 to {LARGEST:g}")
+        need(fits, f"costs: {name} must have {len(rank_of)} stages and {m} passes, finite numbers from 0 to {LARGEST:g}")
+    for name in KEYS:
+        values = slices[name] if slices else [0.0] * len(rank_of)
+        need(len(values) == len(rank_of) and all(map(is_number, values)), f"costs: {name} must have a finite number per stage")
+        costs[name] = [[value] for value in values]
 
     def message(source: int, target: int, i: int) -> tuple[float, float]:
         one, other = rank_of[source], rank_of[target]
@@ -131,9 +148,13 @@ def inputs(stage: int, kind: str, i: int, last: int) -> list[Op]:
 
 
 def simulate(
-    ops: list[list[Op]], rank_of: list[int], costs: dict[str, Table], assignment: list[int]
+    ops: list[list[Op]], rank_of: list[int], costs: dict[str, Table], assignment: list[int], n: int
 ) -> tuple[float, float, float]:
-    """Span, makespan, and the peak memory of the rank that needs most. A link carries one message after the other."""
+    """Span, makespan, and the peak memory of the rank that needs most. A link carries one message after the other.
+
+    Keys and values are in memory from the F of the first slice to its B, the last of the microbatch, their gradients from the B
+    of the last slice on.
+    """
     there: dict[Op, float] = {}  # when the next stage has a result
     links: dict[tuple[int, int], float] = {}  # when a link can take the next message
     last = len(rank_of) - 1
@@ -158,7 +179,10 @@ def simulate(
                     links[link] = sent + costs[f"{way} busy"][from_][assignment[i]]
                     there[stage, kind[0], i] = sent + costs[way][from_][assignment[i]]
                 held[rank] += {"F": whole, "B": kept - whole, "W": -kept, "BW": -whole}[kind]
+                (keys,), (gradients,) = costs["keys"][stage], costs["key_gradients"][stage]
+                held[rank] += keys * (kind == "F" and i % n == 0) + gradients * ("B" in kind and i % n == n - 1)
                 peak = max(peak, held[rank])
+                held[rank] -= (keys + gradients) * ("B" in kind and i % n == 0)
                 at[rank], moved = at[rank] + 1, True
     need(at == [*map(len, ops)], "the plan deadlocks")
     return max(end - start for start, end in zip(first, free, strict=True)), max(free) - min(first), peak
@@ -206,7 +230,7 @@ def areas(passes: list[Pass], limit: float, is_equal: bool) -> dict[str, tuple[f
 
 
 def bounds(
-    costs: dict[str, Table], rank_of: list[int], rank: int, limit: float, prices: dict[str, float], objective: str
+    costs: dict[str, Table], rank_of: list[int], rank: int, limit: float, prices: dict[str, float], objective: str, n: int
 ) -> dict[str, float]:
     """Name -> lower bound on the time of any plan within the limit, from what one rank has to do. Not all apply to every rank."""
     stages = [stage for stage, owner in enumerate(rank_of) if owner == rank]
@@ -219,16 +243,26 @@ def bounds(
     turn = [sum(f[s:] + down[s:] + b[s:] + up[s:]) for s in range(len(f))]
     leave = [sum(b[:s] + up[:s]) + w[0] for s in range(len(f))]
 
+    # With slices such a path waits, at the slowest stage from one on, for F of the slices behind its own, and for B of those.
+    def wait(name: str, since: int, part: int) -> float:
+        return max(sum(row[part:n]) - min(row) for row in costs[name][since:]) if n > 1 else 0.0
+
+    whole = zip(costs["activation"], costs["keys"], strict=True)
+    costs = costs | {"activation": [[size + keys * (i % n == 0) for i, size in enumerate(row)] for row, (keys,) in whole]}
+
     # Every microbatch, also the slowest, has to go all the way and back.
     ways = [*zip(*(row for name in (*NAMES[:2], "down", "up") for row in costs[name]), strict=True)]
     alone = [sum(way) + costs["wgrad_ms"][0][i] for i, way in enumerate(ways)]
+    alone.append(turn[0] + wait("forward_ms", 0, 0) + wait("backward_ms", 0, 0) + w[0])
+
+    turns = {s: [turn[s] + wait("forward_ms", s, part) + wait("backward_ms", s, part) for part in range(n)] for s in stages}
 
     passes: list[Pass] = []
     for i in range(len(costs["down"][0])):
         held = 0.0
         for s in stages:
             held += costs["activation"][s][i]
-            passes.append(Pass._make((*(costs[name][s][i] for name in NAMES), held, turn[s])))
+            passes.append(Pass._make((*(costs[name][s][i] for name in NAMES), held, turns[s][i % n])))
     total, is_equal = len(passes), len({(one.whole, one.kept) for one in passes}) == 1
     forward, backward, wgrad = (sum(one[kind] for one in passes) for kind in range(3))
     all_fit = sum(one.whole for one in passes) <= limit
@@ -243,13 +277,14 @@ def bounds(
     run = most("before the first B", [[(one.forward, one.whole)] for one in passes])
     if is_equal:
         run = min(run, fit(passes[0].whole, limit, total) * max(one.forward for one in passes))
-    idle_head = max(0.0, arrive[last] - arrive[first] + turn[last] - b[last] - run)
+    idle_head = max(0.0, arrive[last] - arrive[first] + turn[last] - b[last] + wait("forward_ms", first, 0) - run)
     left = most("after the last F", [[(one.wgrad, one.kept), (one.backward + one.wgrad, one.whole)] for one in passes])
     if len({one[:5] for one in passes}) == 1:  # in whole passes: some with their B, and as many W as fit beside them
         one = passes[0]
         fitting = (k for k in range(total + 1) if k * one.whole <= limit)
         left = max(k * one.backward + min(total, k + fit(one.kept, limit - k * one.whole, total)) * one.wgrad for k in fitting)
-    idle_tail = max(0.0, turn[first] - (arrive[last] - arrive[first]) - f[last] + w[first] - left)
+    until_end = turn[first] - (arrive[last] - arrive[first]) - f[last] + w[first] + wait("backward_ms", first, 0)
+    idle_tail = max(0.0, until_end - left)
     put_off = most("after the last B", [[(one.wgrad, min(one.whole, one.kept))] for one in passes])
 
     # If not all F fit, the last F comes after the first B, and the idle times do not overlap.
@@ -264,7 +299,8 @@ def bounds(
     }
     if not all_fit:
         freeing = idle_head + forward + max(0.0, backward + wgrad - left)
-        found["round trip, free memory, round trip"] = arrive[first] + freeing + turn[last] - f[last] + leave[last]
+        home = turn[last] - f[last] + wait("backward_ms", 0, 0) + leave[last]
+        found["round trip, free memory, round trip"] = arrive[first] + freeing + home
     for name, (area, during_w, last_w, later_w) in areas(passes, limit, is_equal).items():
         found[name] = before + area + during_w + last_w
         found[f"travel, {name}, travel"] = arrive[first] + area + max(0.0, during_w - later_w) + leave[first]
@@ -275,12 +311,14 @@ def check(body: dict[str, Any]) -> tuple[float, float]:
     """The objective and its lower bound, both in milliseconds. Raises RefusedError if anything in the certificate is wrong."""
     need(body.get("format") == FORMAT, f"its format is {body.get('format')!r:.40}; this checker reads {FORMAT}")
     plan, claimed, objective, allowed = body["plan"], body["bound"], body["objective"], body["memory_limit"]
-    ops, rank_of, assignment = read_plan(plan)
-    costs = read_costs(plan["costs"], rank_of, len(assignment))
-    span, makespan, peak = simulate(ops, rank_of, costs, assignment)
+    ops, rank_of, assignment, n = read_plan(plan)
+    costs = read_costs(plan["costs"], rank_of, len(assignment), n)
+    span, makespan, peak = simulate(ops, rank_of, costs, assignment, n)
     need(allowed is None or is_number(allowed), "its memory_limit must be a number from 0, or null")
+    m = len(assignment) // n
     everything = sum(sum(row) for name in NAMES[3:] for row in costs[name])  # no plan needs more
-    limit = (everything if allowed is None else allowed * min(len(ops), len(assignment))) * (1 + 1e-9) + 1e-9  # rounded up
+    everything += m * sum(sum(row) for name in KEYS for row in costs[name])
+    limit = (everything if allowed is None else allowed * min(len(ops), m)) * (1 + 1e-9) + 1e-9  # rounded up
     need(peak <= limit, f"the plan needs {peak:.10g} microbatches of memory and its limit is {limit:.10g}")
     need(objective in ("span", "makespan"), f"its objective is {objective!r:.40}; span and makespan are known")
     value = span if objective == "span" else makespan
@@ -288,7 +326,7 @@ def check(body: dict[str, Any]) -> tuple[float, float]:
     name, rank, bound, prices = claimed["name"], claimed["rank"], claimed["bound_ms"], claimed["prices"]
     need(type(rank) is int and 0 <= rank < len(ops), f"its bound is about rank {rank!r:.40}, which does not exist")
     need(all(is_number(price, sys.float_info.max) for price in prices.values()), "its prices must be finite and 0 or more")
-    proven = bounds(costs, rank_of, rank, limit, prices, objective)
+    proven = bounds(costs, rank_of, rank, limit, prices, objective, n)
     need(name in proven, f"its bound {name!r:.40} is not known for these costs and memory; known are {', '.join(proven)}")
     for text, number in (("objective_ms", body["objective_ms"]), ("bound_ms", bound), *claimed["terms_ms"].items()):
         need(is_number(number, sys.float_info.max), f"its {text!r:.40} must be a finite number from 0")
@@ -317,6 +355,8 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     gap = max(0.0, value / bound - 1) if bound > 0 else math.inf if value > 0 else 0.0
     within = "" if body["memory_limit"] is None else f" within {body['memory_limit']:.6g} of 1F1B's memory"
+    n = body["plan"].get("num_slices", 1)
+    within = within if n == 1 else f" with {n} slices per microbatch{within}"
     print(f"valid; {body['objective']} {value:.6g} ms, no plan{within} takes less than {bound:.6g} ms, gap {100 * gap:.3f} %")
     return 0
 

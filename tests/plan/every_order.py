@@ -14,21 +14,28 @@ _Cell = tuple[int, int]
 """Stage, microbatch."""
 
 
-def shortest(costs: dict[str, list[list[float]]], rank_of: list[int], limit: float, objective: Objective) -> float:
+def shortest(
+    costs: dict[str, list[list[float]]], rank_of: list[int], limit: float, objective: Objective, num_slices: int = 1
+) -> float:
     """The shortest time of any plan within the limit; infinite if there is none.
 
     Args:
-        costs: per stage and microbatch, by the names of `CostModel`, and "down" and "up": messages to the next stage and back.
+        costs: per stage and microbatch or slice, by the names of `CostModel`, and "down" and "up": messages to the next stage and
+            back; per stage "keys" and "key_gradients".
         rank_of: stage -> rank.
         limit: most activation memory per rank, in microbatches.
         objective: which time.
+        num_slices: n; slice j of microbatch i is n * i + j.
     """
-    return _Search(costs, rank_of, limit, objective).best
+    return _Search(costs, rank_of, limit, objective, num_slices).best
 
 
 class _Search:
-    def __init__(self, costs: dict[str, list[list[float]]], rank_of: list[int], limit: float, objective: Objective) -> None:
+    def __init__(
+        self, costs: dict[str, list[list[float]]], rank_of: list[int], limit: float, objective: Objective, num_slices: int
+    ) -> None:
         self._costs, self._rank_of, self._limit, self._objective = costs, rank_of, limit, objective
+        self._n = num_slices
         self._cells = [(stage, i) for stage in range(len(rank_of)) for i in range(len(costs["down"][0]))]
         self.best = math.inf
         self._seen: dict[tuple[int, ...], list[tuple[float, ...]]] = {}
@@ -61,8 +68,12 @@ class _Search:
                 for name in ("forward_ms", "backward_ms", "wgrad_ms", "activation", "activation_after_backward")
             )
             memory = held[rank] + {"F": whole, "B": kept - whole, "W": -kept, "BW": -whole}[kind]
+            (keys,), (gradients,) = self._costs["keys"][stage], self._costs["key_gradients"][stage]
+            is_first, is_last = i % self._n == 0, i % self._n == self._n - 1
+            memory += keys if kind == "F" and is_first else gradients if kind in ("B", "BW") and is_last else 0.0
             if memory > self._limit:
                 continue
+            memory -= keys + gradients if kind in ("B", "BW") and is_first else 0.0
             start = max(free[rank], ready)
             end = start + {"F": f, "B": b, "W": w, "BW": b + w}[kind]
             begun = start if math.isnan(first[rank]) else first[rank]
@@ -78,6 +89,9 @@ class _Search:
         """Ops whose inputs are computed, and when these arrive."""
         for (stage, i), count in done.items():
             before, after = (stage - 1, i), (stage + 1, i)
+            earlier, later = (stage, i - 1), (stage, i + 1)
+            if (count == 0 and i % self._n and done[earlier] < 1) or (count == 1 and later[1] % self._n and done[later] < 2):
+                continue
             if count == 0 and (stage == 0 or done[before] >= 1):
                 yield (stage, i), "F", ends["F", before] + self._costs["down"][stage - 1][i] if stage else 0.0
             elif count == 1 and done.get(after, 2) >= 2:

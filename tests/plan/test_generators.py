@@ -59,7 +59,14 @@ def test_a_generator_makes_the_plan_that_its_docstring_draws(module: str, name: 
 
 @pytest.mark.parametrize(
     ("module", "name", "p"),
-    [("one_f_one_b", "1f1b", 3), ("zb_h1", "zb-h1", 3), ("zb_h2", "zb-h2", 3), ("zb", "zb", 3), ("zbv", "zbv", 2)],
+    [
+        ("one_f_one_b", "1f1b", 3),
+        ("zb_h1", "zb-h1", 3),
+        ("zb_h2", "zb-h2", 3),
+        ("zb", "zb", 3),
+        ("zbv", "zbv", 2),
+        ("v_half", "v-half", 3),
+    ],
 )
 def test_a_generator_makes_the_plan_of_slices_that_its_docstring_draws(module: str, name: str, p: int) -> None:
     plan = build_plan(name, num_ranks=p, num_microbatches=2, num_slices=2)

@@ -75,7 +75,7 @@ class Result:
         """A plan under its costs, with the lower bound under a memory limit; None: under the plan's own peak memory."""
         simulation = simulate(plan, costs)
         limit = max(simulation.peak_memory) if memory_limit is None else memory_limit
-        return Result(simulation, lower_bound(plan.placement, plan.num_microbatches, costs, limit))
+        return Result(simulation, lower_bound(plan.placement, plan.num_microbatches, simulation.costs, limit))
 
     @property
     def name(self) -> str:

@@ -99,7 +99,7 @@ def simulate(plan: Plan, costs: CostModel) -> Simulation:
     )
     return Simulation(
         plan=plan,
-        costs=costs,
+        costs=costs if plan.num_slices == 1 else own,
         rows=rows,
         span_ms=span,
         makespan_ms=last - first,

@@ -26,6 +26,7 @@ from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.links import Links
 from megatron.zerobubble.plan.costs.microbatch_costs import MicrobatchCosts
+from megatron.zerobubble.plan.costs.slice_costs import SliceCosts
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.objective import Objective
@@ -75,16 +76,18 @@ def test_the_checker_proves_every_bound_not_only_the_largest(
     problem: tuple[Placement, int, CostModel, float], is_uniform: bool
 ) -> None:
     placement, m, costs, limit = problem
+    n = costs.num_slices
     if is_uniform:
         costs = CostModel.uniform(placement, forward_ms=2.0, backward_ms=2.2, comm_ms=0.1, activation_after_backward=0.4)
+        costs = costs.divided(n)
         limit = smallest_memory(placement, m, costs) * 1.5
     memory = limit * min(placement.num_ranks, m) * (1 + 1e-9) + 1e-9
     rank_of = list(placement.stage_to_rank)
-    checked = verify.read_costs(costs.to_json(), rank_of, m)
+    checked = verify.read_costs(costs.to_json(), rank_of, m * n, n)
     for found in derivations(Instance(placement, costs, m, memory)):
         rank = found.ranks[-1]
         prices = _prices(costs, placement.rank_to_stages[rank], m, memory)
-        proven = verify.bounds(checked, rank_of, rank, memory, prices, "span")
+        proven = verify.bounds(checked, rank_of, rank, memory, prices, "span", n)
         assert proven[found.name] >= found.value_ms * (1 - 1e-9) - 1e-9, found.name
 
 
@@ -92,14 +95,19 @@ def test_the_checker_proves_every_bound_not_only_the_largest(
 def tiny_problems(draw: st.DrawFn) -> tuple[list[int], int, dict[str, Any]]:
     """Any placement of a few stages, with odd costs: times of 0, more memory after B than before, unequal microbatches, links."""
     rank_of = draw(st.sampled_from([[0], [0, 0], [0, 1], [1, 0], [0, 1, 0], [0, 1, 1], [0, 1, 2], [0, 1, 1, 0], [0, 1, 0, 1]]))
-    m = draw(st.integers(1, 5 // len(rank_of)))
+    n = draw(st.sampled_from([n for n in (1, 1, 2, 3) if n == 1 or n * len(rank_of) <= 6]))
+    m = draw(st.integers(1, (5 if n == 1 else 6) // len(rank_of) // n))
     is_equal = draw(st.booleans())
     numbers = st.sampled_from([0.0, 0.0, 1.0, 1.0, 2.0, 3.0, 5.0])
     tables = {}
+    width = m if n == 1 else n
     for name in verify.NAMES:
-        rows = [draw(st.lists(numbers, min_size=m, max_size=m)) for _ in rank_of]
-        tables[name] = [[rows[0][0]] * m for _ in rank_of] if is_equal else rows
+        rows = [draw(st.lists(numbers, min_size=width, max_size=width)) for _ in rank_of]
+        tables[name] = [[rows[0][0]] * width for _ in rank_of] if is_equal else rows
     p = max(rank_of) + 1
+    if n > 1:
+        keys = {name: [0.0 if is_equal else draw(numbers) for _ in rank_of] for name in verify.KEYS}
+        return rank_of, m, {"slices": tables | keys, "comm_ms": draw(st.sampled_from([0.0, 1.0, 4.0]))}
     if p == 1 or draw(st.booleans()):
         return rank_of, m, {"microbatches": tables, "comm_ms": draw(st.sampled_from([0.0, 1.0, 4.0]))}
     latency, speed = ([[draw(each) for _ in range(p)] for _ in range(p)] for each in (numbers, st.sampled_from([0.5, 1.0, 4.0])))
@@ -116,6 +124,9 @@ def tiny_problems(draw: st.DrawFn) -> tuple[list[int], int, dict[str, Any]]:
 
 def _model(body: dict[str, Any]) -> CostModel:
     """The costs of a tiny problem, as the planner has them."""
+    if "slices" in body:
+        slices = SliceCosts.from_json(body["slices"])
+        return replace(CostModel.of_lists(slices.sums(), comm_ms=body["comm_ms"]), slices=slices)
     costs = MicrobatchCosts(**{name: tuple(map(tuple, rows)) for name, rows in body["microbatches"].items()})
     if "links" in body:
         return CostModel.of_microbatches(costs, links=Links.from_json(body["links"]))
@@ -142,12 +153,13 @@ def test_no_plan_takes_less_than_any_bound_at_any_price(
 ) -> None:
     """Every bound of the checker, and that of the planner, against the best of all orders, found by trying them all."""
     rank_of, m, body = problem
-    costs = verify.read_costs(body, rank_of, m)
-    limit = times * max(max(row) for name in verify.NAMES[3:] for row in costs[name]) + 1e-9
+    n = len(body["slices"]["forward_ms"][0]) if "slices" in body else 1
+    costs = verify.read_costs(body, rank_of, m * n, n)
+    limit = n * times * max(max(row) for name in verify.NAMES[3:] for row in costs[name]) + 1e-9
     prices = dict.fromkeys(("before the first B", "after the last F", "after the last B"), price)
-    best = shortest(costs, rank_of, limit, objective)
+    best = shortest(costs, rank_of, limit, objective, n)
     for rank in set(rank_of):
-        for name, bound in verify.bounds(costs, rank_of, rank, limit, prices, objective.value).items():
+        for name, bound in verify.bounds(costs, rank_of, rank, limit, prices, objective.value, n).items():
             assert bound <= best + 1e-6, name
     if best < math.inf:
         placement = Placement(tuple(rank_of))
@@ -302,9 +314,9 @@ def test_a_worse_price_is_a_lower_bound_still() -> None:
     with pytest.raises(verify.RefusedError, match="bound"):
         verify.check(body)
     rank_of, rank = body["plan"]["stage_to_rank"], body["bound"]["rank"]
-    costs = verify.read_costs(body["plan"]["costs"], rank_of, 8)
+    costs = verify.read_costs(body["plan"]["costs"], rank_of, 8, 1)
     for price in (0.0, 1.0, 3.0, 10.0, 27.4, 100.0):
-        found = verify.bounds(costs, rank_of, rank, 4.0, dict.fromkeys(body["bound"]["prices"], price), "span")
+        found = verify.bounds(costs, rank_of, rank, 4.0, dict.fromkeys(body["bound"]["prices"], price), "span", 1)
         assert len(found) >= 6
         assert all(value <= body["bound"]["bound_ms"] * (1 + 1e-6) for value in found.values())
 

@@ -3,6 +3,7 @@
 import math
 import random as random_module
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.slice_costs import SliceCosts
 from megatron.zerobubble.plan.generators.building_blocks import grid_blocks, grid_order
 from megatron.zerobubble.plan.generators.zbv import zbv_pattern
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
@@ -47,7 +49,7 @@ def placement_of(name: str, p: int, v: int) -> Placement:
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[Placement, int, CostModel, float]:
-    """A placement, m, uneven costs, and a memory limit from the smallest that works."""
+    """A placement, m, uneven costs, some of unequal slices with keys and values, and a limit from the smallest that works."""
     p = draw(st.integers(1, 5))
     v = draw(st.integers(1, 3))
     placement = draw(st.sampled_from([Placement.linear(p), Placement.v(p), Placement.loop(p, v)]))
@@ -62,8 +64,21 @@ def problems(draw: st.DrawFn) -> tuple[Placement, int, CostModel, float]:
         activation=tuple(lists[3]),
         activation_after_backward=tuple(whole * share for whole, share in zip(lists[3], shares, strict=True)),
     )
+    num_slices = draw(st.sampled_from([1, 1, 2, 4]))
+    if num_slices > 1:
+        costs = of_unequal_slices(draw, costs, num_slices)
     limit = smallest_memory(placement, m, costs) * draw(st.sampled_from([1.0, 1.0, 1.1, 1.7, 3.0]))
     return placement, m, costs, limit
+
+
+def of_unequal_slices(draw: st.DrawFn, costs: CostModel, num_slices: int) -> CostModel:
+    """Each slice takes a whole multiple of the given times and memory, and a stage has keys and values of its own, or none."""
+    weights = [draw(st.lists(st.sampled_from([0, 1, 1, 2]), min_size=num_slices, max_size=num_slices)) for _ in range(4)]
+    lists = zip(costs.lists.items(), [*weights, weights[3]], strict=True)
+    rows = {name: tuple(tuple(value * weight for weight in each) for value in values) for (name, values), each in lists}
+    share = draw(st.sampled_from([0.0, 0.3]))
+    keys = {name: tuple(share * value for value in costs.activation) for name in ("keys", "key_gradients")}
+    return replace(costs, slices=SliceCosts(**rows, **keys))
 
 
 @given(problems(), st.sampled_from(list(Objective)))
@@ -114,6 +129,42 @@ def test_an_order_without_a_cycle_is_not_unrolled() -> None:
     everywhere = len(CYCLE_AT)
     assert repeated([periodic], 2) == [[bytes([0, 1, 2] * 6)]] * everywhere
     assert repeated([periodic, not_periodic], 2) == [[]] * everywhere
+
+
+def test_a_cycle_of_slices_is_of_a_whole_microbatch() -> None:
+    """Two slices: a run that has every code twice, so that the slices behind the repeated ones stay the same."""
+    row = bytes([0, 0, 0, 1, 0, 1, 0, 1, 1])
+    assert repeated([row], 1, num_slices=2) == [[bytes([0, 0, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 1])]] * len(CYCLE_AT)
+    assert repeated([bytes([0, 0, 0, 1, 1, 1])], 1, num_slices=4) == [[]] * len(CYCLE_AT)
+
+
+@pytest.mark.parametrize(("name", "slices_beyond"), [("zb", 8), ("zbv", 8), ("v-half", 5), ("v-min", 4)])
+@pytest.mark.parametrize("n", [1, 2, 8])
+def test_the_memory_of_slices_shrinks_as_that_of_1f1b(name: str, slices_beyond: int, n: int) -> None:
+    """p=8: so many slices and n-1 more, where 1F1B over slices has 8 and n-1 more; and the bubble shrinks."""
+    plan = build_plan(name, num_ranks=8, num_microbatches=16, num_slices=n)
+    simulation = simulate(plan, CostModel.uniform(plan.placement))
+    assert plan.num_slices == n
+    assert max(simulation.peak_memory) == pytest.approx((slices_beyond + n - 1) / n / 8)
+    assert simulation.bubble_rate <= {1: 0.24, 2: 0.18, 8: 0.1}[n]
+
+
+@pytest.mark.parametrize("name", ["zb", "zbv", "v-half"])
+def test_a_limit_below_one_microbatch_with_all_its_slices_is_refused_with_the_smallest(name: str) -> None:
+    placement = placement_of(name, 4, 2)
+    even = CostModel.uniform(placement).divided(8)
+    assert even.slices is not None
+    keys = (0.04 / placement.num_chunks,) * placement.num_stages
+    costs = replace(even, slices=replace(even.slices, keys=keys, key_gradients=keys))
+
+    def within(limit: float) -> Plan:
+        options = SearchOptions(memory_limit=limit, budget=0.0)
+        return build_plan(name, num_ranks=4, num_microbatches=4, num_slices=8, costs=costs, options=options)
+
+    with pytest.raises(ConfigError, match=r"memory limit 0\.26 .* the smallest that works is 0\.27$") as caught:
+        within(0.26)
+    assert "\n" not in str(caught.value)
+    assert max(peak_memory(within(0.27), costs)) == pytest.approx(0.27)
 
 
 def test_the_repeated_cycle_is_the_nearest_to_each_share() -> None:

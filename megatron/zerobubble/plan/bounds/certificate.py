@@ -22,6 +22,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from megatron.zerobubble.plan.bounds.instance import Items
 from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS
@@ -68,9 +69,10 @@ def certificate(simulation: Simulation, objective: Objective, memory_limit: floa
 def _prices(costs: CostModel, stages: Iterable[int], num_microbatches: int, limit: float) -> dict[str, float]:
     """The price of memory in each of the linear programs about one rank, by the name under which the checker reads it."""
     items = [
-        tuple(costs.of_microbatch(name, stage, microbatch) for name in COST_LISTS)
+        tuple(getattr(of_part, name)[stage] for name in COST_LISTS)
+        for of_part, count in Items(costs, num_microbatches).parts
         for stage in stages
-        for microbatch in range(num_microbatches)
+        for _ in range(count)
     ]
     return {
         "before the first B": _marginal([(f, whole) for f, _, _, whole, _ in items], limit),

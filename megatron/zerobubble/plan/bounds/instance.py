@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, CostLists
+from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, CostLists, MicrobatchCosts
+from megatron.zerobubble.plan.costs.slice_costs import SliceCosts
 from megatron.zerobubble.plan.ir import Placement
 
 
@@ -55,11 +57,11 @@ class Instance:
         return math.fsum(self.items.sum(name, stages) for name in COST_LISTS[:3])
 
     def alike(self, stages: Sequence[int], names: Sequence[str] = COST_LISTS) -> tuple[CostLists[float], int, int] | None:
-        """Costs, a stage, and the number of microbatches times stages of a rank, if all of them are equal in these lists."""
-        costs, count = self.items.parts[0]
-        if len(self.items.parts) > 1 or any(len({getattr(costs, name)[s] for s in stages}) > 1 for name in names):
+        """Costs, a stage, and the number of passes of a rank in each direction, if all of them are equal in these lists."""
+        parts = self.items.parts
+        if any(len({getattr(costs, name)[s] for costs, _ in parts for s in stages}) > 1 for name in names):
             return None
-        return costs, stages[0], count * len(stages)
+        return parts[0][0], stages[0], sum(count for _, count in parts) * len(stages)
 
     def most_in_flight(self, stages: Sequence[int], kept: float = 0.0) -> int:
         """How many passes of a rank fit the memory between their F and B, beside `kept`; 0: no limit, or unequal memory."""
@@ -84,14 +86,17 @@ class Instance:
 
 
 class Items:
-    """Times and memory of passes as (time, memory, count): one item per stage, or of unequal microbatches one per microbatch."""
+    """Times and memory of passes as (time, memory, count): one item per stage, or of each slice or unequal microbatch."""
 
     def __init__(self, costs: CostModel, num_microbatches: int) -> None:
-        every = costs.per_microbatch
+        every: MicrobatchCosts | SliceCosts | None = costs.per_microbatch
         self.parts: list[tuple[CostLists[float], int]] = [(costs, num_microbatches)]
+        if costs.slices is not None:
+            every = costs.slices.with_keys
         if every is not None:
+            count = 1 if costs.slices is None else num_microbatches
             columns = zip(*(zip(*rows, strict=True) for rows in every.lists.values()), strict=True)
-            self.parts = [(CostLists(**dict(zip(COST_LISTS, lists, strict=True))), 1) for lists in columns]
+            self.parts = [(CostLists(**dict(zip(COST_LISTS, lists, strict=True))), count) for lists in columns]
 
     def sum(self, name: str, stages: Sequence[int]) -> float:
         """Sum of a list of costs over stages and microbatches."""
@@ -107,6 +112,9 @@ class Items:
 
 class Paths:
     """Times of a path through the stages, links included, in milliseconds.
+
+    With slices it is the path of one that takes at each stage the time of the fastest. From F of a slice to its B all slices
+    behind it have F and B as well, at every stage: what that adds at the slowest one is `wait_forward` and `wait_backward`.
 
     Args:
         placement: stage -> rank.
@@ -135,6 +143,7 @@ class Paths:
         for s in reversed(range(last)):
             self._turn.append(self._turn[-1] + (self.down_ms[s] + self.back_ms[s]) + forward[s] + self.backward_ms[s])
         self._turn.reverse()
+        self._forwards, self._backwards = (_waits(costs, name) for name in COST_LISTS[:2])
 
     def down_to(self, stage: int) -> float:
         """From the start of F of stage 0 to the start of F of `stage`."""
@@ -144,9 +153,26 @@ class Paths:
         """From the start of F of `stage` to the end of its B."""
         return self._turn[stage]
 
+    def wait_forward(self, stage: int, part: int = 0) -> float:
+        """Time of F of slices `part` to n-1, less the fastest, at the slowest stage from `stage` on; 0 without slices."""
+        return self._forwards[part][stage] if self._forwards else 0.0
+
+    def wait_backward(self, stage: int, part: int = 0) -> float:
+        """The same of B."""
+        return self._backwards[part][stage] if self._backwards else 0.0
+
     def back_from(self, stage: int) -> float:
         """From the end of B of `stage` to the end of W of stage 0."""
         return self._back[stage]
+
+
+def _waits(costs: CostModel, name: str) -> list[list[float]]:
+    """Per slice j and stage s, the most, over stages from s on, that the slices from j on take longer than the fastest slice."""
+    if costs.slices is None:
+        return []
+    rows = getattr(costs.slices, name)
+    longer = [[math.fsum(row[part:]) - min(row) for row in rows] for part in range(costs.num_slices)]
+    return [list(accumulate(reversed(of_part), max))[::-1] for of_part in longer]
 
 
 def _link(costs: CostModel, source: int, target: int, microbatch: int | None) -> float:

@@ -24,8 +24,9 @@ last gradient has to return to stage 0:
 6. *One microbatch*, the slowest, travels from stage 0 to the last stage and back.
 
 A makespan is at least 1 and 2 plus the time of microbatch 0 to the rank, and at least each of the others. Every path includes its
-links. A fused BW is a B and a W without a break: its gradients are sent later, and instead of the part for W it needs the
-activations of its stage until its end, and with them those of the rank's earlier stages, whose B come later.
+links. With slices a pass is of one slice, and between its F and its B are those of the slices behind it. A fused BW is a B and a W
+without a break: its gradients are sent later, and instead of the part for W it needs the activations of its stage until its end,
+and with them those of the rank's earlier stages, whose B come later.
 """
 
 from __future__ import annotations
@@ -68,9 +69,12 @@ class _Arguments:
         passes = (("F", self._forward), ("B", self._backward), ("W", self._wgrad))
         yield Derivation("work and idle ends", own, (*passes, ("idle before the first B", head), ("idle after the last F", tail)))
         if 0 < self._limit < math.inf:
-            name, whole, between = self._in_flight() if self._most > 0 else self._memory()
-            yield Derivation(name, own, whole)
-            yield Derivation(f"travel, {name}, travel", both, (self._down, *between, self._back))
+            arguments = [self._in_flight()] if self._most > 0 else []
+            if not arguments or len(self._items.parts) > 1:
+                arguments.append(self._memory())
+            for name, whole, between in arguments:
+                yield Derivation(name, own, whole)
+                yield Derivation(f"travel, {name}, travel", both, (self._down, *between, self._back))
         yield Derivation("one microbatch", both, self._there_and_back())
         yield Derivation("travel, work, travel", both, self._work_between())
         if not self._all_fit:
@@ -81,15 +85,21 @@ class _Arguments:
         alike = self._instance.alike(self._stages, COST_LISTS[3:])
         assert alike is not None
         costs, stage, total = alike
-        forward, backward, wgrad = (min(getattr(costs, name)[s] for s in self._stages) for name in COST_LISTS[:3])
+        forward, backward, wgrad = (
+            min(times[s] for s in self._stages)
+            for times in (self._paths.forward_ms, self._paths.backward_ms, self._paths.wgrad_ms)
+        )
         most, steps = self._most, self._most * (self._most - 1) / 2
         after = costs.activation_after_backward[stage]
         beside = min(1, most - self._instance.most_in_flight(self._stages, after))
         pending = min(after, costs.activation[stage])  # a fused BW whose W is left still needs its activations
         most_pending = total if pending * total <= self._limit else self._limit / pending
-        later = most_pending * max(costs.wgrad_ms[s] for s in self._stages)
+        later = most_pending * self._longest("wgrad_ms")
+        turns = (
+            count * math.fsum(self._turn(s, part) for s in self._stages) for part, (_, count) in enumerate(self._items.parts)
+        )
         area = (
-            ("passes from F to B", total / len(self._stages) * math.fsum(map(self._paths.there_and_back, self._stages))),
+            ("passes from F to B", math.fsum(turns)),
             ("missing during the first F", steps * forward),
             ("missing during the last B", steps * backward),
         )
@@ -101,21 +111,28 @@ class _Arguments:
     def _memory(self) -> tuple[str, _Terms, _Terms]:
         """The same for memory times time. Only W whose memory fits the limit together are left for later."""
         between, during = [], []
-        for costs, count in self._items.parts:
+        for part, (costs, count) in enumerate(self._items.parts):
             earlier = 0.0
             for s in self._stages:
                 earlier += costs.activation[s]
-                between.append(count * costs.activation[s] * self._paths.there_and_back(s))
+                between.append(count * costs.activation[s] * self._turn(s, part))
                 during.append(count * min(costs.activation_after_backward[s], earlier) * costs.wgrad_ms[s])
         area = (
             ("activations from F to B", math.fsum(between)),
             ("missing during the first F", self._missing("forward_ms")),
             ("missing during the last B", self._missing("backward_ms")),
         )
-        longest = max(time for time, _, _ in self._items.of(self._stages, "wgrad_ms", "activation"))
-        in_time = math.fsum(during), max(0.0, math.fsum(during) - longest * self._limit)
+        in_time = math.fsum(during), max(0.0, math.fsum(during) - self._longest("wgrad_ms") * self._limit)
         whole, some = (_over((*area, ("missing during W", wgrad)), "limit", self._limit) for wgrad in in_time)
         return "memory times time", whole, some
+
+    def _turn(self, stage: int, part: int) -> float:
+        """The least time from the start of F of `stage` to the end of its B, of one slice if there are several."""
+        paths = self._paths
+        return paths.there_and_back(stage) + paths.wait_forward(stage, part) + paths.wait_backward(stage, part)
+
+    def _longest(self, times: str) -> float:
+        return max(time for time, _, _ in self._items.of(self._stages, times, "activation"))
 
     def _missing(self, times: str) -> float:
         """Area below the limit while ops that take so long fill or empty the memory.
@@ -136,7 +153,7 @@ class _Arguments:
         paths, first = self._instance.slowest, self._stages[0]
         return (
             ("stage 0 to the rank", paths.down_to(first)),
-            ("from F to B of the rank", paths.there_and_back(first)),
+            ("from F to B of the rank", paths.there_and_back(first) + paths.wait_forward(0) + paths.wait_backward(0)),
             ("back to stage 0, with its W", paths.back_from(first)),
         )
 
@@ -159,7 +176,7 @@ class _Arguments:
     def _freeing(self) -> _Terms:
         """From the first F of stage 0 to the end of its last W, through the first B and the last F of a rank."""
         paths, last = self._paths, self._stages[-1]
-        since_forward = paths.there_and_back(last) - paths.forward_ms[last] + paths.back_from(last)
+        since_forward = paths.there_and_back(last) - paths.forward_ms[last] + paths.wait_backward(0) + paths.back_from(last)
         return (
             self._down,
             ("idle before the first B", self._head),
@@ -173,12 +190,14 @@ class _Arguments:
         paths, first, last = self._paths, self._stages[0], self._stages[-1]
         # From the first F of the rank to the start of its first B, which is of its last stage.
         until_backward = paths.down_to(last) - paths.down_to(first) + paths.there_and_back(last) - paths.backward_ms[last]
+        until_backward += paths.wait_forward(first)
         forwards = _most(self._items.of(self._stages, "forward_ms", "activation"), self._limit)
         if self._most:
-            forwards = min(forwards, self._most * max(paths.forward_ms[s] for s in self._stages))
+            forwards = min(forwards, self._most * self._longest("forward_ms"))
         # From the end of the rank's last F to the end of its last W, both of the last microbatch.
         inside = paths.down_to(last) - paths.down_to(first)
         until_end = paths.there_and_back(first) - inside - paths.forward_ms[last] + paths.wgrad_ms[first]
+        until_end += paths.wait_backward(first)
         return max(0.0, until_backward - forwards), max(0.0, until_end - self._left)
 
     def _most_left(self) -> float:

@@ -5,7 +5,7 @@ are in docs/adr/0039). The span is at least the largest of them. `Bound.derivati
 about, and the terms that add up to it.
 
 With unequal microbatches the bounds hold for every assignment to slots: work and memory are summed over the microbatches, and a
-path takes at every stage and link the time of the fastest one.
+path takes at every stage and link the time of the fastest one. With slices they hold for every order of the slices.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ class Bound(TimeBound):
 
 
 def lower_bound(placement: Placement, num_microbatches: int, costs: CostModel, memory_limit: float | None = None) -> Bound:
-    """Lower bounds for `num_microbatches` on a placement under a memory limit (1.0 is 1F1B's rank 0; None: no limit)."""
+    """Lower bounds for `num_microbatches` on a placement under a memory limit (1.0 is 1F1B's rank 0; None: no limit).
+
+    For plans with as many slices as the costs have (`CostModel.divided`).
+    """
     costs.check_fits(placement, num_microbatches)
     unit = min(placement.num_ranks, num_microbatches)
     # Plans keep a limit up to rounding, so the bound uses a slightly larger one.

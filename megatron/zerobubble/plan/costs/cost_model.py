@@ -97,6 +97,11 @@ class CostModel(CostLists[float]):
         return sizes if sizes > 1 else None
 
     @property
+    def num_slices(self) -> int:
+        """Slices per microbatch that have costs of their own, n; 1: a microbatch is one."""
+        return 1 if self.slices is None else self.slices.num_slices
+
+    @property
     def is_plain(self) -> bool:
         """Whether all microbatches are equal, and all links."""
         return self.per_microbatch is None and self.links is None
@@ -107,10 +112,11 @@ class CostModel(CostLists[float]):
         return self if self.is_plain else replace(self, per_microbatch=None, links=None)
 
     def rows(self, name: str, width: int = 1) -> Sequence[Sequence[float]]:
-        """One of the lists per stage and microbatch; of equal ones `width` times the same value."""
-        if self.per_microbatch is None:
+        """One of the lists per stage and microbatch or slice; of equal ones `width` times the same value."""
+        every = self.per_microbatch or self.slices
+        if every is None:
             return [[value] * width for value in getattr(self, name)]
-        rows: Sequence[Sequence[float]] = getattr(self.per_microbatch, name)
+        rows: Sequence[Sequence[float]] = getattr(every, name)
         return rows
 
     def of_microbatch(self, name: str, stage: int, microbatch: int) -> float:
@@ -240,13 +246,20 @@ class CostModel(CostLists[float]):
             PlanError: the costs are for another number of stages, ranks, microbatches or slices.
         """
         self.check_fits(plan.placement, plan.num_microbatches)
-        own = self.reordered(plan.assignment)
-        if plan.num_slices == (1 if own.slices is None else own.slices.num_slices):
-            return own
-        if own.slices is not None or own.per_microbatch is not None:
-            given = "unequal microbatches" if own.slices is None else f"{own.slices.num_slices} slices per microbatch"
-            raise PlanError(f"the costs are for {given} and the plan has {plan.num_slices} slices; give costs of each slice")
-        return own.with_slices(SliceCosts.even(self.lists, plan.num_slices))
+        return self.reordered(plan.assignment).divided(plan.num_slices)
+
+    def divided(self, num_slices: int) -> CostModel:
+        """The costs with those of every slice: the same costs if they have them, else each slice an even part of its microbatch.
+
+        Raises:
+            PlanError: they have another number of slices, or unequal microbatches.
+        """
+        if num_slices == self.num_slices:
+            return self
+        if self.slices is not None or self.per_microbatch is not None:
+            given = "unequal microbatches" if self.slices is None else f"{self.num_slices} slices per microbatch"
+            raise PlanError(f"the costs are for {given} and the plan has {num_slices} slices; give costs of each slice")
+        return self.with_slices(SliceCosts.even(self.lists, num_slices))
 
     def with_slices(self, slices: SliceCosts) -> CostModel:
         """The costs with those of every slice of a microbatch, from those of whole microbatches: a message is a part as long."""

@@ -80,6 +80,15 @@ class SliceCosts(CostLists[tuple[float, ...]]):
         return backward if kind is OpKind.B else wgrad if kind is OpKind.W else backward + wgrad
 
     @property
+    def with_keys(self) -> SliceCosts:
+        """The costs with the memory of keys and values as that of the first slice, from the first F to the last B.
+
+        That of their gradients is left out.
+        """
+        rows = zip(self.activation, self.keys, strict=True)
+        return replace(self, activation=tuple((row[0] + keys, *row[1:]) for row, keys in rows), keys=(), key_gradients=())
+
+    @property
     def reserved(self) -> SliceCosts:
         """Costs under which an F allocates the most memory that its slice will need, that of keys and their gradients included.
 

@@ -9,6 +9,8 @@ small letters for the way up::
     rank 0  F . . f b w . B W . .
     rank 1  . F f . . b B . . W w
 
+With n slices per microbatch a period is of one slice, and B and W follow n-1 periods later: B of the last slice is the first one.
+
 `grid_blocks` lists all of them up to stride 3. They assume passes of equal length; a search starts from them for any times.
 """
 
@@ -31,9 +33,11 @@ GridBlock = tuple[tuple[int, ...], ...]
 """Per rank, the ticks at which microbatch 0 starts F, B, W of the chunk on the way down, then of the chunk on the way up."""
 
 
-def grid_order(block: GridBlock, num_microbatches: int) -> Order:
-    """The block repeated every six ticks for every microbatch, as op codes per rank (see `search.core`)."""
-    return [_row(ticks, num_microbatches) for ticks in block]
+def grid_order(block: GridBlock, num_microbatches: int, num_slices: int = 1) -> Order:
+    """The block repeated every six ticks for every microbatch or slice, as op codes per rank (see `search.core`)."""
+    later = _PERIOD * (num_slices - 1)
+    rows = [tuple(tick + later * (code % 3 > 0) for code, tick in enumerate(ticks)) for ticks in block]
+    return [_row(ticks, num_microbatches * num_slices) for ticks in rows]
 
 
 def grid_seed_orders(num_ranks: int, num_slices: int, memory: float) -> list[SeedOrder]:
@@ -41,14 +45,14 @@ def grid_seed_orders(num_ranks: int, num_slices: int, memory: float) -> list[See
 
     Args:
         num_ranks: p.
-        num_slices: n. With more than one there is none: a block is of microbatches whose B runs in the order of their F.
+        num_slices: n.
         memory: the limit per rank, in activations of microbatches.
     """
-    if num_slices > 1:
-        return []
-    fitting = [block for block in grid_blocks(num_ranks) if _residence(block) <= _MOST_SHARE * memory]
+    n = num_slices
+    own = memory * n - (n - 1)
+    fitting = [block for block in grid_blocks(num_ranks) if _residence(block) <= _MOST_SHARE * own]
     most = max(map(_residence, fitting), default=0.0)
-    return [partial(grid_order, block) for block in fitting if _residence(block) >= _LEAST_SHARE * most]
+    return [partial(grid_order, block, num_slices=n) for block in fitting if _residence(block) >= _LEAST_SHARE * most]
 
 
 def _residence(block: GridBlock) -> float:

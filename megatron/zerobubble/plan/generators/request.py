@@ -51,6 +51,18 @@ class Request:
         """Most microbatches between F and W per rank, p by default."""
         return self.num_ranks if self.spec.max_pending_backward is None else self.spec.max_pending_backward
 
+    def memory_of(self, num_pending: float) -> float:
+        """The memory that a rank needs for so many microbatches at once; 1.0 is 1F1B's rank 0.
+
+        With slices, for so many slices and the n-1 other ones of a microbatch, all of which run before the first B.
+        """
+        return (num_pending + self.num_slices - 1) / self.num_slices / min(self.num_ranks, self.num_microbatches)
+
+    @property
+    def num_passes(self) -> int:
+        """Passes through a stage: a microbatch is one, or n."""
+        return self.num_microbatches * self.num_slices
+
     def searched(
         self, memory_limit: float, seed_orders: Callable[[float], Sequence[SeedOrder]] = lambda _: (), *, fused: bool = False
     ) -> Plan:
@@ -69,8 +81,9 @@ class Request:
 
     @property
     def stage_costs(self) -> CostModel:
-        """The requested costs, or uniform ones with F=B=W and free links."""
-        return CostModel.uniform(self.spec.placement) if self.costs is None else self.costs
+        """The requested costs, or uniform ones with F=B=W and free links; of every slice, if there are several."""
+        costs = CostModel.uniform(self.spec.placement) if self.costs is None else self.costs
+        return costs.divided(self.num_slices)
 
     def options_within(self, memory_limit: float) -> SearchOptions:
         """The search options, with a memory limit.

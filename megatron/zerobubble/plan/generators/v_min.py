@@ -23,5 +23,6 @@ from megatron.zerobubble.plan.ir import Plan
 
 def v_min(request: Request) -> Plan:
     """V-Min for any p >= 1 and m >= 1."""
-    p, unit = request.num_ranks, min(request.num_ranks, request.num_microbatches)
-    return request.searched(min(-(-p // 3) + (p % 3 != 1), unit) / unit, partial(v_seed_orders, p, request.num_slices))
+    p = request.num_ranks
+    pending = min(-(-p // 3) + (p % 3 != 1), request.num_passes)
+    return request.searched(request.memory_of(pending), partial(v_seed_orders, p, request.num_slices))

@@ -54,7 +54,8 @@ def zb(request: Request) -> Plan:
         patterns = [partial(zb_pattern, p, max_pending_backward=k, num_slices=n) for k in {*pendings, pending}]
         return [*map(seed_order_of, patterns), *map(seed_order_of, timed_zb(p, costs, memory, n))]
 
-    return request.searched(1.0 if request.spec.max_pending_backward is None else pending / min(p, m), seed_orders)
+    own = min(p, m * n) if request.spec.max_pending_backward is None else pending
+    return request.searched(request.memory_of(own), seed_orders)
 
 
 def zb_pattern(num_ranks: int, num_microbatches: int, max_pending_backward: int, num_slices: int = 1) -> Plan:

@@ -44,7 +44,8 @@ def zbv(request: Request) -> Plan:
     """ZB-V for any p >= 1 and m >= 1: the hand-written pattern, or with search options the best plan found."""
     if request.options is None:
         return zbv_pattern(request.num_ranks, request.num_microbatches, request.num_slices)
-    return request.searched(1.0, partial(v_seed_orders, request.num_ranks, request.num_slices))
+    p = request.num_ranks
+    return request.searched(request.memory_of(min(p, request.num_passes)), partial(v_seed_orders, p, request.num_slices))
 
 
 def v_seed_orders(num_ranks: int, num_slices: int, memory: float) -> list[SeedOrder]:

@@ -180,13 +180,14 @@ std::vector<int> ints_of(const int* values, int count) { return {values, values 
 // Each takes a core first, but for the first. Orders go in and out as the codes of all ranks in turn and the number per rank; the
 // caller's buffers for results hold every op. The arguments are those of the methods of core.py.
 
-EXPORTED NativeCore* zb_new(int num_microbatches, int num_stages, const int* stage_to_rank, const double* lists, const int* sizes,
-                            double comm_ms, double limit, int is_makespan, double excess_ms) {
+EXPORTED NativeCore* zb_new(int num_microbatches, int num_slices, int num_stages, const int* stage_to_rank, const double* lists,
+                            const int* sizes, double comm_ms, double limit, int is_makespan, double excess_ms) {
   Doubles values(lists);
   auto durations = values.next(sizes[0]), activation = values.next(sizes[1]), remaining = values.next(sizes[2]);
   auto links = values.next(sizes[3]), busy = values.next(sizes[4]);
-  return new NativeCore(num_microbatches, ints_of(stage_to_rank, num_stages), std::move(durations), comm_ms, std::move(activation),
-                        std::move(remaining), limit, is_makespan != 0, std::move(links), std::move(busy), excess_ms);
+  return new NativeCore(num_microbatches, num_slices, ints_of(stage_to_rank, num_stages), std::move(durations), comm_ms,
+                        std::move(activation), std::move(remaining), limit, is_makespan != 0, std::move(links),
+                        std::move(busy), excess_ms);
 }
 
 EXPORTED void zb_delete(NativeCore* core) { delete core; }

@@ -5,7 +5,8 @@ This file and `core.cpp` with its headers are twins (`evaluate.hpp` scores, `dec
 same plan with and without a compiler. Change both together; a test compares them.
 
 An *order* has one row per rank, and a row is a string of bytes ``3 * chunk + kind`` with kind 0, 1, 2 for F, B, W. Microbatches
-ascend per stage and kind (an invariant of every plan), so the bytes define the plan completely.
+ascend per stage and kind (an invariant of every plan), so the bytes define the plan completely. With n slices per microbatch the
+same holds of slices: op number k of a kind is `ir.Op.nth`, so B number k needs the F of its own slice, which has another number.
 
 Rows may leave W out. W fills bubbles, and its places follow from the order of F and B: a rank runs its oldest pending W if its
 next op is at least `patience` times that W's duration away, or if an F would otherwise exceed the memory. The remaining Ws run at
@@ -28,6 +29,9 @@ Proof: take the oldest unfinished microbatch, and let its next op be an F of chu
 microbatch has passed this stage and older ones have freed their memory, so all activations in memory belong to chunks below c,
 and by the inequality for c - 1 this activation fits.
 
+With slices `n[k]` counts slices, `n[c + 1]` only those of microbatches of which all have passed, and a microbatch of which some
+have not passed counts whole: an F of a slice is only admitted where all slices of its microbatch fit. The proof is the same.
+
 Unequal microbatches have costs of their own, and an *assignment* states which of them an order runs as its microbatch i.
 Annealing then changes both (`assign`). An F that does not fit the memory limit is charged for its excess instead of ending the
 evaluation, so that the search leaves assignments that do not fit in small steps. Policies are for equal microbatches only.
@@ -42,6 +46,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 from megatron.zerobubble.plan.search.interface import Order, Policy, Problem, Rows
 from megatron.zerobubble.plan.search.moves import Moves, Random
@@ -75,7 +80,8 @@ class PythonCore:
     """
 
     def __init__(self, problem: Problem) -> None:
-        self.m = problem.num_microbatches
+        self.n = n = problem.num_slices
+        self.m = problem.num_microbatches * n
         self.rank_of = list(problem.stage_to_rank)
         self.num_stages = len(self.rank_of)
         self.p = max(self.rank_of) + 1
@@ -87,7 +93,9 @@ class PythonCore:
         self.limit = problem.limit
         self.makespan = problem.is_makespan
         self.excess_ms = problem.excess_ms
-        self.width = self.m if self.m > 1 and len(self.activation) == self.num_stages * self.m else 1
+        is_unequal = self.m > 1 and len(self.activation) == self.num_stages * self.m
+        self.width = n if n > 1 else self.m if is_unequal else 1
+        self.forward_of = [number + n - 1 - 2 * (number % n) for number in range(self.m)]
         self.slots = self._own_slots()
         self.links = list(problem.links) or self._equal_links(problem.comm_ms)
         self.busy = list(problem.busy)
@@ -99,7 +107,7 @@ class PythonCore:
         self._moves = Moves(self.m, [len(stages) for stages in self.stages])
 
     def _own_slots(self) -> list[int]:
-        return list(range(self.m)) if self.width > 1 else [0] * self.m
+        return [number % self.width for number in range(self.m)]
 
     def _taken(self, assignment: Sequence[int]) -> list[int]:
         """Equal microbatches have one column of costs, for any assignment."""
@@ -178,30 +186,31 @@ class PythonCore:
         rows = [bytearray() for _ in range(p)]
         ends = [-1.0] * (2 * self.num_stages * m)
         counts = [0] * (3 * self.num_stages)
-        free, held = [0.0] * p, [0.0] * p
+        free, held, begun = [0.0] * p, [0.0] * p, self._begun_sums()
         events = [(0.0, rank) for rank in range(p)]
         done = 0
         while events:
             now, rank = heapq.heappop(events)
             if now < free[rank] - EPSILON:
                 continue
-            stage, kind, start = self._choose(policy, rank, now, counts, ends, held[rank])
+            stage, kind, start = self._choose(policy, rank, now, counts, ends, held[rank], begun)
             if stage < 0:
                 continue
             if start > now + EPSILON:
                 heapq.heappush(events, (start, rank))
                 continue
-            microbatch = counts[3 * stage + kind]
-            counts[3 * stage + kind] = microbatch + 1
+            number = counts[3 * stage + kind]
+            counts[3 * stage + kind] = number + 1
             end = now + policy.durations[3 * stage + kind]
             free[rank] = end
             rows[rank].append(3 * self.chunk_of[stage] + kind)
             done += 1
+            at = stage * self.width + self.slots[number if kind == 0 else self.forward_of[number]]
             if kind == 2:
-                held[rank] -= self.remaining[stage]
+                held[rank] -= self.remaining[at]
             else:
-                held[rank] += self.activation[stage] if kind == 0 else self.remaining[stage] - self.activation[stage]
-                ends[(kind * self.num_stages + stage) * m + microbatch] = end
+                held[rank] += self.activation[at] if kind == 0 else self.remaining[at] - self.activation[at]
+                ends[(kind * self.num_stages + stage) * m + number] = end
                 consumer = stage + 1 if kind == 0 else stage - 1
                 if 0 <= consumer < self.num_stages and self.rank_of[consumer] != rank:
                     other = self.rank_of[consumer]
@@ -210,21 +219,35 @@ class PythonCore:
         self.work += DECODE_WEIGHT * done
         return [bytes(row) for row in rows] if done == 3 * self.num_stages * m else []
 
+    def _begun_sums(self) -> list[list[float]]:
+        """Per stage, the activation memory of the first 0..n slices of a microbatch."""
+        starts = range(0, self.num_stages * self.width, self.width)
+        return [[0.0, *accumulate(self.activation[at + self.slots[slice]] for slice in range(self.n))] for at in starts]
+
     def _choose(
-        self, policy: Policy, rank: int, now: float, counts: list[int], ends: list[float], held: float
+        self,
+        policy: Policy,
+        rank: int,
+        now: float,
+        counts: list[int],
+        ends: list[float],
+        held: float,
+        begun: list[list[float]],
     ) -> tuple[int, int, float]:
         """The op that `rank` starts next and when: (stage, kind, start); stage -1 if none is ready or in flight."""
         m = self.m
         best, chosen = math.inf, (-1, 0, 0.0)
         for chunk, stage in enumerate(self.stages[rank]):
             for kind in (0, 1, 2):
-                microbatch = counts[3 * stage + kind]
-                if microbatch >= (m if kind == 0 else counts[3 * stage + kind - 1]):
+                number = counts[3 * stage + kind]
+                if number >= (m if kind == 0 else counts[3 * stage + kind - 1]):
+                    continue
+                if kind == 1 and self.forward_of[number] >= counts[3 * stage]:
                     continue
                 arrival = 0.0
                 producer = stage - 1 if kind == 0 else stage + 1
                 if kind < 2 and 0 <= producer < self.num_stages:
-                    arrival = ends[(kind * self.num_stages + producer) * m + microbatch]
+                    arrival = ends[(kind * self.num_stages + producer) * m + number]
                     if arrival < 0:
                         continue
                     if self.rank_of[producer] != rank:
@@ -232,29 +255,32 @@ class PythonCore:
                     if arrival > now + policy.max_wait:
                         continue
                 wait = max(arrival - now, 0.0)
-                value = policy.offsets[3 * stage + kind] + microbatch * policy.period + policy.wait_weight * wait
-                if value < best and (kind > 0 or self._admits(policy, rank, chunk, counts, held)):
+                value = policy.offsets[3 * stage + kind] + number * policy.period + policy.wait_weight * wait
+                if value < best and (kind > 0 or self._admits(policy, rank, chunk, counts, held, begun)):
                     best, chosen = value, (stage, kind, now + wait)
         return chosen
 
-    def _admits(self, policy: Policy, rank: int, chunk: int, counts: list[int], held: float) -> bool:
+    def _admits(self, policy: Policy, rank: int, chunk: int, counts: list[int], held: float, begun: list[list[float]]) -> bool:
         """Whether an F of `chunk` fits the memory limit now and for all that must follow, and is within its cap."""
-        stages = self.stages[rank]
+        stages, n = self.stages[rank], self.n
         stage, last = stages[chunk], len(stages) - 1
         limit = min(self.limit, policy.limit)
-        if held + self.activation[stage] > limit + EPSILON:
+        if held + (begun[stage][n] - begun[stage][counts[3 * stage] % n]) > limit + EPSILON:
             return False
-        started, passed = counts[3 * stage], counts[3 * stages[chunk + 1]] if chunk < last else counts[3 * stage + 1]
+        started, passed = counts[3 * stage], counts[3 * stages[chunk + 1]] if chunk < last else counts[3 * stage + 1] + n - 1
         share = 1.0 - (1.0 - policy.settled) * min(1.0, started / policy.settle_after)
         if started - passed >= policy.caps[stage] * share:
             return False
         for c in range(chunk, last):
-            waiting = self.activation[stage]
-            beyond = counts[3 * stages[c + 1]]
+            waiting = 0.0
+            beyond = counts[3 * stages[c + 1]] // n * n
             for k in range(c + 1):
-                waiting += (counts[3 * stages[k]] - beyond) * self.activation[stages[k]]
+                ahead = counts[3 * stages[k]] + (k == chunk) - beyond
+                if ahead > 0:
+                    whole, part = divmod(max(ahead, n), n)
+                    waiting += whole * begun[stages[k]][n] + begun[stages[k]][part]
             for k in range(c + 1, last + 1):
-                waiting += self.activation[stages[k]]
+                waiting += begun[stages[k]][n]
             if waiting > limit + EPSILON:
                 return False
         return True
@@ -381,7 +407,8 @@ class _Rank:
                     self._wgrad(code // 3)
                 self.step += 1
                 continue
-            if kind == 1 and count >= self.counts[code - 1]:
+            forward = count if kind == 0 else core.forward_of[count]
+            if kind == 1 and forward >= self.counts[code - 1]:
                 return False
             producer = stage - 1 if kind == 0 else stage + 1
             ready, key = self.now, -1
@@ -391,21 +418,21 @@ class _Rank:
                 if ready < 0:
                     self.awaited = key
                     return True
-            at = stage * core.width + core.slots[count]
+            at = stage * core.width + core.slots[forward]
             if not self._fill(ready, core.activation[at] if kind == 0 else -math.inf):
                 return False
             if ready > self.now:
                 self.now, self.bound[self.step] = ready, key
             if self.step == 0:
                 self.first = self.now
-            self.now += core.durations[(3 * stage + kind) * core.width + core.slots[count]]
+            self.now += core.durations[(3 * stage + kind) * core.width + core.slots[forward]]
             self.held += core.activation[at] if kind == 0 else core.remaining[at] - core.activation[at]
             self.counts[code] = count + 1
             self.out.append(code)
             self.step += 1
             key = (kind * num_stages + stage) * m + count
             consumer = stage + 1 if kind == 0 else stage - 1
-            ends[key] = self._sent(consumer, (kind * num_stages + stage) * core.width + core.slots[count])
+            ends[key] = self._sent(consumer, (kind * num_stages + stage) * core.width + core.slots[forward])
             core.step_of[key] = self.step - 1
             if 0 <= consumer < num_stages and ranks[core.rank_of[consumer]].awaited == key:
                 ranks[core.rank_of[consumer]].awaited = -1
@@ -443,14 +470,14 @@ class _Rank:
                 return core.excess_ms > 0
             if oldest < 0:
                 return True
-            wgrad = core.durations[(3 * self.stages[oldest] + 2) * core.width + core.slots[microbatch]]
+            wgrad = core.durations[(3 * self.stages[oldest] + 2) * core.width + core.slots[core.forward_of[microbatch]]]
             if not full and ready - self.now < self.patience * wgrad:
                 return True
             self._wgrad(oldest)
 
     def _wgrad(self, chunk: int) -> None:
         core, stage = self.core, self.stages[chunk]
-        slot = core.slots[self.counts[3 * chunk + 2]]
+        slot = core.slots[core.forward_of[self.counts[3 * chunk + 2]]]
         self.now += core.durations[(3 * stage + 2) * core.width + slot]
         self.held -= core.remaining[stage * core.width + slot]
         self.counts[3 * chunk + 2] += 1

@@ -26,8 +26,8 @@ class Evaluator : public Problem {
  public:
   template <typename... Arguments>
   explicit Evaluator(Arguments&&... arguments) : Problem(std::forward<Arguments>(arguments)...) {
-    slots_.assign(m_, 0);
-    if (width_ > 1) reset_slots();
+    slots_.resize(m_);
+    reset_slots();
     for (int list = 0; list < 3 * num_stages_; ++list) lists_.push_back(list_of(list / 3, list % 3));
     for (const auto& own : stages_) {
       Rank rank{work_of(own)};
@@ -78,7 +78,7 @@ class Evaluator : public Problem {
   }
 
  protected:
-  // Index into costs per microbatch of the plan's microbatch `count`; 0 where all microbatches are equal.
+  // Index into a list of costs with a column for the microbatch or slice that F number `count` is of.
   int at(int list, int count) const { return list * width_ + slots_[count]; }
 
   // Equal microbatches have one column of costs, whatever the assignment.
@@ -87,7 +87,7 @@ class Evaluator : public Problem {
   }
 
   void reset_slots() {
-    for (int slot = 0; slot < m_; ++slot) slots_[slot] = width_ > 1 ? slot : 0;
+    for (int slot = 0; slot < m_; ++slot) slots_[slot] = slot % width_;
   }
 
   // Score and objective of rows that may leave W out; the rows with every W are appended to `out`.
@@ -125,8 +125,8 @@ class Evaluator : public Problem {
       Row* emitted = out ? &(*out)[rank] : nullptr;
       const auto wgrad = [&](int code) {
         const int list = own[code], count = done_[list]++;
-        now += durations_[at(list, count)];
-        held -= remaining_[at(lists_[list].stage, count)];
+        now += durations_[at(list, forward_of_[count])];
+        held -= remaining_[at(lists_[list].stage, forward_of_[count])];
         if (emitted) emitted->push_back(static_cast<char>(code));
       };
       int step = begin;
@@ -142,7 +142,8 @@ class Evaluator : public Problem {
           if (count < done_[list - 1]) wgrad(code);
           continue;
         }
-        if (pass.kind == 1 && count >= done_[list - 1]) return {kInfinity, kInfinity};
+        const int forward = pass.kind == 0 ? count : forward_of_[count];
+        if (pass.kind == 1 && forward >= done_[list - 1]) return {kInfinity, kInfinity};
         double ready = now;
         if (pass.producer >= 0) {
           if (done_[pass.producer] <= count) {
@@ -152,7 +153,7 @@ class Evaluator : public Problem {
           const auto& ends = count < begun_[pass.producer] ? kept_ends_ : ends_;
           ready = ends[pass.produced + count];
         }
-        const double needed = activation_[at(pass.stage, count)];
+        const double needed = activation_[at(pass.stage, forward)];
         while (true) {
           const bool full = pass.kind == 0 && held + needed > limit_ + kEpsilon;
           if (!full && ready <= now) break;
@@ -169,7 +170,7 @@ class Evaluator : public Problem {
             excess += held + needed - limit_;
             break;
           }
-          if (oldest < 0 || (!full && ready - now < patience[rank] * durations_[at(own[oldest], microbatch)])) break;
+          if (oldest < 0 || (!full && ready - now < patience[rank] * durations_[at(own[oldest], forward_of_[microbatch])])) break;
           wgrad(oldest);
         }
         if (ready > now) {
@@ -184,11 +185,11 @@ class Evaluator : public Problem {
         }
         if (step == 0) self.first = now;
         if (keeps) self.starts[step] = now;
-        now += durations_[at(list, count)];
-        held += pass.kind == 0 ? needed : remaining_[at(pass.stage, count)] - needed;
+        now += durations_[at(list, forward)];
+        held += pass.kind == 0 ? needed : remaining_[at(pass.stage, forward)] - needed;
         done_[list] = count + 1;
         if (emitted) emitted->push_back(static_cast<char>(code));
-        const double there = sent(self, pass, now, count);
+        const double there = sent(self, pass, now, forward);
         ends_[pass.first + count] = there;
         if (keeps) {
           kept_ends_[pass.first + count] = there;
@@ -337,8 +338,8 @@ class Evaluator : public Problem {
   }
 
   // When a result that is there `now` has reached the stage that needs it.
-  double sent(Rank& rank, const List& pass, double now, int count) {
-    const int link = at(pass.kind * num_stages_ + pass.stage, count);
+  double sent(Rank& rank, const List& pass, double now, int forward) {
+    const int link = at(pass.kind * num_stages_ + pass.stage, forward);
     if (pass.queue < 0) return now + links_[link];
     double& free = rank.free[pass.queue];
     const double start = std::max(now, free);

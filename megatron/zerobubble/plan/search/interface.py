@@ -17,7 +17,7 @@ Rows = Sequence[bytes | bytearray]
 
 
 class Problem(NamedTuple):
-    """The costs and limits under which a core scores orders. Lists of unequal microbatches have a value for each in turn."""
+    """The costs and limits under which a core scores orders. Lists of slices, or of unequal microbatches, have one value each."""
 
     num_microbatches: int
     """m."""
@@ -41,6 +41,8 @@ class Problem(NamedTuple):
     """The part of it in which the link takes no other message, likewise; empty: none."""
     excess_ms: float = 0.0
     """Milliseconds charged per unit of memory above the limit; 0: an order that exceeds it has no score."""
+    num_slices: int = 1
+    """n, slices per microbatch."""
 
     @staticmethod
     def of(
@@ -54,7 +56,7 @@ class Problem(NamedTuple):
         excess_ms: float = 0.0,
     ) -> Problem:
         """That of these costs; with `fused`, of F and BW only, which need no memory after B."""
-        width = 1 if costs.num_microbatches is None else num_microbatches
+        width = costs.num_slices if costs.num_microbatches is None else num_microbatches
         ranks, last = placement.stage_to_rank, placement.num_stages - 1
         links, busy = list[float](), list[float]()
         if costs.links is not None:
@@ -75,11 +77,12 @@ class Problem(NamedTuple):
             links,
             busy if any(busy) else [],
             excess_ms,
+            costs.num_slices,
         )
 
 
 def flat_durations(costs: CostModel, *, fused: bool = False, width: int = 1) -> tuple[float, ...]:
-    """F, B, W of every stage in turn, in milliseconds; of unequal microbatches, `width` many, over each.
+    """F, B, W of every stage in turn, in milliseconds; of slices, and of unequal microbatches, `width` many, over each.
 
     With `fused`, the time of W is added to B and W itself takes none.
     """
@@ -100,7 +103,9 @@ class Policy(NamedTuple):
     offsets: Sequence[float]
     """Priority of every stage's F, B and W of microbatch 0, flat."""
     caps: Sequence[float]
-    """Per stage, most microbatches between its F and the F of the rank's next chunk (of the last chunk: its own B)."""
+    """Per stage, most microbatches between its F and the F of the rank's next chunk (of the last chunk: its own B).
+
+    With slices all these numbers count slices, and n-1 more of the last chunk may be before its own B."""
     period: float
     """Distance of two microbatches in priority."""
     wait_weight: float

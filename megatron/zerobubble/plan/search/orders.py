@@ -19,17 +19,14 @@ _KINDS = (OpKind.F, OpKind.B, OpKind.W)
 _WGRAD_CODES = bytes(range(2, 256, 3))
 
 
-def repeated(rows: Order, times: int) -> list[Order]:
+def repeated(rows: Order, times: int, num_slices: int = 1) -> list[Order]:
     """For each share in `CYCLE_AT`, the rows with one cycle repeated `times` times.
 
-    A cycle is a run of ops in which every code of the row occurs once; of those, each row repeats the one nearest to that share
-    of its length. All results are empty if some row has no such cycle.
+    A cycle is a run of ops in which every code of the row occurs once, with slices n times, that is for a whole microbatch; of
+    those, each row repeats the one nearest to that share of its length. All results are empty if some row has no such cycle.
     """
-    width = [len(set(row)) for row in rows]
-    cycles = [
-        [step for step in range(len(row) - size + 1) if len(set(row[step : step + size])) == size]
-        for row, size in zip(rows, width, strict=True)
-    ]
+    width = [num_slices * len(set(row)) for row in rows]
+    cycles = [_cycles(row, size, num_slices) for row, size in zip(rows, width, strict=True)]
     if not all(cycles):
         return [[] for _ in CYCLE_AT]
     longer = []
@@ -38,6 +35,14 @@ def repeated(rows: Order, times: int) -> list[Order]:
         cut = zip(rows, steps, width, strict=True)
         longer.append([row[:step] + row[step : step + size] * times + row[step:] for row, step, size in cut])
     return longer
+
+
+def _cycles(row: bytes, size: int, num_slices: int) -> list[int]:
+    """The steps at which a run of `size` ops begins that has every code of the row as often as there are slices."""
+    codes, starts = set(row), range(len(row) - size + 1)
+    if num_slices == 1:
+        return [step for step in starts if len(set(row[step : step + size])) == size]
+    return [step for step in starts if all(row.count(code, step, step + size) == num_slices for code in codes)]
 
 
 def _nearest(steps: Sequence[int], at: int) -> int:
@@ -67,7 +72,9 @@ def order_of(plan: Plan) -> Order:
     return [bytes(3 * chunk[op.stage] + kind_code[op.kind] for op in row) for row in plan.ops]
 
 
-def plan_of_order(order: Order, schedule: str, placement: Placement, num_microbatches: int, *, fused: bool) -> Plan:
+def plan_of_order(
+    order: Order, schedule: str, placement: Placement, num_microbatches: int, *, fused: bool, num_slices: int = 1
+) -> Plan:
     """The plan of an order; with `fused`, every B becomes a BW and W is dropped."""
     rows = []
     for rank, codes in enumerate(order):
@@ -76,9 +83,9 @@ def plan_of_order(order: Order, schedule: str, placement: Placement, num_microba
         for code in codes:
             stage, kind = placement.rank_to_stages[rank][code // 3], _KINDS[code % 3]
             if not fused:
-                row.append(Op(stage, kind, counts[code]))
+                row.append(Op.nth(stage, kind, counts[code], num_slices))
             elif kind is not OpKind.W:
-                row.append(Op(stage, OpKind.BW if kind is OpKind.B else kind, counts[code]))
+                row.append(Op.nth(stage, OpKind.BW if kind is OpKind.B else kind, counts[code], num_slices))
             counts[code] += 1
         rows.append(row)
-    return Plan.of(schedule, placement, num_microbatches, rows)
+    return Plan.of(schedule, placement, num_microbatches, rows, num_slices=num_slices)

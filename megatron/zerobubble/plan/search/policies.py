@@ -68,11 +68,14 @@ class Block:
 
 
 class Blocks:
-    """Generates blocks for one placement and its costs, and turns them into policies."""
+    """Generates blocks for one placement and its costs, and turns them into policies.
+
+    With n slices per microbatch a block is of slices of the mean length, and B runs n-1 periods later, behind F of the others.
+    """
 
     def __init__(self, placement: Placement, costs: CostModel, limit: float, *, fused: bool = False) -> None:
         """`limit` is the memory limit per rank in microbatches. With `fused`, each W follows its B immediately."""
-        self._placement, self._limit, self._fused = placement, limit, fused
+        self._placement, self._limit, self._fused, self._n = placement, limit, fused, costs.num_slices
         self._views = _views(costs, fused=fused)
 
     def plain(self) -> Iterator[Block]:
@@ -142,6 +145,8 @@ class Blocks:
             if stage + 1 < num_stages and hops[stage]:
                 now += comm_ms + block.slacks[chunk] * unit
         caps = [math.inf] * num_stages
+        all_run = (self._n - 1) * period
+        now += all_run
         for stage in reversed(range(num_stages)):
             chunk = placement.chunk_of(stage)
             offsets[3 * stage + 1] = now
@@ -151,7 +156,7 @@ class Blocks:
                 now += comm_ms + block.slacks[chunks + chunk] * unit
         if math.isfinite(block.cap) and period > 0:
             for stages in placement.rank_to_stages:
-                nexts = [offsets[3 * after] for after in stages[1:]] + [offsets[3 * stages[-1] + 1]]
+                nexts = [offsets[3 * after] for after in stages[1:]] + [offsets[3 * stages[-1] + 1] - all_run]
                 for stage, after in zip(stages, nexts, strict=True):
                     caps[stage] = max(1.0, block.cap * (after - offsets[3 * stage]) / period)
         return Policy(
@@ -173,7 +178,7 @@ _CHOSEN = ("wait_weight", "memory_share")
 
 
 def _views(costs: CostModel, *, fused: bool) -> list[tuple[tuple[float, ...], float]]:
-    true = flat_durations(costs, fused=fused)
+    true = tuple(value / costs.num_slices for value in flat_durations(replace(costs, slices=None), fused=fused))
     mean = sum(true) / max(1, sum(duration > 0 for duration in true))
     even = tuple(mean if duration > 0 else 0.0 for duration in true)
     longer = tuple(value + (costs.comm_ms if index % 3 < 2 else 0.0) for index, value in enumerate(true))

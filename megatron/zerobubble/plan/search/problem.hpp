@@ -15,10 +15,11 @@ constexpr double kEpsilon = 1e-9;
 
 class Problem {
  public:
-  Problem(int num_microbatches, std::vector<int> stage_to_rank, std::vector<double> durations, double comm_ms,
+  Problem(int num_microbatches, int num_slices, std::vector<int> stage_to_rank, std::vector<double> durations, double comm_ms,
           std::vector<double> activation, std::vector<double> remaining, double limit, bool makespan,
           std::vector<double> links, std::vector<double> busy, double excess_ms)
-      : m_(num_microbatches),
+      : m_(num_microbatches * num_slices),
+        n_(num_slices),
         rank_of_(std::move(stage_to_rank)),
         durations_(std::move(durations)),
         activation_(std::move(activation)),
@@ -37,7 +38,8 @@ class Problem {
       own.push_back(stage);
     }
     const std::size_t plain = static_cast<std::size_t>(num_stages_);
-    width_ = m_ > 1 && activation_.size() == plain * m_ ? m_ : 1;
+    width_ = n_ > 1 ? n_ : m_ > 1 && activation_.size() == plain * m_ ? m_ : 1;
+    for (int number = 0; number < m_; ++number) forward_of_.push_back(number + n_ - 1 - 2 * (number % n_));
     if (links_.empty()) {
       for (int kind = 0; kind < 2; ++kind) {
         for (int producer = 0; producer < num_stages_; ++producer) {
@@ -52,14 +54,15 @@ class Problem {
   double work = 0.0;
 
  protected:
-  int m_, p_, num_stages_;
+  int m_, n_, p_, num_stages_;  // m_ counts slices, n_ those of a microbatch
+  std::vector<int> forward_of_;  // number of a B or W -> number of the F that it belongs to
   std::vector<int> rank_of_, chunk_of_;
   std::vector<std::vector<int>> stages_;
   std::vector<double> durations_, activation_, remaining_, links_, busy_;
   double limit_;
   bool makespan_;
   double excess_ms_;
-  int width_ = 1;  // columns of costs: one per microbatch, or one for all
+  int width_ = 1;  // columns of costs: one per slice, one per microbatch, or one for all
 };
 
 }  // namespace zerobubble

@@ -28,12 +28,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import cache
-from itertools import accumulate
 from operator import itemgetter
 from random import Random
 
 from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.search.core import EPSILON, PythonCore
@@ -66,7 +66,7 @@ def search(
         schedule: the plan's name.
         placement: stage -> rank.
         num_microbatches: m, at least 1.
-        costs: times and memory of every stage.
+        costs: times and memory of every stage, or of every stage and slice: the plan is then one of these slices.
         options: limit, objective, seed and budget.
         seed_orders: orders to start from besides the list schedules; those that exceed the limit are dropped.
         fused: build plans of F and BW only.
@@ -81,8 +81,9 @@ def search(
         # The list schedule admits an F by the memory that F allocates; a B must not then need more than is free.
         return _Finder(placement, num_microbatches, costs.reserved, options, fused, core or best_core(), schedule=schedule)
 
-    order = _best_of(start, options, 3 * placement.num_stages * num_microbatches, seed_orders)
-    return plan_of_order(order, schedule, placement, num_microbatches, fused=fused)
+    n = costs.num_slices
+    order = _best_of(start, options, 3 * placement.num_stages * num_microbatches * n, seed_orders)
+    return plan_of_order(order, schedule, placement, num_microbatches, fused=fused, num_slices=n)
 
 
 def _best_of(
@@ -160,8 +161,9 @@ class _Finder:
             fused,
             core,
         )
-        self._m = num_microbatches
-        self._small_m = min(num_microbatches, max(self._tuning.small_per_rank * placement.num_ranks, self._tuning.fewest_small))
+        self._m, self._n = num_microbatches, costs.num_slices
+        fewest = max(self._tuning.small_per_rank * placement.num_ranks, self._tuning.fewest_small)
+        self._small_m = min(num_microbatches, -(-fewest // self._n) + (self._tuning.more_of_slices if self._n > 1 else 0))
         limit = math.inf if options.memory_limit is None else float(options.memory_limit)
         self._limit = limit * min(placement.num_ranks, num_microbatches)
         self._full = self._make_core(num_microbatches)
@@ -176,7 +178,7 @@ class _Finder:
         self._small_seed_orders: list[Order] = []
         self._seeds = _random_seeds(options.seed)
         self._bottleneck_ms = max(
-            math.fsum(costs.forward_ms[s] + costs.backward_ms[s] + costs.wgrad_ms[s] for s in stages)
+            math.fsum(costs.forward_ms[s] + costs.backward_ms[s] + costs.wgrad_ms[s] for s in stages) / self._n
             for stages in placement.rank_to_stages
         )
 
@@ -202,6 +204,8 @@ class _Finder:
         solved: list[tuple[float, Order]] = []
         if self._m > self._small_m and budget > 0 and not self._fused:
             options = replace(self._options, budget=self._tuning.small_share * budget)
+            if self._small_m < self._placement.num_ranks:  # the limit counts fewer microbatches
+                options = replace(options, memory_limit=self._limit / self._small_m)
             # It must not stop at its bound: among its orders we want the one that is best once it is unrolled.
             few = _Finder(
                 self._placement,
@@ -239,7 +243,8 @@ class _Finder:
         times = self._m - self._small_m
         candidates = []
         for order in orders:
-            for rows, bare in zip(repeated(order, times), repeated(without_wgrad(order), times), strict=True):
+            cycles = (repeated(rows, times, self._n) for rows in (order, without_wgrad(order)))
+            for rows, bare in zip(*cycles, strict=True):
                 if rows:
                     candidates.append((self._full.fill(rows, [math.inf] * len(rows)), bare))
                 if bare:
@@ -345,30 +350,29 @@ class _Finder:
         return [self._squeezed_row(stages, row) for stages, row in zip(self._placement.rank_to_stages, order, strict=True)]
 
     def _squeezed_row(self, stages: Sequence[int], row: bytes) -> bytes:
-        after, whole = self._costs.activation_after_backward, self._costs.activation
-        changes = [change for s in stages for change in (whole[s], after[s] - whole[s], -after[s])]
-        limit = self._limit + EPSILON
-        if max(accumulate(map(changes.__getitem__, row)), default=0.0) <= limit:
-            return row
+        n, changes = self._n, list[list[float]]()
+        for whole, after in ([rows[s] for rows in map(self._costs.rows, COST_LISTS[3:])] for s in stages):
+            freed = [kept - held for kept, held in zip(after, whole, strict=True)]
+            changes += [list(whole), freed[::-1], [-kept for kept in after[::-1]]]
         counts, held = [0] * len(changes), 0.0
         late: deque[int] = deque()
         result = bytearray()
+
+        def can_run(code: int) -> bool:
+            whole, part = divmod(counts[code], n)
+            if code % 3 == 0:
+                return held + math.fsum(changes[code][part:]) <= self._limit + EPSILON
+            return (counts[code] if code % 3 == 2 else whole * n + n - 1 - part) < counts[code - 1]
+
         for code in row:
-            if late and code % 3 == 0:
-                late.append(code)
-            elif held + changes[code] <= limit if code % 3 == 0 else counts[code] < counts[code - 1]:
-                counts[code] += 1
-                held += changes[code]
-                result.append(code)
-            else:
-                late.append(code)
-            while late:
-                first = late[0]
-                if not (held + changes[first] <= limit if first % 3 == 0 else counts[first] < counts[first - 1]):
-                    break
+            late.append(code)
+            if len(late) > 1 and code % 3 and can_run(code):
+                late.rotate(1)
+            while late and can_run(late[0]):
+                first = late.popleft()
+                held += changes[first][counts[first] % n]
                 counts[first] += 1
-                held += changes[first]
-                result.append(late.popleft())
+                result.append(first)
         return bytes(result + bytes(late))
 
     def _anneal(self, best: tuple[float, Order], starts: Sequence[tuple[float, Order]], budget: float) -> Order:

@@ -72,6 +72,8 @@ class Tuning:
     """More microbatches than this, and than `small_per_rank` per rank, are planned on a smaller instance first."""
     small_per_rank: int = 3
     """See `fewest_small`."""
+    more_of_slices: int = 2
+    """With slices, which these numbers then count, so many microbatches more: a steady cycle is a whole one."""
     small_share: float = 0.5
     """Share of the budget for the smaller instance."""
     most_cycles: int = 3
