@@ -17,6 +17,7 @@ from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan import planner
 from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, MicrobatchCosts
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.planner import AUTO, CostsOf, Result, make_plan
@@ -185,6 +186,71 @@ def requests(draw: st.DrawFn, most_ranks: int = 16) -> tuple[str, int, int, Plac
         activation_after_backward=tuple(share * whole for whole in lists[3]),
     )
     return name, p, m, placement, costs
+
+
+def sliced(num_slices: list[int], *, limit: float = 1.0, loss: float = 0.0, name: str = AUTO) -> Result:
+    """p=4, m=4; each slice takes `loss` of the microbatch's time besides its part."""
+
+    def sliced_costs_of(placement: Placement, n: int) -> CostModel:
+        costs = CostModel.uniform(placement)
+        longer = {each: tuple(value * (1 + loss * n) for value in costs.lists[each]) for each in COST_LISTS[:3]}
+        return replace(costs, **longer).divided(n)
+
+    options = SearchOptions(memory_limit=limit, budget=BUDGET)
+    return make_plan(
+        name,
+        num_ranks=4,
+        num_microbatches=4,
+        costs_of=CostModel.uniform,
+        options=options,
+        num_slices=num_slices,
+        sliced_costs_of=sliced_costs_of if loss else None,
+    )
+
+
+def test_auto_cuts_microbatches_into_slices_where_that_is_faster() -> None:
+    whole, cut, both = sliced([1], limit=0.5), sliced([4], limit=0.5), sliced([4, 1], limit=0.5)
+    assert (whole.num_slices, cut.num_slices, both.num_slices) == (1, 4, 4)
+    assert both.simulation.span_ms < 0.9 * whole.simulation.span_ms
+    assert both.bound.span_ms <= min(whole.bound.span_ms, cut.bound.span_ms)
+    assert max(both.simulation.peak_memory) <= 0.5 + 1e-9
+    assert "in 4 slices per microbatch" in both.verdict(Objective.SPAN)
+
+
+def test_short_slices_that_lose_efficiency_are_not_chosen() -> None:
+    assert sliced([1, 2, 8], loss=0.001).num_slices == 2
+    assert sliced([1, 2, 8], loss=0.2).num_slices == 1
+    assert sliced([1, 2, 8], loss=0.2, name="zb").num_slices == 1
+
+
+def test_of_equally_good_plans_the_one_of_fewer_slices_is_chosen() -> None:
+    for name in (AUTO, "zb"):
+        found = make_plan(
+            name,
+            num_ranks=1,
+            num_microbatches=7,
+            costs_of=lambda placement: CostModel.uniform(placement, forward_ms=0.1, backward_ms=0.7),
+            options=SearchOptions(memory_limit=1.0, budget=0.0),
+            num_slices=[3, 1, 2],
+        )
+        assert found.num_slices == 1
+
+
+def test_slices_of_unequal_microbatches_and_of_schedules_without_them_are_refused_in_one_line() -> None:
+    def unequal(placement: Placement) -> CostModel:
+        rows = ((1.0, 2.0, 3.0, 4.0),) * placement.num_stages
+        return CostModel.of_microbatches(MicrobatchCosts(**dict.fromkeys(COST_LISTS, rows)))
+
+    for name in (AUTO, "zb", "1f1b"):
+        with pytest.raises(ConfigError, match=r"^2 slices per microbatch cannot be planned with unequal microbatches;") as caught:
+            make_plan(
+                name, num_ranks=2, num_microbatches=4, costs_of=unequal, options=SearchOptions(budget=0.0), num_slices=[1, 2]
+            )
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match="schedule 'zb-interleaved' has no order of slices"):
+        sliced([1, 2], name="zb-interleaved")
+    with pytest.raises(ConfigError, match="num_slices is 0; it must be a whole number, 1 or more"):
+        sliced([0, 2])
 
 
 @settings(max_examples=60)

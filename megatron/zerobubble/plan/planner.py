@@ -8,6 +8,7 @@ The families include interleaved 1F1B.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -20,9 +21,9 @@ from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.objective import Objective
-from megatron.zerobubble.plan.registry import check_at_least_one, check_size, plan_of, schedule_spec
+from megatron.zerobubble.plan.registry import check_at_least_one, check_size, plan_of, schedule_info, schedule_spec
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
-from megatron.zerobubble.plan.search.assign import ITERATION_BUDGET
+from megatron.zerobubble.plan.search.assign import ITERATION_BUDGET, check_sliceable
 from megatron.zerobubble.plan.search.search_options import SearchOptions, check_memory_limit, largest_microbatch, smallest_memory
 from megatron.zerobubble.plan.simulate import Simulation, simulate
 
@@ -34,6 +35,11 @@ AUTO_MEMORY_LIMIT = 1.0
 
 CostsOf = Callable[[Placement], CostModel]
 """Placement -> its costs. Raises PlanError for a placement whose costs are unknown."""
+
+SlicedCostsOf = Callable[[Placement, int], CostModel]
+"""Placement and number of slices, above 1 -> costs with those of every slice. Raises as `CostsOf`."""
+
+_CostsOfSpec = Callable[[ScheduleSpec], CostModel]
 
 _FAMILIES = (
     ("1f1b", 1),
@@ -50,6 +56,10 @@ _WORTH = 0.99
 """Most of the iteration time of the best plan that a schedule above the memory limit takes, if it is worth a line."""
 _LITTLE_W = 0.5
 """Of F. Below it a zero-bubble schedule has little to fill the bubble with."""
+_ROUNDING = 1e-9
+"""Share of an iteration time below which a difference is rounding."""
+_TIE = 3 * _ROUNDING
+"""Share of the iteration time that each further slice has to save: of equally good plans the one of fewer slices is chosen."""
 _CLOSE = 0.05
 """A schedule that is slower than the best by less than this share after the first round may still win."""
 _ENOUGH_FOR_V = 1.5
@@ -87,6 +97,15 @@ class Result:
         """Virtual stages (VPP) per rank."""
         return self.simulation.plan.placement.num_chunks
 
+    @property
+    def num_slices(self) -> int:
+        """Slices of each microbatch."""
+        return self.simulation.plan.num_slices
+
+    def time_ms(self, objective: Objective) -> float:
+        """The iteration time by which plans are compared, see `_TIE`."""
+        return objective.of(self.simulation) * (1 + _TIE * (self.num_slices - 1))
+
     def verdict(self, objective: Objective) -> str:
         """For `auto`, one line: the chosen schedule, its iteration time, and by how much the runner-up is slower."""
         mine = objective.of(self.simulation)
@@ -100,8 +119,9 @@ class Result:
         return line if self.above_limit is None else f"{line}; {above_limit_text(self.above_limit, mine, objective)}"
 
     def titled(self, name: str) -> str:
-        """A name of the schedule, with the virtual stages of its plan."""
-        return _with_chunks(name, self.num_chunks)
+        """A name of the schedule, with the virtual stages and the slices of its plan."""
+        titled = _with_chunks(name, self.num_chunks)
+        return titled if self.num_slices == 1 else f"{titled} in {self.num_slices} slices per microbatch"
 
     def metrics(self) -> dict[str, object]:
         """The `metrics` object of the plan's JSON form, with lower bounds and gaps."""
@@ -123,8 +143,10 @@ def make_plan(
     options: SearchOptions,
     num_chunks: int | None = None,
     max_pending_backward: int | None = None,
+    num_slices: Sequence[int] = (1,),
+    sliced_costs_of: SlicedCostsOf | None = None,
 ) -> Result:
-    """The best plan found for one schedule, or with `auto` for all of them.
+    """The best plan found for one schedule, or with `auto` for all of them, over the given numbers of slices.
 
     Args:
         name: one of `registry.known_schedules`, or `auto`.
@@ -134,19 +156,33 @@ def make_plan(
         options: memory limit, objective, seed and budget of the search.
         num_chunks: virtual stages (VPP) per rank, for interleaved schedules.
         max_pending_backward: most microbatches between F and W per rank, for `zb`.
+        num_slices: numbers of slices per microbatch to choose from; of equally good ones the fewest. They share the budget.
+        sliced_costs_of: costs of the slices; None: a slice takes an even part of the times and memory of its microbatch.
 
     Raises:
-        ConfigError: a wrong name or number, or a memory limit that no plan fits (the message names the smallest that works).
+        ConfigError: a wrong name or number, slices of unequal microbatches or under unequal links, or a memory limit that no plan
+            fits (the message names the smallest that works).
         PlanError: a hand-written pattern that exceeds the limit, or costs for another number of stages.
     """
-    check_at_least_one(num_ranks=num_ranks, num_microbatches=num_microbatches)
-    check_size(num_ranks=num_ranks, num_microbatches=num_microbatches)
+    slices = sorted(set(num_slices)) or [1]
+    check_at_least_one(num_ranks=num_ranks, num_microbatches=num_microbatches, num_slices=slices[0])
+    check_size(num_ranks=num_ranks, num_microbatches=num_microbatches * slices[-1])
+
+    def costs_of_spec(spec: ScheduleSpec) -> CostModel:
+        n = spec.num_slices
+        costs = costs_of(spec.placement) if n == 1 or sliced_costs_of is None else sliced_costs_of(spec.placement, n)
+        return costs.divided(n) if costs.is_plain else costs
+
     if name == AUTO:
         if num_chunks is not None or max_pending_backward is not None:
             raise ConfigError("auto chooses the number of chunks and of pending microbatches; drop them or name a schedule")
-        return _auto(num_ranks, num_microbatches, costs_of, options)
-    spec = schedule_spec(name, num_ranks=num_ranks, num_chunks=num_chunks, max_pending_backward=max_pending_backward)
-    return _one(spec, num_microbatches, costs_of, options)
+        return _auto(num_ranks, num_microbatches, slices, costs_of_spec, options)
+    spec = schedule_spec(
+        name, num_ranks=num_ranks, num_chunks=num_chunks, max_pending_backward=max_pending_backward, num_slices=slices[-1]
+    )
+    own = replace(options, budget=options.budget / len(slices))
+    found = [_one(replace(spec, num_slices=n), num_microbatches, costs_of_spec, own) for n in slices]
+    return min(found, key=lambda result: result.time_ms(options.objective))
 
 
 def hand_written(spec: ScheduleSpec, num_microbatches: int, costs_of: CostsOf, options: SearchOptions) -> Result:
@@ -184,8 +220,9 @@ def pareto(
         yield limit, best
 
 
-def _one(spec: ScheduleSpec, num_microbatches: int, costs_of: CostsOf, options: SearchOptions) -> Result:
-    costs = costs_of(spec.placement)
+def _one(spec: ScheduleSpec, num_microbatches: int, costs_of: _CostsOfSpec, options: SearchOptions) -> Result:
+    costs = costs_of(spec)
+    check_sliceable(spec.num_slices, costs)
     if costs.is_plain:
         plan = plan_of(spec, num_microbatches, costs=costs, options=options)
     else:
@@ -196,10 +233,13 @@ def _one(spec: ScheduleSpec, num_microbatches: int, costs_of: CostsOf, options: 
     return Result.of(plan, costs, options.memory_limit)
 
 
-def _auto(num_ranks: int, num_microbatches: int, costs_of: CostsOf, options: SearchOptions) -> Result:
+def _auto(
+    num_ranks: int, num_microbatches: int, num_slices: Sequence[int], costs_of: _CostsOfSpec, options: SearchOptions
+) -> Result:
     most = math.inf if options.memory_limit is None else options.memory_limit
     options = replace(options, memory_limit=most)
-    families, least = _feasible(num_ranks, num_microbatches, costs_of, options)
+    families, least = _feasible(num_ranks, num_microbatches, num_slices, costs_of, options)
+    whole_share = 1.0 / len(num_slices)  # as for a schedule by name
     if not families:
         if not least:
             raise PlanError("the costs fit no placement: give one value per rank (linear) or two (V, interleaved)")
@@ -210,14 +250,14 @@ def _auto(num_ranks: int, num_microbatches: int, costs_of: CostsOf, options: Sea
         return _one(family.spec, num_microbatches, costs_of, own)
 
     def time_of(found: tuple[_Family, Result]) -> float:
-        return options.objective.of(found[1].simulation)
+        return found[1].time_ms(options.objective)
 
     tried: list[tuple[_Family, Result]] = []
     for family in families:
         if not family.may_beat(min(map(time_of, tried), default=math.inf), options.objective):
             continue
         with suppress(PlanError):  # its hand-written pattern exceeds the limit
-            tried.append((family, search(family, _FIRST_SHARE, family.limit)))
+            tried.append((family, search(family, _FIRST_SHARE * whole_share, family.limit)))
     if not tried:
         raise _too_little_memory(options, least)
     tried.sort(key=time_of)
@@ -226,7 +266,7 @@ def _auto(num_ranks: int, num_microbatches: int, costs_of: CostsOf, options: Sea
         for limit in sorted({family.limit, most}):
             best = min(map(time_of, tried[: place + 1]))
             if family.spec.name in _SEARCHED and options.budget > 0 and family.may_beat(best, options.objective):
-                tried[place] = min(tried[place], (family, search(family, 1.0, limit)), key=time_of)
+                tried[place] = min(tried[place], (family, search(family, whole_share, limit)), key=time_of)
     tried.sort(key=time_of)
     best_ms = time_of(tried[0])
     return replace(
@@ -260,7 +300,7 @@ def _with_chunks(name: str, num_chunks: int) -> str:
 
 
 def _above_limit(
-    num_ranks: int, num_microbatches: int, costs_of: CostsOf, options: SearchOptions, best_ms: float
+    num_ranks: int, num_microbatches: int, costs_of: _CostsOfSpec, options: SearchOptions, best_ms: float
 ) -> Simulation | None:
     """The fastest of megatron-core's orders above the memory limit, if it is faster than the best within it by 1 % or more.
 
@@ -271,7 +311,7 @@ def _above_limit(
     for name, num_chunks in _FAMILIES[:3] if options.memory_limit >= AUTO_MEMORY_LIMIT else _FAMILIES[:1]:
         with suppress(PlanError, ConfigError):  # costs for another placement
             spec = schedule_spec(name, num_ranks=num_ranks, num_chunks=num_chunks)
-            costs = costs_of(spec.placement)
+            costs = costs_of(spec)
             if not costs.is_plain or options.objective.of(lower_bound(spec.placement, num_microbatches, costs)) > enough:
                 continue
             simulation = simulate(plan_of(spec, num_microbatches), costs)
@@ -307,28 +347,38 @@ class _Family(NamedTuple):
 
     def may_beat(self, best_ms: float, objective: Objective) -> bool:
         """Whether its lower bound is below `best_ms`."""
-        return objective.of(self.bound) < best_ms * (1 - 1e-9)
+        return self.bound_ms(objective) < best_ms * (1 - _ROUNDING)
+
+    def bound_ms(self, objective: Objective) -> float:
+        """The lower bound by which families are compared, see `_TIE`."""
+        return objective.of(self.bound) * (1 + _TIE * (self.spec.num_slices - 1))
 
 
 def _feasible(
-    num_ranks: int, num_microbatches: int, costs_of: CostsOf, options: SearchOptions
+    num_ranks: int, num_microbatches: int, num_slices: Sequence[int], costs_of: _CostsOfSpec, options: SearchOptions
 ) -> tuple[list[_Family], list[_Least]]:
     """The families that the memory limit allows, by ascending bound, and the smallest limit of each family with costs."""
     assert options.memory_limit is not None
     families, least, limit = list[_Family](), list[_Least](), options.memory_limit
-    for name, num_chunks in _FAMILIES:
+    for n, (name, num_chunks) in itertools.product(num_slices, _FAMILIES):
+        if n > 1 and not schedule_info(name).takes_slices:
+            continue
+        spec = schedule_spec(name, num_ranks=num_ranks, num_chunks=num_chunks, num_slices=n)
+        placement = spec.placement
         try:
-            spec = schedule_spec(name, num_ranks=num_ranks, num_chunks=num_chunks)
-            placement = spec.placement
-            costs = costs_of(placement)
+            costs = costs_of(spec)
+        except (PlanError, ConfigError):
+            continue  # costs for another placement
+        check_sliceable(n, costs)
+        try:
             smallest = smallest_memory(placement, num_microbatches, costs)
             least.append(_Least(smallest, largest_microbatch(placement, costs, limit / smallest) if limit < smallest else ""))
             check_memory_limit(placement, num_microbatches, costs, limit)
         except (PlanError, ConfigError):
-            continue  # costs for another placement, or not enough memory for any order on this one
+            continue  # costs of another size, or not enough memory for any order on this placement
         enough = enough_memory(placement, num_microbatches, costs, limit, options.objective) if name in _SEARCHED else limit
         families.append(_Family(spec, enough, lower_bound(placement, num_microbatches, costs, enough)))
-    return sorted(families, key=lambda family: options.objective.of(family.bound)), least
+    return sorted(families, key=lambda family: family.bound_ms(options.objective)), least
 
 
 def enough_memory(placement: Placement, num_microbatches: int, costs: CostModel, limit: float, objective: Objective) -> float:

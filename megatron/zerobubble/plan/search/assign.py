@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron.zerobubble.errors import PlanError
+from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Op, OpKind, Plan
 from megatron.zerobubble.plan.objective import Objective
@@ -80,7 +80,7 @@ def assign(
         core: `PythonCore` or the compiled one; by default the compiled one if the install built it.
 
     Raises:
-        ConfigError: a limit that the largest microbatch alone exceeds.
+        ConfigError: a limit that the largest microbatch alone exceeds, or a base with slices.
         PlanError: costs for another number of stages, ranks or microbatches; a plan with fused and split backwards; with
             `fixed_order`, no assignment found that fits the memory limit.
     """
@@ -88,8 +88,16 @@ def assign(
     costs.check_fits(base.placement, base.num_microbatches)
     if costs.is_plain:
         return base
+    check_sliceable(base.num_slices, costs)
     check_memory_limit(base.placement, base.num_microbatches, costs, options.memory_limit)
     return _Search(bases, costs, options, fixed_order, core or best_core()).best()
+
+
+def check_sliceable(num_slices: int, costs: CostModel) -> None:
+    """Raise ConfigError for slices of unequal microbatches, or under a matrix of links."""
+    if num_slices > 1 and not costs.is_plain:
+        what = "unequal links" if costs.per_microbatch is None else "unequal microbatches"
+        raise ConfigError(f"{num_slices} slices per microbatch cannot be planned with {what}; give equal ones, or 1 slice")
 
 
 class _Search:
