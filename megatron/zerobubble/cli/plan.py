@@ -10,6 +10,8 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from megatron.zerobubble.cli.cost_flags import GivenCosts, add_slice_flags, add_unequal_flags, read_costs
@@ -38,6 +40,7 @@ from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT, Result, ha
 from megatron.zerobubble.plan.registry import (
     known_schedules,
     parse_max_pending_backward,
+    schedule_info,
     schedule_spec,
 )
 from megatron.zerobubble.plan.render.plan_summary import plan_svg, plan_trace, summary
@@ -219,8 +222,18 @@ def _result(args: argparse.Namespace, given: GivenCosts, memory_limit: float | N
     pending = args.max_pending_backward
     pending = None if pending is None else parse_max_pending_backward(pending, args.num_ranks)
     if name != AUTO and memory_limit is None and args.effort is None:
-        spec = schedule_spec(name, num_ranks=args.num_ranks, num_chunks=args.num_chunks, max_pending_backward=pending)
-        return hand_written(spec, args.num_microbatches, given.of, options)
+        spec = schedule_spec(
+            name,
+            num_ranks=args.num_ranks,
+            num_chunks=args.num_chunks,
+            max_pending_backward=pending,
+            num_slices=max(given.num_slices),
+        )
+        found = [
+            hand_written(replace(spec, num_slices=n), args.num_microbatches, partial(given.of, num_slices=n), options)
+            for n in given.num_slices
+        ]
+        return min(found, key=lambda result: result.time_ms(options.objective))
     return make_plan(
         name,
         num_ranks=args.num_ranks,
@@ -229,6 +242,8 @@ def _result(args: argparse.Namespace, given: GivenCosts, memory_limit: float | N
         options=options,
         num_chunks=args.num_chunks,
         max_pending_backward=pending,
+        num_slices=given.num_slices,
+        sliced_costs_of=given.of,
     )
 
 
@@ -330,12 +345,14 @@ def run_compare(args: argparse.Namespace) -> None:
     objective, given = Objective(args.objective), read_costs(args)
     rows: list[dict[str, Any]] = []
     args.max_pending_backward = None
-    chosen = {word.strip(): _schedule_and_chunks(word.strip()) for word in args.schedules.split(",")}
-    for name, chunks in chosen.values():
+    numbers = given.num_slices
+    chosen = {word.strip(): _contender(word.strip(), numbers) for word in args.schedules.split(",")}
+    for name, chunks, slices in chosen.values():
         if name != AUTO:
-            schedule_spec(name, num_ranks=args.num_ranks, num_chunks=chunks)
+            schedule_spec(name, num_ranks=args.num_ranks, num_chunks=chunks, num_slices=max(slices))
     for word in track(list(chosen), "schedules"):
-        args.schedule, args.num_chunks = chosen[word]
+        args.schedule, args.num_chunks, slices = chosen[word]
+        given = replace(given, num_slices=slices)
         limit = _with_default(args, given, args.memory_limit)
         name = word
         try:
@@ -366,12 +383,25 @@ def run_compare(args: argparse.Namespace) -> None:
         print("".join(f"{line}\n" for line in given.source), end="")
 
 
-def _schedule_and_chunks(word: str) -> tuple[str, int | None]:
-    """`interleaved-1f1b:4` is four virtual stages (VPP) per rank."""
-    name, colon, chunks = word.partition(":")
-    if colon and not (chunks.isdecimal() and len(chunks) <= 6):
-        raise ConfigError(f"--schedules has {quoted(word)}; give NAME or NAME:V with V virtual stages (VPP) per rank")
-    return name, int(chunks) if colon else None
+def _contender(word: str, num_slices: tuple[int, ...]) -> tuple[str, int | None, tuple[int, ...]]:
+    """`interleaved-1f1b:4` is four virtual stages (VPP) per rank, `zb-h1:slices=8` eight slices per microbatch.
+
+    Args:
+        word: as given.
+        num_slices: where it does not say, for schedules that run over slices.
+    """
+    name, *parts = word.split(":")
+    words = [part.rpartition("=") for part in parts]
+    numbers = {key: value for key, _, value in words if key in ("slices", "")}
+    if len(numbers) < len(parts) or not all(value.isdecimal() and len(value) <= 6 for value in numbers.values()):
+        raise ConfigError(
+            f"--schedules has {quoted(word)}; give NAME, NAME:V with V virtual stages (VPP) per rank, or NAME:slices=N"
+        )
+    if "slices" in numbers:
+        num_slices = (int(numbers["slices"]),)
+    elif name != AUTO and not schedule_info(name).takes_slices:
+        num_slices = (1,)
+    return name, int(numbers[""]) if "" in numbers else None, num_slices
 
 
 def _compared(row: dict[str, Any]) -> str:

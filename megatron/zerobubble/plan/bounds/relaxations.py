@@ -24,9 +24,9 @@ last gradient has to return to stage 0:
 6. *One microbatch*, the slowest, travels from stage 0 to the last stage and back.
 
 A makespan is at least 1 and 2 plus the time of microbatch 0 to the rank, and at least each of the others. Every path includes its
-links. With slices a pass is of one slice, and between its F and its B are those of the slices behind it. A fused BW is a B and a W
-without a break: its gradients are sent later, and instead of the part for W it needs the activations of its stage until its end,
-and with them those of the rank's earlier stages, whose B come later.
+links. With slices a pass is of one slice, and between its F and its B are those of the slices behind it. A fused BW is a B and a
+W without a break: its gradients are sent later, and instead of the part for W it needs the activations of its stage until its
+end, and with them those of the rank's earlier stages, whose B come later.
 """
 
 from __future__ import annotations

@@ -27,11 +27,11 @@ def headline(plan: Plan, name: str | None = None) -> str:
     return (
         f"{name or plan.schedule}: {plan.num_ranks} pipeline ranks (PP), {plan.num_microbatches} microbatches per iteration, "
         f"{plan.placement.num_chunks} stage(s) per rank ({plan.placement.name})"
-    )
+    ) + (f", {plan.num_slices} slices per microbatch" if plan.num_slices > 1 else "")
 
 
 def lengths(simulation: Simulation, came: Simulation | None = None) -> list[str]:
-    """The unequal microbatches and links of a plan, one line each; empty if all are equal.
+    """The unequal microbatches, slices and links of a plan, one line each; empty if all are equal.
 
     Args:
         simulation: of the plan.
@@ -50,6 +50,8 @@ def lengths(simulation: Simulation, came: Simulation | None = None) -> list[str]
             lines.append(f"in the order of the data: {_joined(plan.assignment)}")
         if tokens:
             lines.append(f"with tokens: {_joined(tokens)}")
+    if costs.slices is not None and costs.slices.lengths:
+        lines.append(f"slices of {_joined(costs.slices.lengths)} tokens")
     if costs.links is not None:
         times = costs.links.neighbors
         lines.append(f"links of {min(times):.3f} to {max(times):.3f} ms per mean message between neighboring ranks")
