@@ -10,7 +10,7 @@ from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.objective import Objective
-from megatron.zerobubble.plan.registry import build_plan, known_schedules
+from megatron.zerobubble.plan.registry import build_plan, known_schedules, placement_of
 from megatron.zerobubble.plan.search.search import search
 from megatron.zerobubble.plan.search.search_options import SearchOptions, smallest_memory
 from megatron.zerobubble.plan.simulate import simulate
@@ -178,6 +178,22 @@ def test_the_bound_is_tight_for_schedules_without_a_bubble() -> None:
     nothing = CostModel.uniform(placement, forward_ms=0, backward_ms=0, wgrad_ms=0)
     assert lower_bound(placement, 8, nothing).bubble_rate == 0
     assert lower_bound(placement, 8, nothing).gap(0.0) == 0
+
+
+@pytest.mark.skipif(not COMPILED, reason="takes the compiled core")
+@pytest.mark.parametrize(("name", "p", "m", "n"), [("zb", 4, 8, 2), ("zb", 4, 8, 8), ("zb", 8, 16, 2), ("zbv", 4, 8, 4)])
+def test_a_plan_of_slices_is_proven_to_be_the_best(name: str, p: int, m: int, n: int) -> None:
+    """At the memory of 1F1B over slices: for F=B=W and, on a linear placement, with keys and values."""
+    even = CostModel.uniform(placement_of(name, num_ranks=p)).divided(n)
+    assert even.slices is not None
+    heavy = replace(even, slices=replace(even.slices, keys=(0.05,) * even.num_stages, key_gradients=(0.05,) * even.num_stages))
+    for costs in (even, heavy) if name == "zb" else (even,):
+        options = SearchOptions(budget=3e6, objective=Objective.MAKESPAN)
+        plan = build_plan(name, num_ranks=p, num_microbatches=m, num_slices=n, costs=costs, options=options)
+        simulation = simulate(plan, costs)
+        bound = lower_bound(plan.placement, m, costs, max(simulation.peak_memory))
+        assert simulation.makespan_ms == pytest.approx(bound.makespan_ms, rel=1e-8)
+        assert bound.makespan_ms > 3 * m, "the ends are part of it"
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ class Items:
         if len(self.parts) == 1:
             costs, count = self.parts[0]
             return count * math.fsum(getattr(costs, name)[stage] for stage in stages)
-        return math.fsum(getattr(costs, name)[stage] for costs, _ in self.parts for stage in stages)
+        return math.fsum(count * getattr(costs, name)[stage] for costs, count in self.parts for stage in stages)
 
     def of(self, stages: Sequence[int], times: str, memory: str) -> list[tuple[float, float, int]]:
         """The items of one kind of pass."""

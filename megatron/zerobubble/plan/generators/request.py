@@ -97,6 +97,18 @@ class Request:
             return options
         placement, costs = self.spec.placement, self.stage_costs.reserved
         costs.check_fits(placement)
-        fullest = max(math.fsum(costs.activation[stage] for stage in stages) for stages in placement.rank_to_stages)
+        most = max(
+            memory_limit * math.fsum(costs.activation[stage] for stage in stages) + self._more_keys(stages, memory_limit)
+            for stages in placement.rank_to_stages
+        )
         least = smallest_memory(placement, self.num_microbatches, costs)
-        return replace(options, memory_limit=max(memory_limit * fullest, least))
+        return replace(options, memory_limit=max(most, least))
+
+    def _more_keys(self, stages: Sequence[int], memory_limit: float) -> float:
+        """Memory of keys and values besides their share: a microbatch has all of them while any of its slices is in memory."""
+        slices, n = self.stage_costs.slices, self.num_slices
+        if slices is None:
+            return 0.0
+        unit = min(self.num_ranks, self.num_microbatches)
+        begun = 1 + (round(memory_limit * unit * n) + n - 2) // n
+        return (begun / unit - memory_limit) * math.fsum(slices.keys[s] + slices.key_gradients[s] for s in stages)
