@@ -263,6 +263,45 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 }
 
 
+def _renamed(body: dict[str, Any]) -> None:
+    """Slices 1 and 2 change places in all ops."""
+    other = {".1": ".2", ".2": ".1"}
+    body["plan"]["ops"] = [[op[:-2] + other.get(op[-2:], op[-2:]) for op in row] for row in body["plan"]["ops"]]
+
+
+CHANGES_OF_SLICES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "slices out of order": (_renamed, "ascending in F and descending in B and W"),
+    "fewer slices": (lambda body: body["plan"].update(num_slices=2), "of a slice that does not exist"),
+    "more slices": (lambda body: body["plan"].update(num_slices=10**15), "number of slices"),
+    "no costs of slices": (lambda body: body["plan"]["costs"].pop("slices"), "costs of each"),
+    "a slice less": (lambda body: [row.pop() for row in body["plan"]["costs"]["slices"]["wgrad_ms"]], "wgrad_ms"),
+    "more keys and values": (lambda body: body["plan"]["costs"]["slices"].update(keys=[0.2] * 6), "memory"),
+    "more of their gradients": (lambda body: body["plan"]["costs"]["slices"].update(key_gradients=[0.4] * 6), "memory"),
+    "gradients that are no number": (
+        lambda body: body["plan"]["costs"]["slices"].update(key_gradients=["1"] * 6),
+        "key_gradients",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_SLICES)
+def test_a_changed_certificate_of_slices_is_refused(change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    even = CostModel.uniform(Placement.v(3), comm_ms=0.3, activation_after_backward=0.4).divided(3)
+    assert even.slices is not None
+    costs = replace(even, slices=replace(even.slices, keys=(0.1,) * 6, key_gradients=(0.1,) * 6))
+    plan = build_plan("zbv", num_ranks=3, num_microbatches=4, num_slices=3)
+    body = json.loads(json.dumps(certificate(simulate(plan, costs), Objective.MAKESPAN, None)))
+    file = tmp_path / "certificate.json"
+    file.write_text(json.dumps(body))
+    assert main(["verify", str(file)]) == 0
+    assert "no plan with 3 slices per microbatch within" in capsys.readouterr().out
+    make, reason = CHANGES_OF_SLICES[change]
+    make(body)
+    file.write_text(json.dumps(body))
+    assert main(["verify", str(file)]) == 1
+    assert reason in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_certificate_is_refused(change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     body = _certificate()
