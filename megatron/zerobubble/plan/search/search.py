@@ -28,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import cache
+from itertools import accumulate, cycle
 from operator import itemgetter
 from random import Random
 
@@ -354,11 +355,14 @@ class _Finder:
         for whole, after in ([rows[s] for rows in map(self._costs.rows, COST_LISTS[3:])] for s in stages):
             freed = [kept - held for kept, held in zip(after, whole, strict=True)]
             changes += [list(whole), freed[::-1], [-kept for kept in after[::-1]]]
+        upcoming = [cycle(of_slices) for of_slices in changes]
+        if max(accumulate(next(upcoming[code]) for code in row), default=0.0) <= self._limit + EPSILON:
+            return row
         counts, held = [0] * len(changes), 0.0
         late: deque[int] = deque()
         result = bytearray()
 
-        def can_run(code: int) -> bool:
+        def can_run(code: int) -> bool:  # an F where the other slices of its microbatch fit, too
             whole, part = divmod(counts[code], n)
             if code % 3 == 0:
                 return held + math.fsum(changes[code][part:]) <= self._limit + EPSILON
