@@ -41,6 +41,7 @@ _NEEDS_SCHEDULE = {
     "zero_bubble_trace": None,
     "zero_bubble_balance_stages": None,
     "zero_bubble_watchdog_seconds": None,
+    "zero_bubble_slices": None,
     "zero_bubble_torch_attention": "call megatron.zerobubble.use_torch_attention with the model",
 }
 """Fields that mean nothing without one, and what to do instead."""
@@ -90,6 +91,8 @@ def install(
     watchdog_seconds: float | None = None,
     microbatch_tokens: Callable[[Any], int | tuple[int, float]] | str | None = None,
     reorder_microbatches: bool = True,
+    slices: int | None = None,
+    cut: Callable[[Any, int, int], Any] | None = None,
     **flags: Any,
 ) -> None:
     """Make a training loop that is written for megatron-core run a zero-bubble schedule. Every rank must call it.
@@ -147,6 +150,13 @@ def install(
             microbatches have the sequence length that the loop gives to the schedule. Goes with `args`, too.
         reorder_microbatches: with `microbatch_tokens`, run the microbatches of a global batch in the order that suits their
             lengths. Results come back in the order of the data. Gradients are a sum in another order. Goes with `args`, too.
+        slices: cut every microbatch into this many slices along its sequence, see --zero-bubble-slices. The function that the
+            loop gives to the schedule runs once per slice, with the part of the batch that its iterator returns, and its loss
+            function must return the sum of the losses, the number of tokens and a report.
+        cut: takes what `next` of the data iterator returns, the first token of a slice, and its number of tokens, and returns the
+            slice's part. None: for batches that are a tensor, or a dictionary, tuple or list of them, [b, sequence, ...], [b,
+            sequence + 1] where each token is followed by the next one, or masks [b or 1, 1, sequence, sequence]. Goes with
+            `args`, too.
         **flags: other flags of `add_zero_bubble_args`, by their names in parsed flags: `zero_bubble_replan_interval=5000`.
 
     Raises:
@@ -178,6 +188,7 @@ def install(
         "zero_bubble_trace": None if trace is None else os.fspath(trace),
         "zero_bubble_trace_iterations": ",".join(map(str, trace_iterations)) or None,
         "zero_bubble_watchdog_seconds": watchdog_seconds,
+        "zero_bubble_slices": slices,
     }
     for name in flags:
         if name not in _SUPPORTED or name in given:
@@ -206,6 +217,7 @@ def install(
             flags=config,
             microbatch_tokens=READY[microbatch_tokens] if isinstance(microbatch_tokens, str) else microbatch_tokens,
             reorder_microbatches=reorder_microbatches,
+            cut=cut,
             weights_seed=weights_seed,
             dropout_seed=dropout_seed,
             checkpoints_by_parameter=checkpoints_by_parameter,

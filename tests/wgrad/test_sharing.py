@@ -16,6 +16,7 @@ from megatron.zerobubble.wgrad import sharing
 from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumulate
 from megatron.zerobubble.wgrad.linear import LinearSplit, split_linear
 from megatron.zerobubble.wgrad.split_weight import SplitWeight
+from megatron.zerobubble.wgrad.deferring import WgradKey
 from megatron.zerobubble.wgrad.store import WeightGradStore
 from tests.support.ranks import RankPool
 
@@ -51,7 +52,7 @@ def test_gemms_that_run_ahead_leave_the_same_bits_and_are_reported_in_their_w() 
         put(plain, expected, microbatch)
     assert [store.run_ahead(6) for _ in range(3)] == [True, True, True]  # both of microbatch 0 and one of microbatch 1
     assert reported == []
-    assert store.pending == {(0, 0), (0, 1), (0, 2)}
+    assert store.pending == {(0, 0, 0), (0, 1, 0), (0, 2, 0)}
     for microbatch in range(3):
         store.run(0, microbatch)
         plain.run(0, microbatch)
@@ -95,7 +96,7 @@ def test_nothing_runs_ahead_where_it_must_not() -> None:
 def test_a_b_runs_its_own_gemms_ahead_only_if_its_w_is_next() -> None:
     """Else B would be the fused backward again, and its gradient late for nothing."""
     store, (split,) = make(1)
-    store.due_at_once = frozenset({(0, 1)})
+    store.due_at_once = frozenset({WgradKey(0, 1)})
     for microbatch, is_next in ((0, False), (1, True)):
         store.begin(0, microbatch, fused=False)
         store.put(split, torch.ones(4, 3), torch.ones(4, 2))

@@ -57,7 +57,7 @@ def test_w_adds_and_drops_the_operands_that_b_put(store: WeightGradStore) -> Non
         grad_output, input_ = operands(microbatch, split)
         expected += grad_output.t() @ input_
     assert not split.accumulator().any()
-    assert store.pending == {(0, 0), (0, 1), (0, 2)}
+    assert store.pending == {(0, 0, 0), (0, 1, 0), (0, 2, 0)}
     for microbatch in range(3):
         store.run(0, microbatch)
     assert torch.equal(split.accumulator(), expected)
@@ -76,7 +76,7 @@ def test_chunks_are_kept_apart_and_w_runs_in_any_order(store: WeightGradStore) -
     grad_output, input_ = operands(11, second)
     assert torch.equal(second.accumulator(), grad_output.t() @ input_)
     assert not first.accumulator().any()
-    assert store.pending == {(0, 0), (0, 1), (1, 0)}
+    assert store.pending == {(0, 0, 0), (0, 1, 0), (1, 0, 0)}
 
 
 def test_fused_computes_in_b_and_leaves_nothing(store: WeightGradStore) -> None:
@@ -331,7 +331,7 @@ def test_each_weight_is_opened_and_closed_once_a_group_in_turn() -> None:
     held = store.pending_bytes
     store.run_together(0, range(2), part=0)
     assert seen == ["open b", "close b", "open a", "close a"]
-    assert store.pending == {(0, 0), (0, 1)}
+    assert store.pending == {(0, 0, 0), (0, 1, 0)}
     assert 0 < store.pending_bytes < held
     with pytest.raises(WeightGradStoreError, match=r"ended but W never ran for chunk 0 microbatch 0, chunk 0 microbatch 1"):
         store.check_empty()

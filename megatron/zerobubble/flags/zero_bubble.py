@@ -93,6 +93,12 @@ class ZeroBubbleConfig:
     followed by one reduce-scatter. Gradient memory per rank is then its shard and two buckets; up to K-1 more microbatches wait
     between B and W, and each bucket is reduced (microbatches / K) times per step. Needs --use-distributed-optimizer. Default:
     off."""
+    zero_bubble_slices: int | None = field(default=None, metadata={"metavar": "N"})
+    """Cut every microbatch into N slices along its sequence. A slice sees the keys and values of the slices before it, so losses
+    and gradients are those of whole microbatches, up to the order of sums. Bubble and activation memory shrink with N; kernels
+    run on shorter sequences. For long sequences. Needs a schedule with slices: 1f1b, zb-h1, zb-h2, zb, zbv, v-half or v-min, and
+    a loss function that returns the sum of the losses, the number of tokens and a report. Default: those of the
+    --zero-bubble-load-plan plan, else 1."""
     zero_bubble_trace: str | None = field(default=None, metadata={"metavar": "DIR"})
     """Directory to write a trace to at the end of the run: trace.json (for Perfetto), report.json, and per recorded iteration
     its plan and a timeline of measured vs. planned; with stock schedules, too. In a training loop of your own it is written
@@ -159,6 +165,27 @@ class ZeroBubbleConfig:
         self._check_memory()
         self._check_planning()
         self._check_shards()
+        self._check_slices()
+
+    def _check_slices(self) -> None:
+        positive(self, "zero_bubble_slices")
+        given = self.zero_bubble_slices
+        if self.num_slices == 1:
+            return
+        sliced = [info.name for info in known_schedules() if info.takes_slices]
+        flag = f"--zero-bubble-slices {self.num_slices}" if given else f"--zero-bubble-load-plan with {self.num_slices} slices"
+        if self.schedule not in sliced:
+            raise ConfigError(f"{flag}: schedule {self.schedule} has no order of slices; choose one of {', '.join(sliced)}")
+        if self.zero_bubble_shard_gradients is not None:
+            raise ConfigError(
+                f"{flag} does not go with --zero-bubble-shard-gradients, whose Ws of whole microbatches run together; leave one "
+                "of them out"
+            )
+        if self.plan is not None and self.plan.num_slices != self.num_slices:
+            raise ConfigError(
+                f"{flag}: the --zero-bubble-load-plan plan has {self.plan.num_slices} slices per microbatch; leave the number "
+                "out, or load another plan"
+            )
 
     def _check_shards(self) -> None:
         positive(self, "zero_bubble_shard_gradients")
@@ -232,6 +259,19 @@ class ZeroBubbleConfig:
             raise ConfigError("--zero-bubble-save-plan: the stock schedule has no plan; choose a schedule of this package")
         if self.plan is not None:
             one_of(self.schedule, _schedule_names()[2:], f"--zero-bubble-load-plan {self.zero_bubble_load_plan}: its schedule")
+
+    @property
+    def num_slices(self) -> int:
+        """Slices of each microbatch, n."""
+        if self.zero_bubble_slices is not None:
+            return self.zero_bubble_slices
+        return 1 if self.plan is None else self.plan.num_slices
+
+    @property
+    def slice_lengths(self) -> tuple[int, ...]:
+        """Tokens of each slice, for which the --zero-bubble-load-plan plan was made; empty if it does not say."""
+        costs = self.plan_costs
+        return () if costs is None or costs.slices is None else costs.slices.lengths
 
     @property
     def timed_iterations(self) -> tuple[int, int] | None:
@@ -370,6 +410,7 @@ class ZeroBubbleConfig:
             max_pending_backward=self.max_pending_microbatches(num_ranks=num_ranks) if self.schedule == "zb" else None,
             memory_limit=memory_limit,
             shard_gradients=self.zero_bubble_shard_gradients,
+            num_slices=self.num_slices,
             loaded_plan=self.plan,
         )
         if self.plan is not None and self.plan.placement != spec.placement:

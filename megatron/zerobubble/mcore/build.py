@@ -25,6 +25,7 @@ from megatron.zerobubble.mcore.model.named_weights import draw_by_name, remember
 from megatron.zerobubble.mcore.model.stage_layout import StageLayout
 from megatron.zerobubble.mcore.model.transformer_engine import defer_to_w, fusion_without_apex
 from megatron.zerobubble.mcore.model.wgrad_split import split_weight_gradients
+from megatron.zerobubble.mcore.slices.refusals import check_sliced_config
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.wgrad.gemm import choose_kernel
 from megatron.zerobubble.wgrad.store import WeightGradStore
@@ -153,6 +154,8 @@ def check_config(config: Any, spec: ScheduleSpec, *, knows_lengths: bool = False
         if name == "variable_seq_lengths" and knows_lengths:
             continue
         raise ConfigError(f"{name} does not go with schedule {spec.name!r}: {why}. Turn it off or use the stock schedule")
+    if spec.num_slices > 1:
+        check_sliced_config(config, name=spec.name, knows_lengths=knows_lengths)
 
 
 _REFUSED = {

@@ -27,6 +27,7 @@ from megatron.zerobubble.mcore.planning.plan_file import PlanFileWriter
 from megatron.zerobubble.mcore.planning.stage_contents import StageContents
 from megatron.zerobubble.mcore.replanner import budget_of, make_replanner
 from megatron.zerobubble.mcore.run_options import RunOptions
+from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.partition.layer_costs import LETTERS
 from megatron.zerobubble.plan.planner import AUTO
@@ -97,6 +98,7 @@ class Engine:
             p2p_max_ctas=chosen_ctas(flags.zero_bubble_p2p_max_ctas, is_one_host=dist.get_world_size() == options.ranks_on_host),
             batch_p2p_comm=flags.zero_bubble_batch_p2p_comm,
             unequal=unequal,
+            slicing=SliceOptions(lengths=flags.slice_lengths, cut=options.cut),
         )
         self.iterations = 0
         """Training iterations that have begun, since the model was started."""
@@ -110,7 +112,9 @@ class Engine:
             return
         if options.dropout_seed is not None:
             check_layout_dropout(config)
-            self.dropout = LayoutDropout(chunks, seed=options.dropout_seed, device=self.schedule.device)
+            self.dropout = LayoutDropout(
+                chunks, seed=options.dropout_seed, device=self.schedule.device, slice_offset=self.schedule.slice_offset
+            )
         self.replanner = make_replanner(
             flags,
             self.schedule,

@@ -20,6 +20,7 @@ from megatron.zerobubble.mcore.ddp.wrap import start_first_gathers
 from megatron.zerobubble.mcore.model.dispatchers import token_dispatchers
 from megatron.zerobubble.mcore.post_validation.rewind import Rewind
 from megatron.zerobubble.mcore.post_validation.token_count import TokenCount
+from megatron.zerobubble.mcore.slices.sliced_chunks import SlicedChunks
 from megatron.zerobubble.mcore.stage_work import ChunkWork, Iteration
 from megatron.zerobubble.plan.communication import Program
 from megatron.zerobubble.plan.ir import OpKind, Plan
@@ -33,6 +34,7 @@ from megatron.zerobubble.runtime.executor import BatchedExecutor, Executor
 from megatron.zerobubble.runtime.p2p import ProcessGroupLinks
 from megatron.zerobubble.runtime.recording import Recorder, fan_out
 from megatron.zerobubble.runtime.watch import Watch
+from megatron.zerobubble.wgrad.deferring import WgradKey
 from megatron.zerobubble.wgrad.store import WeightGradStore
 
 
@@ -85,6 +87,8 @@ class IterationRunner:
         self._chunks = chunks
         dispatchers = [token_dispatchers(chunk) for chunk in chunks]
         self._dispatchers = dispatchers if any(dispatchers) else []
+        self.sliced = SlicedChunks(chunks) if spec.num_slices > 1 else None
+        """The chunks, made to run slice by slice; None: microbatches are not cut."""
         self._store = store
         self._config = config
         self._links = links
@@ -113,6 +117,8 @@ class IterationRunner:
                 executor.run()
         except BaseException:
             self._store.clear()
+            if self.sliced is not None:
+                self.sliced.current.clear()
             raise
         work.finish()
         if work.failure is not None:
@@ -162,6 +168,7 @@ class IterationRunner:
             wgrad_group_size=self._spec.shard_gradients or 1,
             on_counted=None if token_count is None else token_count.send,
             dispatchers=self._dispatchers,
+            slices=None if self.sliced is None else self.sliced.current,
         )
 
     def _executor(self, program: Program, work: ChunkWork, recorder: Recorder | None, hooks: IterationHooks) -> Executor:
@@ -179,12 +186,12 @@ def _report(hooks: IterationHooks, what: str) -> None:
         hooks.watch.report(what, is_shared=True)
 
 
-def _due_at_once(program: Program, rank: int) -> frozenset[tuple[int, int]]:
-    """The (chunk, microbatch) pairs of a rank whose W comes right after their B."""
+def _due_at_once(program: Program, rank: int) -> frozenset[WgradKey]:
+    """What of a rank has its W right after its B."""
     ops = [step.op for step in program.steps[rank]]
     chunk_of = program.plan.placement.chunk_of
     return frozenset(
-        (chunk_of(op.stage), op.microbatch)
+        WgradKey(chunk_of(op.stage), op.microbatch, op.slice)
         for op, after in itertools.pairwise(ops)
-        if (op.kind, after.kind) == (OpKind.B, OpKind.W) and (op.stage, op.microbatch) == (after.stage, after.microbatch)
+        if op.kind is OpKind.B and after == op._replace(kind=OpKind.W)
     )

@@ -1,7 +1,7 @@
-"""What the ops of a plan compute over megatron-core's model chunks: F, B and W of one microbatch.
+"""What the ops of a plan compute over megatron-core's model chunks: F, B and W of one microbatch, or of a slice of it.
 
-Forward and backward of one microbatch are megatron-core's own `forward_step` and `backward_step`. They take and return tensors,
-and never communicate along the pipeline.
+Forward and backward are megatron-core's own `forward_step` and `backward_step`. They take and return tensors, and never
+communicate along the pipeline.
 
 Memory is freed as early as in stock 1F1B. A stage's output is needed only for its grad_fn once it has been passed to the send,
 so with `config.deallocate_pipeline_outputs` its data is dropped at once; the alias that is sent keeps the storage alive until
@@ -29,6 +29,9 @@ from megatron.zerobubble.mcore.compat import backward_step
 from megatron.zerobubble.mcore.model.aux_loss_scale import set_auxiliary_scales
 from megatron.zerobubble.mcore.model.dispatchers import drop_graphs
 from megatron.zerobubble.mcore.model.rng import ChunkStreams
+from megatron.zerobubble.mcore.slices.batches import Cut, SlicedBatches
+from megatron.zerobubble.mcore.slices.current_slice import CurrentSlice, SlicePart
+from megatron.zerobubble.mcore.slices.losses import SlicedLosses
 from megatron.zerobubble.plan.communication import Message, Payload
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement
 from megatron.zerobubble.plan.transforms import wgrad_group
@@ -50,6 +53,10 @@ class Iteration:
     """Per microbatch of the plan, its number in the order in which the data came."""
     lengths: Sequence[tuple[int, float]] = ()
     """Per microbatch of the plan, its tokens and squared lengths; empty: all are equal."""
+    parts: Sequence[SlicePart] = ()
+    """The slices of each microbatch; empty: microbatches are not cut."""
+    cut: Cut | None = None
+    """Cuts what the data iterators return; None: `cut_batch`."""
     forward_only: bool
     collect_non_loss_data: bool
     first_val_step: bool | None
@@ -69,6 +76,7 @@ class ChunkWork:
         wgrad_group_size: number of microbatches whose Ws run together; they must be adjacent in the plan.
         on_counted: called with `num_tokens` once it is complete, behind the last F of the last stage.
         dispatchers: the `token_dispatchers` of each chunk; empty: no chunk has any.
+        slices: the slice that the chunks run, with the keys and values of those in flight; None: microbatches are not cut.
     """
 
     def __init__(
@@ -83,6 +91,7 @@ class ChunkWork:
         wgrad_group_size: int = 1,
         on_counted: Callable[[Tensor], None] | None = None,
         dispatchers: Sequence[Sequence[Any]] = (),
+        slices: CurrentSlice | None = None,
     ) -> None:
         self._chunks = chunks
         self._chunk_of = [placement.chunk_of(stage) for stage in range(placement.num_stages)]
@@ -96,7 +105,13 @@ class ChunkWork:
         self._wgrad_group_size = wgrad_group_size
         self._on_counted = on_counted
         self._dispatchers = dispatchers
-        self._inflight: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        self._slices = slices
+        self._sliced_losses = SlicedLosses(len(iteration.parts), per_token=config.calculate_per_token_loss)
+        iterators = iteration.data_iterators
+        if slices is not None:
+            iterators = [None if each is None else SlicedBatches(each, slices, iteration.cut) for each in iterators]
+        self._iterators = iterators
+        self._inflight: dict[tuple[int, int, int], tuple[Tensor | None, Tensor]] = {}
         self._streams = ChunkStreams(0 if iteration.forward_only else len(chunks), device)
         self._sync: list[_GradSync] = []
         """Per chunk, from the first B on: before it the caller zeroes the gradients, which resets the state of DDP."""
@@ -110,11 +125,16 @@ class ChunkWork:
     def buffer(self, message: Message) -> Tensor:
         """An uninitialized receive buffer for an activation or a gradient, in the pipeline's dtype."""
         sender = message.stage - 1 if message.payload is Payload.ACTIVATION else message.stage
-        return torch.empty(self._shape(sender, message.microbatch), dtype=self._config.pipeline_dtype, device=self._device)
+        return torch.empty(
+            self._shape(sender, message.microbatch, message.slice), dtype=self._config.pipeline_dtype, device=self._device
+        )
 
-    def _shape(self, stage: int, microbatch: int) -> tuple[int, ...]:
+    def _shape(self, stage: int, microbatch: int, slice: int) -> tuple[int, ...]:
         """Shape of the output of a stage, and of its gradient."""
         sequence, *others = self._iteration.tensor_shapes[microbatch]
+        if self._iteration.parts:
+            part = self._iteration.parts[slice]
+            sequence = sequence * part.length // part.whole
         return sequence * self._iteration.output_lengths[stage], *others
 
     def forward(self, op: Op, activation: Tensor | None, last: bool) -> Tensor | None:
@@ -135,27 +155,32 @@ class ChunkWork:
         if activation is not None and not iteration.forward_only:
             activation.requires_grad_()
         self._streams.enter(chunk)
-        first = op.microbatch == 0
+        first = op.microbatch == 0 and op.slice == 0
         if iteration.forward_only and iteration.first_val_step is not None:
             first = first and iteration.first_val_step
+        is_last_stage = op.stage == self._last_stage
+        function, losses = iteration.forward_step_func, self.losses
+        if iteration.parts and is_last_stage:
+            function, losses = self._sliced_losses.around(function, op.microbatch), []
         try:
-            output, num_tokens = schedules.forward_step(
-                iteration.forward_step_func,
-                iteration.data_iterators[chunk],
-                self._chunks[chunk],
-                iteration.num_microbatches,
-                activation,
-                self.losses,
-                self._config,
-                cp_group_size=iteration.context_parallel_size,
-                collect_non_loss_data=iteration.collect_non_loss_data,
-                is_first_microbatch=first,
-                current_microbatch=iteration.order[op.microbatch],
-                vp_stage=chunk if self._virtual else None,
-                is_last_stage=op.stage == self._last_stage,
-            )
+            with self._running(op):
+                output, num_tokens = schedules.forward_step(
+                    function,
+                    self._iterators[chunk],
+                    self._chunks[chunk],
+                    iteration.num_microbatches,
+                    activation,
+                    losses,
+                    self._config,
+                    cp_group_size=iteration.context_parallel_size,
+                    collect_non_loss_data=iteration.collect_non_loss_data,
+                    is_first_microbatch=first,
+                    current_microbatch=iteration.order[op.microbatch],
+                    vp_stage=chunk if self._virtual else None,
+                    is_last_stage=is_last_stage,
+                )
         except Exception as error:
-            if not iteration.forward_only or op.stage != self._last_stage:
+            if not iteration.forward_only or not is_last_stage:
                 raise
             # No stage waits for this one: the other passes run, so that no rank and no message is left waiting.
             self.failure = self.failure or error
@@ -164,7 +189,10 @@ class ChunkWork:
         get_attr_wrapped_model(self._chunks[chunk], "set_input_tensor")([None])
         if self._dispatchers:
             drop_graphs(self._dispatchers[chunk])
-        if op.stage == self._last_stage:
+        if is_last_stage:
+            if iteration.parts:
+                num_tokens = self._sliced_losses.counted(op.microbatch)
+                self.losses += self._sliced_losses.report(op.microbatch)
             self.num_tokens += num_tokens
             if last and self._on_counted is not None:
                 self._on_counted(self.num_tokens)
@@ -173,23 +201,32 @@ class ChunkWork:
             sent = output.detach()
             self._check_shape(op, sent)
         if not iteration.forward_only:
-            self._inflight[chunk, op.microbatch] = activation, output
+            self._inflight[chunk, op.microbatch, op.slice] = activation, output
             if sent is not None:
                 schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
+        elif self._slices is not None and iteration.parts[op.slice].is_last:
+            self._slices.release(chunk, op.microbatch)
         return sent
+
+    def _running(self, op: Op) -> contextlib.AbstractContextManager[None]:
+        """Inside, the model runs the op's slice."""
+        if self._slices is None:
+            return contextlib.nullcontext()
+        return self._slices.running(self._chunk_of[op.stage], op.microbatch, self._iteration.parts[op.slice])
 
     def _check_shape(self, op: Op, output: Tensor) -> None:
         """Raise ExecutionError if an output has another shape than the next stage's buffer: that rank would wait for the rest."""
         iteration = self._iteration
-        expected = self._shape(op.stage, op.microbatch)
+        expected = self._shape(op.stage, op.microbatch, op.slice)
         if tuple(output.shape) == expected:
             return
         length, remedy = "the sequence length of the schedule's call", "pad it to that length"
         if iteration.lengths:
             length = f"the {iteration.lengths[op.microbatch][0]} tokens that microbatch_tokens returned"
             remedy = "return the length of its rows, padding included"
+        where = op._replace(microbatch=iteration.order[op.microbatch]).where
         raise ExecutionError(
-            f"stage {op.stage}, microbatch {iteration.order[op.microbatch]}: the output has shape {tuple(output.shape)} "
+            f"{where}: the output has shape {tuple(output.shape)} "
             f"(sequence, batch, hidden), and {expected} follows from {length}; {remedy}"
         )
 
@@ -205,7 +242,7 @@ class ChunkWork:
             The gradient of the stage's input (dgrad); None on the first stage.
         """
         chunk = self._chunk_of[op.stage]
-        activation, output = self._inflight.pop((chunk, op.microbatch))
+        activation, output = self._inflight.pop((chunk, op.microbatch, op.slice))
         if not self._sync:
             self._sync = [_GradSync(each) for each in self._chunks]
         if last:
@@ -216,9 +253,14 @@ class ChunkWork:
             context_parallel_size=self._iteration.context_parallel_size,
             device=self._device,
         )
-        self._store.begin(chunk, op.microbatch, fused=op.kind is OpKind.BW)
-        grad = self._backward_step(activation, output, gradient, config=self._config)
+        if self._iteration.parts and op.stage == self._last_stage:
+            output = self._sliced_losses.scaled(op.microbatch, output)
+        self._store.begin(chunk, op.microbatch, op.slice, fused=op.kind is OpKind.BW)
+        with self._running(op):
+            grad = self._backward_step(activation, output, gradient, config=self._config)
         self._store.end()
+        if self._slices is not None and op.slice == 0:
+            self._slices.release(chunk, op.microbatch)
         if self._dispatchers:
             drop_graphs(self._dispatchers[chunk])  # of a recomputed F
         if last and op.kind is OpKind.B:  # its W is still to come
@@ -229,16 +271,19 @@ class ChunkWork:
         """Run W of one microbatch, or one part of the Ws of a group of microbatches."""
         chunk = self._chunk_of[op.stage]
         group = wgrad_group(op.microbatch, self._wgrad_group_size, self._iteration.num_microbatches)
-        if group[-1] == self._iteration.num_microbatches - 1:  # each part of the last group completes some gradients
+        # each part of the last group completes some gradients
+        if group[-1] == self._iteration.num_microbatches - 1 and op.slice == 0:
             self._sync[chunk].allow()
         if len(group) == 1:
-            self._store.run(chunk, op.microbatch)
+            self._store.run(chunk, op.microbatch, op.slice)
         else:
             self._store.run_together(chunk, group, part=op.microbatch - group[0])
 
     def abandon(self) -> None:
         """Free the activations of forwards that will be rerun or whose backward will not run."""
         self._inflight.clear()
+        if self._slices is not None:
+            self._slices.clear()
 
     def finish(self) -> None:
         """Call after the last op: check that no deferred gradient is left, and let DDP reduce gradients again."""
@@ -246,6 +291,8 @@ class ChunkWork:
             sync.allow()
         self._streams.finish()
         self._store.check_empty()
+        if self._slices is not None:
+            self._slices.clear()
 
 
 class _GradSync:

@@ -32,6 +32,8 @@ from megatron.zerobubble.mcore.microbatches.length_exchange import GIVE_LENGTHS,
 from megatron.zerobubble.mcore.model.stage_layout import output_lengths
 from megatron.zerobubble.mcore.post_validation.rewind import Replayed
 from megatron.zerobubble.mcore.post_validation.token_count import TokenCount
+from megatron.zerobubble.mcore.slices.current_slice import SlicePart
+from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
 from megatron.zerobubble.mcore.stage_work import Iteration
 from megatron.zerobubble.mcore.stock_recording import PipelineGroupLinks, recorded_passes
 from megatron.zerobubble.mcore.warm_up import warm_up_groups
@@ -87,9 +89,10 @@ class PipelineSchedule:
         batch_p2p_comm: whether transfers between two ops are one batch that is over before the next op.
         unequal: microbatches have lengths of their own, and each iteration is planned for them; None: all have the sequence
             length of the call. A stock schedule takes None: megatron-core has a way of its own.
+        slicing: how microbatches are cut, where the schedule has slices; None: into equal slices, by `cut_batch`.
 
     Raises:
-        ConfigError: a schedule of ours without a store.
+        ConfigError: a schedule of ours without a store, or slices of a model that they do not go with.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class PipelineSchedule:
         p2p_max_ctas: int | None = None,
         batch_p2p_comm: bool = False,
         unequal: UnequalOptions | None = None,
+        slicing: SliceOptions | None = None,
     ) -> None:
         self.spec = spec
         self.hooks = IterationHooks()
@@ -124,9 +128,10 @@ class PipelineSchedule:
         """Programs that are the same on all ranks of the pipeline."""
         self._rank = parallel_state.get_pipeline_model_parallel_rank()
         self._timeout = timeout
+        self._slicing = slicing or SliceOptions()
         self._output_lengths = (1,) * spec.placement.num_stages if spec.is_stock else output_lengths(config, spec.placement)
         self._message: tuple[tuple[int, ...], torch.dtype] | None = None
-        """Shape and dtype of what travels between stages in front of MTP layers, from the first iteration on."""
+        """Shape and dtype of the longest message between stages in front of MTP layers, from the first iteration on."""
         self._links: ProcessGroupLinks | None = None
         self._runner: IterationRunner | None = None
         self.unequal: UnequalMicrobatches | None = None
@@ -196,6 +201,11 @@ class PipelineSchedule:
                 plan = initial_plan(self.spec, num_microbatches)  # evaluation only: nothing to search for
             else:
                 plan = self.plan(num_microbatches)
+            if plan.num_slices != self.spec.num_slices:
+                raise ConfigError(
+                    f"the plan for {num_microbatches} microbatches has {plan.num_slices} slices of each, and schedule "
+                    f"{self.spec.name!r} was given {self.spec.num_slices}: choose another number of slices, or another schedule"
+                )
             if forward_only:
                 plan = only_forward(plan)
                 validate(plan, forward_only=True)
@@ -329,6 +339,7 @@ class PipelineSchedule:
             iterators = [None if iterator is None else Replayed(iterator) for iterator in iterators]
         shape_of = partial(self._tensor_shape, seq_length, micro_batch_size, decoder_seq_length)
         shapes = {each: shape_of(each) for each in dict.fromkeys(lengths)}
+        parts = self._parts(seq_length, decoder_seq_length, collect_non_loss_data=collect_non_loss_data)
         iteration = Iteration(
             forward_step_func=forward_step_func,
             data_iterators=iterators,
@@ -337,12 +348,16 @@ class PipelineSchedule:
             output_lengths=self._output_lengths,
             order=range(num_microbatches) if arranged is None else arranged.order,
             lengths=() if arranged is None else arranged.lengths,
+            parts=parts,
+            cut=self._slicing.cut,
             forward_only=forward_only,
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
             context_parallel_size=parallel_state.get_context_parallel_world_size(),
         )
-        self._message = max(shapes.values()), self._config.pipeline_dtype
+        (sequence, *others) = max(shapes.values())
+        share = max((part.length / part.whole for part in parts), default=1)
+        self._message = (round(sequence * share), *others), self._config.pipeline_dtype
         self._count_tokens(forward_only=forward_only)
         with nullcontext() if hooks.watch is None else hooks.watch.passes(forward_only=forward_only):
             with self._without_timers():
@@ -436,6 +451,33 @@ class PipelineSchedule:
             cp_group=parallel_state.get_context_parallel_group(),
         )
         return tuple(shape)
+
+    def _parts(self, seq_length: int, decoder_seq_length: int | None, *, collect_non_loss_data: bool) -> tuple[SlicePart, ...]:
+        """The slices of each microbatch of a call; empty where microbatches are not cut."""
+        if self.spec.num_slices == 1:
+            return ()
+        if decoder_seq_length not in (None, seq_length):
+            raise ConfigError(
+                f"slices of sequences of {seq_length} tokens do not go with a decoder_seq_length of {decoder_seq_length}: leave "
+                "one of the two out"
+            )
+        if collect_non_loss_data:
+            raise ConfigError(
+                "collect_non_loss_data does not go with slices: what it collects is of a slice; leave one of them out"
+            )
+        shared = parallel_state.get_tensor_model_parallel_world_size() if self._config.sequence_parallel else 1
+        return self._slicing.parts(seq_length, self.spec.num_slices, multiple=shared)
+
+    def slice_offset(self) -> int:
+        """Tokens before the slice that the model runs now; 0 where microbatches are not cut."""
+        sliced = None if self._runner is None else self._runner.sliced
+        part = None if sliced is None else sliced.current.part
+        return 0 if part is None else part.offset
+
+    def remove_slices(self) -> None:
+        """Leave the model's layers as they were before the schedule was constructed."""
+        if self._runner is not None and self._runner.sliced is not None:
+            self._runner.sliced.remove()
 
     def _check_divides(self, tokens: int) -> None:
         """Raise ConfigError if ranks cannot share the sequences of a microbatch."""

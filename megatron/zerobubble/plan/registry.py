@@ -239,6 +239,11 @@ def schedule_spec(
     check_at_least_one(num_ranks=num_ranks, num_slices=num_slices)
     if num_slices > 1:
         _check_slices(name, num_slices)
+        if shard_gradients is not None:
+            raise ConfigError(
+                f"{num_slices} slices do not go with sharded gradients (ZeRO-2): Ws of whole microbatches run together; leave "
+                "one of them out"
+            )
     if name != STOCK:
         _check_options(schedule_info(name), num_chunks, max_pending_backward)
     return ScheduleSpec(

@@ -30,6 +30,7 @@ def check_settings(settings: Settings, *, is_first: bool = True) -> None:
     model.check(parallel, zero_bubble)
     schedule.check_layers(settings)
     schedule.check_batch(settings)
+    schedule.check_slices(settings)
     schedule.check_plan(settings)
     settings.run.check(model, parallel)
     settings.mla.check(model, parallel)

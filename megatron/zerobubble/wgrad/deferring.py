@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -27,6 +28,17 @@ from torch.nn import Parameter
 from megatron.zerobubble.errors import WeightGradStoreError
 
 __all__ = ["DeferringModule"]
+
+
+class WgradKey(NamedTuple):
+    """Which B and W of a rank."""
+
+    chunk: int
+    microbatch: int
+    slice: int = 0
+
+    def __str__(self) -> str:
+        return f"chunk {self.chunk} microbatch {self.microbatch}" + (f" slice {self.slice}" if self.slice else "")
 
 
 class DeferringModule:
@@ -44,19 +56,19 @@ class DeferringModule:
         self.name = name
         self._backward_dw = backward_dw
         self._weights = tuple(weights)
-        self._waiting: deque[tuple[int, int]] = deque()
-        self._early: dict[tuple[int, int], list[tuple[Parameter, Tensor]]] = {}
+        self._waiting: deque[WgradKey] = deque()
+        self._early: dict[WgradKey, list[tuple[Parameter, Tensor]]] = {}
 
     @property
     def is_frozen(self) -> bool:
         """Whether none of the weights is trained now: a forward then leaves nothing in the queue."""
         return not any(weight.requires_grad for weight in self._weights)
 
-    def note(self, key: tuple[int, int]) -> None:
+    def note(self, key: WgradKey) -> None:
         """Record that the module's backward runs in the B of this (chunk, microbatch)."""
         self._waiting.append(key)
 
-    def after_backward(self, key: tuple[int, int]) -> None:
+    def after_backward(self, key: WgradKey) -> None:
         """End the B of this (chunk, microbatch): drop placeholders, put real gradients aside. Their hooks run in W."""
         for weight in self._weights:
             if weight.grad is not None:
@@ -64,7 +76,7 @@ class DeferringModule:
                     self._early.setdefault(key, []).append((weight, weight.grad))
                 weight.grad = None
 
-    def compute(self, key: tuple[int, int]) -> None:
+    def compute(self, key: WgradKey) -> None:
         """Compute W of this (chunk, microbatch); call it as often as `note`.
 
         Raises:
@@ -73,7 +85,7 @@ class DeferringModule:
         oldest = self._waiting.popleft() if self._waiting else None
         if oldest != key:
             raise WeightGradStoreError(
-                f"chunk {key[0]}, microbatch {key[1]}: {self.name} computes weight gradients first in, first out, and its "
+                f"{key}: {self.name} computes weight gradients first in, first out, and its "
                 f"oldest is {'none' if oldest is None else f'chunk {oldest[0]}, microbatch {oldest[1]}'}. The plan's Ws do not "
                 "come in the order of its Bs, or an earlier iteration failed between them"
             )

@@ -1,8 +1,8 @@
 """The store of deferred weight gradients.
 
 B leaves, for every split linear of a stage, what its weight gradient needs (`put`); W takes it and computes (`run`). The store
-belongs to one rank and is an argument wherever it is needed. Entries are keyed by (chunk, microbatch) and freed as soon as their
-W has run.
+belongs to one rank and is an argument wherever it is needed. Entries are keyed by chunk, microbatch and slice (`WgradKey`) and
+freed as soon as their W has run.
 
 Invariants: W only runs what B has put, once; an iteration ends with an empty store; a weight gradient is computed exactly once.
 
@@ -25,14 +25,14 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from megatron.zerobubble.errors import WeightGradStoreError
-from megatron.zerobubble.wgrad.deferring import DeferringModule
+from megatron.zerobubble.wgrad.deferring import DeferringModule, WgradKey
 from megatron.zerobubble.wgrad.gemm import WgradKernel
 from megatron.zerobubble.wgrad.grouping import WgradGroup
 from megatron.zerobubble.wgrad.sharing import Gathered
 from megatron.zerobubble.wgrad.split_weight import DeferredGemm, SplitWeight
 
-_OUTSIDE = (-1, -1)
-"""In place of a (chunk, microbatch): a backward pass outside of any B."""
+_OUTSIDE = WgradKey(-1, -1)
+"""A backward pass outside of any B."""
 
 
 class WeightGradStore:
@@ -48,26 +48,26 @@ class WeightGradStore:
         self.rank = rank
         self.keeps_order = False
         """While True no GEMM runs before its W: for iterations that measure the time and memory of each op."""
-        self.due_at_once: frozenset[tuple[int, int]] = frozenset()
-        """The (chunk, microbatch) pairs whose W comes right after their B in the plan."""
-        self._entries: dict[tuple[int, int], list[DeferredGemm]] = {}
+        self.due_at_once: frozenset[WgradKey] = frozenset()
+        """Those whose W comes right after their B in the plan."""
+        self._entries: dict[WgradKey, list[DeferredGemm]] = {}
         self._groups: dict[int, WgradGroup] = {}
         """By chunk, the group some of whose parts have run."""
         self._open: list[DeferredGemm] | None = None
-        self._open_key: tuple[int, int] | None = None
+        self._open_key: WgradKey | None = None
         self._open_modules: list[DeferringModule] = []
-        self._modules: dict[tuple[int, int], list[DeferringModule]] = {}
+        self._modules: dict[WgradKey, list[DeferringModule]] = {}
         """Modules that defer weight gradients in a queue of their own, by W."""
         self._fused = False
-        self._ahead: dict[tuple[int, int], list[SplitWeight]] = {}
+        self._ahead: dict[WgradKey, list[SplitWeight]] = {}
         """Weights a GEMM of which has run before its W, by W."""
         self._outside: dict[int, SplitWeight] = {}
         """By identity, weights that a backward pass outside of any B has reached and whose hooks it has not called."""
 
     @property
-    def pending(self) -> frozenset[tuple[int, int]]:
-        """The (chunk, microbatch) pairs whose W has not run."""
-        running = {(chunk, microbatch) for chunk, group in self._groups.items() for microbatch in group.microbatches}
+    def pending(self) -> frozenset[WgradKey]:
+        """Those whose W has not run."""
+        running = {WgradKey(chunk, microbatch) for chunk, group in self._groups.items() for microbatch in group.microbatches}
         return frozenset(self._entries) | running
 
     @property
@@ -82,9 +82,9 @@ class WeightGradStore:
                     storages[storage._cdata] = storage.nbytes()
         return sum(storages.values())
 
-    def begin(self, chunk: int, microbatch: int, *, fused: bool) -> None:
+    def begin(self, chunk: int, microbatch: int, slice: int = 0, *, fused: bool) -> None:
         """Start to collect the weight gradients of one B. With `fused` they are computed at once (the full backward, BW)."""
-        key = (chunk, microbatch)
+        key = WgradKey(chunk, microbatch, slice)
         if self._open_key is not None:
             raise WeightGradStoreError(f"{self._where(key)}: B begins while B of {self._where(self._open_key)} is open")
         if key in self._entries:
@@ -183,9 +183,9 @@ class WeightGradStore:
         return False
 
     @torch.no_grad()
-    def run(self, chunk: int, microbatch: int) -> None:
-        """W: compute what B of (chunk, microbatch) left, free it, and call each weight's hooks once."""
-        key = (chunk, microbatch)
+    def run(self, chunk: int, microbatch: int, slice: int = 0) -> None:
+        """W: compute what B of the same chunk, microbatch and slice left, free it, and call each weight's hooks once."""
+        key = WgradKey(chunk, microbatch, slice)
         gemms = sorted(self._take(key), key=lambda gemm: gemm.split.position)
         left = {id(gemm.split) for gemm in gemms}
         for split in {id(each): each for each in self._ahead.pop(key, ())}.values():
@@ -202,18 +202,20 @@ class WeightGradStore:
         0, 1, ... in turn, after the Bs of all the microbatches have run.
         """
         if part == 0:
-            self._groups[chunk] = WgradGroup(microbatches, [self._take((chunk, microbatch)) for microbatch in microbatches])
+            self._groups[chunk] = WgradGroup(
+                microbatches, [self._take(WgradKey(chunk, microbatch)) for microbatch in microbatches]
+            )
         group = self._groups.get(chunk)
         if group is None or group.microbatches != tuple(microbatches):
             raise WeightGradStoreError(
-                f"{self._where((chunk, microbatches[part]))}: W is part {part + 1} of the group {list(microbatches)}, which has "
-                "not begun. The plan's order of ops is wrong."
+                f"{self._where(WgradKey(chunk, microbatches[part]))}: W is part {part + 1} of the group {list(microbatches)}, which "
+                "has not begun. The plan's order of ops is wrong."
             )
         self._run(group.take(part))
         if part == group.num_parts - 1:
             del self._groups[chunk]
             for microbatch in microbatches:
-                self._compute_modules((chunk, microbatch))
+                self._compute_modules(WgradKey(chunk, microbatch))
 
     def _run(self, gemms: list[DeferredGemm]) -> None:
         """Compute GEMMs in their order, and call each weight's hooks after its last one. Empties the list."""
@@ -233,14 +235,14 @@ class WeightGradStore:
             if not left[id(split)]:
                 split.notify()
 
-    def _compute_modules(self, key: tuple[int, int]) -> None:
+    def _compute_modules(self, key: WgradKey) -> None:
         for module in self._modules.pop(key, ()):
             module.compute(key)
 
-    def _take(self, key: tuple[int, int]) -> list[DeferredGemm]:
+    def _take(self, key: WgradKey) -> list[DeferredGemm]:
         entries = self._entries.pop(key, None)
         if entries is None:
-            waiting = ", ".join(f"chunk {c} microbatch {m}" for c, m in sorted(self._entries)) or "nothing"
+            waiting = ", ".join(map(str, sorted(self._entries))) or "nothing"
             raise WeightGradStoreError(
                 f"{self._where(key)}: W has nothing to compute, because its B has not run or its W already "
                 f"has. In the store: {waiting}. The plan's order of ops is wrong."
@@ -250,7 +252,7 @@ class WeightGradStore:
     def check_empty(self) -> None:
         """At the end of an iteration: raise WeightGradStoreError if any W was never run."""
         if self.pending:
-            left = ", ".join(f"chunk {c} microbatch {m}" for c, m in sorted(self.pending))
+            left = ", ".join(map(str, sorted(self.pending)))
             self.clear()
             raise WeightGradStoreError(
                 f"rank {self.rank}: the iteration ended but W never ran for {left}. Their weight gradients are missing."
@@ -288,8 +290,9 @@ class WeightGradStore:
         if grad_output.shape[0]:  # an expert without tokens adds nothing, and not every kernel takes a sum over no rows
             self.kernel.accumulate(accumulator, grad_output, input_)
 
-    def _where(self, key: tuple[int, int]) -> str:
-        return f"rank {self.rank}, chunk {key[0]}, microbatch {key[1]}"
+    def _where(self, key: WgradKey) -> str:
+        part = f", slice {key.slice}" if key.slice else ""
+        return f"rank {self.rank}, chunk {key.chunk}, microbatch {key.microbatch}{part}"
 
 
 def _started(gemms: list[DeferredGemm]) -> tuple[SplitWeight, Tensor, Tensor | Gathered] | None:

@@ -22,7 +22,7 @@ from torch.nn.attention.bias import CausalBias
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.attention.attention_masks import MaskRule, once_per_tensor
 
-__all__ = ["AttentionOptions", "attend", "attend_packed"]
+__all__ = ["AttentionOptions", "attend", "attend_packed", "wants_equal_sizes"]
 
 _KERNELS = {
     AttnBackend.flash: [SDPBackend.FLASH_ATTENTION],
@@ -66,7 +66,7 @@ def attend(
     """
     query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
     num_heads, key_size, value_size = query.size(1), query.size(3), value.size(3)
-    if key_size != value_size and _wants_equal_sizes(query.device, attention.backend):  # zeros change no score and no weight
+    if key_size != value_size and wants_equal_sizes(query.device, attention.backend):  # zeros change no score and no weight
         if value_size < key_size:
             value = functional.pad(value, (0, key_size - value_size))
         else:
@@ -105,7 +105,7 @@ def _apart(value: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return value.clone()
 
 
-def _wants_equal_sizes(device: torch.device, backend: AttnBackend) -> bool:
+def wants_equal_sizes(device: torch.device, backend: AttnBackend) -> bool:
     """Whether queries and values need one head size: flash kernels need it, and on the CPU all but the unfused one are flash."""
     return backend is AttnBackend.flash or (backend is AttnBackend.auto and device.type == "cpu")
 

@@ -19,7 +19,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from megatron.zerobubble.errors import ConfigError
 
-__all__ = ["MaskRule", "once_per_tensor"]
+__all__ = ["MaskRule", "hidden_lower_right", "once_per_tensor"]
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
 
@@ -56,7 +56,9 @@ class MaskRule:
             masks.append(_window(num_queries, num_keys, before, after, query.dtype, query.device))
         elif is_causal and not masks and num_queries != num_keys and query.is_cuda:
             return {"attn_mask": causal_lower_right(num_queries, num_keys)}  # no entries; not run on a GPU
-        elif is_causal and (masks or num_queries != num_keys):
+        elif is_causal and num_queries != num_keys:
+            masks.append(_lower_right(num_queries, num_keys, query.dtype, query.device))
+        elif is_causal and masks:
             masks.append(_window(num_queries, num_keys, -1, 0, query.dtype, query.device))
         elif is_causal:
             return {"is_causal": True}
@@ -102,3 +104,32 @@ def _window(num_queries: int, num_keys: int, before: int, after: int, dtype: tor
     if after >= 0:
         hidden |= ones.triu(shift + after + 1)
     return _additive(hidden, dtype)
+
+
+def hidden_lower_right(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+    """The causal mask, [1, 1, queries, keys], True where a query must not see a key. The last query is at the last key."""
+    return _lower_right(num_queries, num_keys, torch.bool, device)[None, None]
+
+
+def _lower_right(num_queries: int, num_keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The causal mask of queries that are the last of a sequence, [queries, keys]: to add, or for bool as `hidden_lower_right`.
+
+    It is a part of a mask that is shared by sequences, and numbers of queries, of similar lengths: with ``|`` for its middle,
+
+        keys that all queries see  |  own keys
+    """
+    own, before = _power_of_two(num_queries), _power_of_two(num_keys - num_queries)
+    begin = before - (num_keys - num_queries)
+    return _shared_lower_right(own, before, dtype, device)[:num_queries, begin : begin + num_keys]
+
+
+@functools.lru_cache(maxsize=16)
+def _shared_lower_right(own: int, before: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The causal mask of `own` queries behind `before` keys, [own, before + own]."""
+    hidden = torch.ones(own, before + own, dtype=torch.bool, device=device).triu(before + 1)
+    return hidden if dtype is torch.bool else _additive(hidden, dtype)
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest one that is at least `number`; 0 for 0."""
+    return 1 << (number - 1).bit_length() if number else 0

@@ -5,7 +5,7 @@ dropout are two different runs even if their weights and samples are the same.
 
 Here the device's generator is seeded before every layer by a hash of the run's seed, the number of the microbatch's first sample
 since the start of training, and the layer's number. So the masks are those of the layer and the samples. They depend on the
-microbatch size, whose samples share one draw.
+microbatch size, whose samples share one draw, and on the slices of a microbatch, each of which has a draw of its own.
 
 Activation recomputation runs a layer again later, when other microbatches are under way, with the generator's state restored to
 that before the layer. So what a layer needs to know about its microbatch is kept in that state: the layer's number is the low
@@ -15,7 +15,7 @@ part of the seed, and the rest is the microbatch's and is read from the generato
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -66,12 +66,16 @@ class LayoutDropout:
         chunks: this rank's model chunks, which get hooks. They do nothing in evaluation.
         seed: of the run, the same on all ranks.
         device: of the model.
+        slice_offset: returns the number of tokens before the slice that runs; None: microbatches are not cut.
 
     Raises:
         ConfigError: a chunk that embeds tokens has no layer, so that nothing says which microbatch it is at.
     """
 
-    def __init__(self, chunks: Sequence[nn.Module], *, seed: int, device: torch.device) -> None:
+    def __init__(
+        self, chunks: Sequence[nn.Module], *, seed: int, device: torch.device, slice_offset: Callable[[], int] | None = None
+    ) -> None:
+        self._slice_offset = slice_offset
         self._seed, self._device = seed, device
         self._first_sample, self._stride = 0, 0
         self._hooks: list[RemovableHandle] = []
@@ -114,7 +118,9 @@ class LayoutDropout:
         if not module.training or layer is None:
             return
         sample = self._first_sample + layer.current_microbatch * self._stride
-        digest = hashlib.blake2b(f"{self._seed} {sample}".encode(), digest_size=6).digest()
+        offset = self._slice_offset() if self._slice_offset is not None else 0
+        text = f"{self._seed} {sample} {offset}" if offset else f"{self._seed} {sample}"
+        digest = hashlib.blake2b(text.encode(), digest_size=6).digest()
         self._set(int.from_bytes(digest, "little") << _LAYER_BITS)
 
     def _begin_layer(self, layer: Any, _: object) -> None:

@@ -89,6 +89,7 @@ class Running:
             self.steps.remove_hooks()
         if self.engine.dropout is not None:
             self.engine.dropout.remove()
+        self.engine.schedule.remove_slices()
 
 
 def start(

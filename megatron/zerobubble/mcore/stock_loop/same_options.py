@@ -13,14 +13,22 @@ from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 
 __all__ = ["check_same_options"]
 
-_OWN = ("schedule", "microbatch_tokens", "reorder_microbatches", "weights_seed", "dropout_seed", "checkpoints_by_parameter")
+_OWN = (
+    "schedule",
+    "microbatch_tokens",
+    "reorder_microbatches",
+    "cut",
+    "weights_seed",
+    "dropout_seed",
+    "checkpoints_by_parameter",
+)
 _OF_FLAGS = (
     *("timed_iterations", "zero_bubble_replan_interval", "zero_bubble_planning_seconds", "zero_bubble_p2p_max_ctas"),
     *("zero_bubble_torch_attention", "enable_optimizer_post_validation", "post_validation_patience"),
     *("zero_bubble_trace_iterations", "zero_bubble_balance_stages", "zero_bubble_watchdog_seconds"),
     *("post_validation_rollback", "post_validation_snapshot", "zero_bubble_batch_p2p_comm"),
 )
-_OF_SPEC = ("max_pending_backward", "memory_limit", "placement")
+_OF_SPEC = ("max_pending_backward", "memory_limit", "placement", "num_slices")
 _REMEDY = "call megatron.zerobubble.install with the same options on every rank, and install the same packages on every host"
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.registry import plan_of, schedule_info
 from megatron.zerobubble.plan.search.search_options import SearchOptions
+from megatron.zerobubble.plan.slice_lengths import check_slice_lengths, equal_slice_lengths
 from megatron.zerobubble.plan.validate import validate
 from megatron.zerobubble.training.config.settings import Settings
 
-__all__ = ["check_batch", "check_layers", "check_plan", "check_schedule", "check_trace", "check_watchdog"]
+__all__ = ["check_batch", "check_layers", "check_plan", "check_schedule", "check_slices", "check_trace", "check_watchdog"]
 
 _MOST_MICROBATCHES = 16_384
 """Microbatches of an iteration for which a plan is made, which takes about a second."""
@@ -84,6 +87,45 @@ def check_batch(settings: Settings) -> None:
         raise ConfigError(
             f"the interleaved schedule needs a number of microbatches divisible by the pipeline size {ranks}, got "
             f"{microbatches}; change --global-batch-size to {(microbatches // ranks + 1) * ranks * step}"
+        )
+
+
+def check_slices(settings: Settings) -> None:
+    """Raise unless sequences divide into slices, and everything of the model goes with them."""
+    num_slices, flag = settings.zero_bubble.num_slices, f"--zero-bubble-slices {settings.zero_bubble.num_slices}"
+    if num_slices == 1:
+        return
+    for name, why in _unsliced(settings):
+        raise ConfigError(f"{flag} does not go with {name}: {why}; leave one of them out")
+    shared = settings.parallel.tensor_model_parallel_size if settings.parallel.sequence_parallel else 1
+    lengths, tokens = settings.zero_bubble.slice_lengths, settings.model.seq_length
+    try:
+        if sum(lengths) == tokens:
+            check_slice_lengths(lengths, tokens, multiple=shared)
+        else:
+            equal_slice_lengths(tokens, num_slices, multiple=shared)
+    except ConfigError as error:
+        raise ConfigError(f"{flag} with --seq-length {tokens}: {error}") from None
+
+
+def _unsliced(settings: Settings) -> Iterator[tuple[str, str]]:
+    """(flag, why) of each flag that slices do not go with."""
+    parallel, data, moe, model = settings.parallel, settings.data, settings.moe, settings.model
+    if parallel.context_parallel_size > 1:
+        yield "--context-parallel-size above 1", "both cut sequences, and each rank would hold parts of a slice"
+    if data.pack_sequences:
+        yield "--pack-sequences", "the attention of a packed sequence begins anew inside of a slice"
+    if data.variable_seq_lengths:
+        yield "--variable-seq-lengths", "slices of microbatches that have lengths of their own are not planned"
+    if model.mtp_num_layers:
+        yield "--mtp-num-layers", "the token after a slice's last one is in the next slice"
+    if settings.fp8.fp8_format is not None:
+        yield "--fp8-format", "scales would follow from the magnitudes of a slice"
+    if moe.num_experts is not None and any(moe.moe_aux_loss_coeff):
+        yield (
+            "--moe-aux-loss-coeff",
+            "a router's auxiliary loss would be one over the tokens of a slice, not of the microbatch (or balance by "
+            "--moe-router-enable-expert-bias)",
         )
 
 

@@ -1,0 +1,117 @@
+"""What slices do not go with, and why: options of a model's configuration, and modules of a model that was built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from torch import nn
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.mcore.attention.context_parallel import ContextParallelAttention
+from megatron.zerobubble.mcore.attention.torch_attention import TorchDotProductAttention
+from megatron.zerobubble.mcore.slices.prefix_attention import is_transformer_engine
+
+__all__ = ["check_attention", "check_sliced_config", "core_attentions"]
+
+_REFUSED = {
+    "moe_expert_capacity_factor": "an expert would drop tokens by the counts of a slice",
+    "moe_z_loss_coeff": "it is a mean over the tokens of a call, and would be one over those of a slice",
+    "mtp_num_layers": "the token after a slice's last one is in the next slice",
+    "window_size": "a window over the keys of earlier slices is not tried",
+    "tp_comm_overlap": "Transformer Engine's userbuffers have the length of whole sequences",
+    "fp8": "scales would follow from the magnitudes of a slice",
+    "fp4": "scales would follow from the magnitudes of a slice",
+    "qk_clip": "it needs the largest score of whole sequences",
+    "log_max_attention_logit": "it needs the largest score of whole sequences",
+    "experimental_attention_variant": "its state is not handed from slice to slice",
+    "is_hybrid_model": "the state of Mamba layers is not handed from slice to slice",
+}
+"""Options of megatron-core's configuration, and why none of them may be on."""
+
+
+def check_sliced_config(config: Any, *, name: str, knows_lengths: bool) -> None:
+    """Check that every option of the model goes with slices.
+
+    Args:
+        config: TransformerConfig of the model.
+        name: of the schedule.
+        knows_lengths: whether microbatches have lengths of their own.
+
+    Raises:
+        ConfigError: an option that does not, by name.
+    """
+    for option, why in _refused(config, knows_lengths):
+        raise ConfigError(f"{option} does not go with slices of microbatches (schedule {name!r}): {why}. Turn it off, or slices")
+
+
+def _refused(config: Any, knows_lengths: bool) -> Iterator[tuple[str, str]]:
+    """(name, why) of each option that is on. A release without an option has it off."""
+    if config.context_parallel_size > 1:
+        yield "context_parallel_size above 1", "both cut sequences, and each rank would hold parts of a slice"
+    if knows_lengths:
+        yield "microbatch_tokens", "slices of microbatches that have lengths of their own are not planned"
+    yield from ((name, why) for name, why in _REFUSED.items() if getattr(config, name, None))
+    if config.num_moe_experts is not None:
+        yield from _refused_balancing(config)
+    if config.multi_latent_attention and config.apply_rope_fusion:
+        yield "apply_rope_fusion with multi-latent attention", "its kernel takes tables of cosines that begin at position 0"
+
+
+def _refused_balancing(config: Any) -> Iterator[tuple[str, str]]:
+    kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    kinds = kinds if isinstance(kinds, (list, tuple)) else [kinds]
+    coefficients = coefficients if isinstance(coefficients, (list, tuple)) else [coefficients] * len(kinds)
+    for kind, coefficient in zip(kinds, coefficients, strict=True):
+        if kind == "sinkhorn":
+            yield "moe_router_load_balancing_type sinkhorn", "it routes the tokens of a call together, and a slice has fewer"
+        elif kind != "none" and coefficient:
+            yield (
+                f"moe_aux_loss_coeff {coefficient:g} with {kind}",
+                "a router's auxiliary loss would be one over the tokens of a slice, not of the microbatch; balance by "
+                "moe_router_enable_expert_bias, or set the coefficient to 0",
+            )
+
+
+def core_attentions(chunk: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(name, module) of each module of a chunk that has a core attention."""
+    for name, module in chunk.named_modules():
+        if isinstance(getattr(module, "core_attention", None), nn.Module):
+            yield name, module
+
+
+def check_attention(chunk: nn.Module) -> None:
+    """Check that every layer can hand on what a slice's tokens need of those before.
+
+    Raises:
+        ConfigError: a layer cannot; the message names it.
+    """
+    for name, module in chunk.named_modules():
+        if "megatron.core.ssm" in type(module).__module__:
+            raise ConfigError(
+                f"slices: {name} is a {type(module).__name__}, whose state is not handed from slice to slice; leave slices out"
+            )
+    for name, module in core_attentions(chunk):
+        core = module.core_attention
+        known = isinstance(core, (TorchDotProductAttention, DotProductAttention)) or is_transformer_engine(core)
+        if not known or isinstance(core, ContextParallelAttention):
+            raise ConfigError(
+                f"slices: {name} computes attention by a {type(core).__name__}; give TorchDotProductAttention, megatron-core's "
+                "DotProductAttention or Transformer Engine's"
+            )
+        if getattr(module, "attention_type", "self") != "self":
+            raise ConfigError(
+                f"slices: {name} is {module.attention_type}-attention, whose keys are not those of the slices before"
+            )
+        if module.attn_mask_type is not AttnMaskType.causal:
+            raise ConfigError(
+                f"slices: {name} has a {module.attn_mask_type.name} mask, and a slice can see only what is before it: give a "
+                "causal one"
+            )
+        if isinstance(core, DotProductAttention) and core.scale_mask_softmax.scaled_masked_softmax_fusion:
+            raise ConfigError(
+                f"slices: {name} has masked_softmax_fusion, whose causal kernel takes as many keys as queries: turn it off, or "
+                "use torch's attention"
+            )

@@ -1,0 +1,47 @@
+"""A rank's model chunks, made to run slice by slice.
+
+Nothing changes outside of the schedule's F and B: the replaced `forward`s then call those of the modules' classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from megatron.zerobubble.mcore.slices.current_slice import CurrentSlice
+from megatron.zerobubble.mcore.slices.positions import count_from_slice
+from megatron.zerobubble.mcore.slices.prefix_attention import attend_to_prefix
+from megatron.zerobubble.mcore.slices.refusals import check_attention, core_attentions
+
+__all__ = ["SlicedChunks"]
+
+
+class SlicedChunks:
+    """Replaces, on the instances, the `forward` of core attentions and position embeddings.
+
+    Args:
+        chunks: this rank's model chunks, wrapped by DDP or not.
+
+    Raises:
+        ConfigError: a layer that slices do not go with.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module]) -> None:
+        self.current = CurrentSlice()
+        """The slice that runs now."""
+        self._replaced: list[Any] = []
+        for chunk in chunks:
+            check_attention(chunk)
+        for chunk in chunks:
+            for _, module in core_attentions(chunk):
+                attend_to_prefix(module.core_attention, self.current)
+                self._replaced.append(module.core_attention)
+            self._replaced += [module for module in chunk.modules() if count_from_slice(module, self.current)]
+
+    def remove(self) -> None:
+        """Leave the modules as they were."""
+        for module in self._replaced:
+            vars(module).pop("forward", None)
+        self._replaced.clear()

@@ -1,0 +1,70 @@
+"""Slices of microbatches against the unpipelined model that runs each microbatch in one piece.
+
+Losses and gradients within 1e-6 of the largest entry. Three sums are taken in another order: the attention's gradients of keys
+and values over the queries, each weight's gradient over the tokens (slice by slice, the last one first), and the loss's
+quotient. So bits differ, as they do between two microbatch sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.support.gpt import compare
+from tests.support.ranks import RankPool
+from tests.support.sliced import SlicedCase, SlicedMlaCase, SlicedMoeCase
+
+TOLERANCE = 1e-6
+
+ZB_H1 = SlicedCase("zb-h1", 2, 3, num_layers=4, num_slices=2)
+ZBV = SlicedCase("zbv", 2, 3, num_chunks=2, num_layers=4, num_slices=4)
+GRID = [
+    SlicedCase(name, num_ranks, num_microbatches, num_chunks=2 if name == "zbv" else 1, num_slices=n, llama=n == 4)
+    for name in ("1f1b", "zb-h1", "zb-h2", "zb", "zbv")
+    for num_ranks, num_microbatches in ((2, 1), (2, 3), (4, 4))
+    for n in (2, 4)
+]
+OTHERS: list[Any] = [
+    replace(ZB_H1, num_slices=12),
+    replace(ZB_H1, num_slices=3, lengths=(7, 3, 2)),
+    replace(ZB_H1, own_attention=True),
+    replace(ZBV, own_attention=True, llama=True),
+    replace(ZB_H1, per_token_loss=True),
+    replace(ZB_H1, recompute="full"),
+    replace(ZBV, recompute="block"),
+    replace(ZBV, recompute="selective"),
+    replace(ZBV, tied=True, clip_grad=0.1, optimizer="sgd"),
+    replace(ZB_H1, tensor_parallel=2),
+    replace(ZBV, tensor_parallel=2, sequence_parallel=True, num_slices=2, llama=True),
+    replace(ZBV, distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True),
+    replace(ZB_H1, different_data=True, overlap_grad_reduce=True),
+    SlicedMlaCase("zb-h1", 2, 3, num_layers=4, num_slices=2),
+    SlicedMlaCase("zbv", 2, 3, num_chunks=2, num_layers=4, num_slices=4, rope_type="rope", recompute="core_attn"),
+    SlicedMlaCase("zbv", 2, 2, num_chunks=2, num_layers=4, num_slices=2, own_attention=True),
+    SlicedMlaCase("zb-h1", 2, 2, num_layers=4, num_slices=2, tensor_parallel=2, sequence_parallel=True, llama=True),
+    SlicedMoeCase("zb-h1", 2, 3, num_layers=4, num_slices=4, aux_loss_coeff=0.0),
+    SlicedMoeCase("zbv", 2, 3, num_chunks=2, num_layers=4, num_slices=2, aux_loss_coeff=0.0, expert_parallel=2, shared=True),
+    SlicedMoeCase("zbv", 2, 3, num_chunks=2, num_layers=4, num_slices=2, balancing="none", expert_bias=True, recompute="full"),
+]
+
+
+@pytest.mark.parametrize("case", GRID, ids=str)
+@pytest.mark.sampled(0.15)
+def test_slices_of_every_generator_have_the_loss_and_gradients_of_whole_microbatches(four_ranks: RankPool, case: Any) -> None:
+    check(four_ranks, case)
+
+
+@pytest.mark.parametrize("case", OTHERS, ids=str)
+@pytest.mark.sampled(0.2)
+def test_slices_have_the_loss_and_gradients_of_whole_microbatches(four_ranks: RankPool, case: Any) -> None:
+    check(four_ranks, case)
+
+
+def check(ranks: RankPool, case: Any) -> None:
+    found = ranks.run(compare, case)
+    assert sum(each.num_losses for each in found) == case.num_microbatches * 4 // case.num_ranks
+    for rank, each in enumerate(found):
+        assert each.losses <= 10 * TOLERANCE, (rank, each)  # of a loss of about 4
+        assert each.gradients <= TOLERANCE or case.distributed_optimizer, (rank, each)

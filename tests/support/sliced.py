@@ -1,0 +1,114 @@
+"""The small models of `gpt`, `mla` and `moe`, whose microbatches are cut into slices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
+from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
+from tests.support.gpt import MICRO_BATCH, SEQUENCE, VOCABULARY, Case, Difference, Tensors, Trainer, compare
+from tests.support.mla import MlaCase, MlaTrainer
+from tests.support.moe import MoeCase, MoeTrainer
+
+
+@dataclass(frozen=True)
+class _Sliced(Case):
+    num_slices: int = 1
+    lengths: tuple[int, ...] = ()
+    """Tokens of each slice; empty: they are equally long."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}-n{self.num_slices}" + ("-" + self.recompute.replace(" ", "+") if self.recompute else "")
+
+    @property
+    def spec(self) -> ScheduleSpec:
+        return replace(super().spec, num_slices=self.num_slices)
+
+    @property
+    def unpipelined(self) -> Any:
+        return replace(super().unpipelined, num_slices=1, lengths=())
+
+
+@dataclass(frozen=True)
+class SlicedCase(_Sliced):
+    """A dense model."""
+
+    def trainer(self, initial: Tensors | None = None) -> Trainer:
+        return SlicedTrainer(self, initial)
+
+
+@dataclass(frozen=True)
+class SlicedMlaCase(_Sliced, MlaCase):
+    """A model with multi-latent attention."""
+
+    def trainer(self, initial: Tensors | None = None) -> Trainer:
+        return SlicedMlaTrainer(self, initial)
+
+
+@dataclass(frozen=True)
+class SlicedMoeCase(_Sliced, MoeCase):
+    """A model with experts."""
+
+    def trainer(self, initial: Tensors | None = None) -> Trainer:
+        return SlicedMoeTrainer(self, initial)
+
+
+class _Batches(Trainer):
+    """Batches are dictionaries with a loss mask, of which slices have unequal shares, and the loss is a sum and its tokens."""
+
+    case: Any
+
+    def _schedule_options(self) -> dict[str, Any]:
+        return {"slicing": SliceOptions(lengths=self.case.lengths)}
+
+    def batches(self, step: int) -> Iterator[Any]:
+        for number, (tokens, labels) in enumerate(super().batches(step)):
+            generator = torch.Generator().manual_seed(step * 100 + number)
+            mask = (torch.rand(MICRO_BATCH, SEQUENCE, generator=generator) < 0.7).float().to(self.device)
+            positions = torch.arange(SEQUENCE, device=self.device).expand(MICRO_BATCH, SEQUENCE)
+            yield {"tokens": tokens, "labels": labels, "loss_mask": mask, "position_ids": positions, "attention_mask": None}
+
+    def forward_step(self, iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
+        batch = next(iterator)
+        output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
+
+        def loss_func(per_token: torch.Tensor) -> tuple[Any, ...]:
+            total = (per_token.float() * batch["loss_mask"]).sum()
+            num_tokens = batch["loss_mask"].sum().to(torch.int)
+            return total, num_tokens, {"lm loss": torch.stack([total.detach(), num_tokens.to(total.dtype)])}
+
+        return output, loss_func
+
+    def forward_backward(self, step: int, *, forward_only: bool = False) -> list[float]:
+        chunks = self.built.chunks
+        iterators = [self.batches(step) for _ in chunks]
+        results = self.schedule.forward_backward_func(
+            forward_step_func=self.forward_step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=chunks if len(chunks) > 1 else chunks[0],
+            num_microbatches=self.case.num_microbatches,
+            seq_length=SEQUENCE,
+            micro_batch_size=MICRO_BATCH,
+            forward_only=forward_only,
+        )
+        return [float(result["lm loss"][0] / result["lm loss"][1]) for result in results]
+
+
+class SlicedTrainer(_Batches):
+    """Trains a `SlicedCase`."""
+
+
+class SlicedMlaTrainer(_Batches, MlaTrainer):
+    """Trains a `SlicedMlaCase`."""
+
+
+class SlicedMoeTrainer(_Batches, MoeTrainer):
+    """Trains a `SlicedMoeCase`."""
+
+
+__all__ = ["VOCABULARY", "Difference", "SlicedCase", "SlicedMlaCase", "SlicedMoeCase", "compare", "dist"]
