@@ -208,6 +208,13 @@ def install(
     check_targets(config.written, tries=launch.rank == 0)
     if config.schedule == "stock":
         return
+    if config.num_slices > 1 and microbatch_tokens is not None:
+        raise ConfigError(
+            f"{config.num_slices} slices do not go with microbatch_tokens: slices of microbatches that have lengths of their own "
+            "are not planned; leave one of the two out"
+        )
+    if config.num_slices == 1 and cut is not None:
+        raise ConfigError("cut cuts batches into slices, and there are none: give slices, or leave it out")
     from megatron.zerobubble.mcore.microbatches.ready import READY
     from megatron.zerobubble.mcore.run_options import RunOptions
     from megatron.zerobubble.mcore.stock_loop.patches import install_options

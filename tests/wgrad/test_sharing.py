@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.zerobubble.wgrad import sharing
+from megatron.zerobubble.wgrad.deferring import WgradKey
 from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumulate
 from megatron.zerobubble.wgrad.linear import LinearSplit, split_linear
 from megatron.zerobubble.wgrad.split_weight import SplitWeight
-from megatron.zerobubble.wgrad.deferring import WgradKey
 from megatron.zerobubble.wgrad.store import WeightGradStore
 from tests.support.ranks import RankPool
 

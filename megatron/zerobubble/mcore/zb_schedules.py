@@ -468,10 +468,15 @@ class PipelineSchedule:
         shared = parallel_state.get_tensor_model_parallel_world_size() if self._config.sequence_parallel else 1
         return self._slicing.parts(seq_length, self.spec.num_slices, multiple=shared)
 
+    @property
+    def slice_part(self) -> SlicePart | None:
+        """The slice that the model runs now; None outside of F and B, and where microbatches are not cut."""
+        sliced = None if self._runner is None else self._runner.sliced
+        return None if sliced is None else sliced.current.part
+
     def slice_offset(self) -> int:
         """Tokens before the slice that the model runs now; 0 where microbatches are not cut."""
-        sliced = None if self._runner is None else self._runner.sliced
-        part = None if sliced is None else sliced.current.part
+        part = self.slice_part
         return 0 if part is None else part.offset
 
     def remove_slices(self) -> None:

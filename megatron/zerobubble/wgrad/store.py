@@ -208,8 +208,8 @@ class WeightGradStore:
         group = self._groups.get(chunk)
         if group is None or group.microbatches != tuple(microbatches):
             raise WeightGradStoreError(
-                f"{self._where(WgradKey(chunk, microbatches[part]))}: W is part {part + 1} of the group {list(microbatches)}, which "
-                "has not begun. The plan's order of ops is wrong."
+                f"{self._where(WgradKey(chunk, microbatches[part]))}: W is part {part + 1} of the group {list(microbatches)}, "
+                "which has not begun. The plan's order of ops is wrong."
             )
         self._run(group.take(part))
         if part == group.num_parts - 1:

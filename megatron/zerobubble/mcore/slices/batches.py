@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.zerobubble.errors import ConfigError, ExecutionError
 from megatron.zerobubble.mcore.slices.current_slice import CurrentSlice, SlicePart
 
-__all__ = ["Cut", "SlicedBatches", "cut_batch"]
+__all__ = ["Cut", "SlicedBatches", "cut_batch", "has_positions"]
 
 
 class Cut(Protocol):
@@ -35,8 +35,8 @@ class SlicedBatches:
 
     def __init__(self, iterator: Any, slices: CurrentSlice, cut: Cut | None = None) -> None:
         self._iterator, self._slices, self._cut = iterator, slices, cut
-        self._batches: list[tuple[Any, bool]] = []
-        """What the F of the microbatch's first slice has read, and whether that has position ids."""
+        self._batches: list[Any] = []
+        """What the F of the microbatch's first slice has read."""
         self._next = 0
         self._pass = -1
 
@@ -57,11 +57,11 @@ class SlicedBatches:
                 raise ExecutionError(
                     f"forward_step_func reads {self._next + 1} batches in slice {part.index} and {self._next} in slice 0"
                 )
-            batch = next(self._iterator)
-            self._batches.append((batch, self._cut is not None or _has_positions(batch, part.whole)))
-        batch, slices.has_positions = self._batches[self._next]
+            self._batches.append(next(self._iterator))
+        batch = self._batches[self._next]
         self._next += 1
-        return cut_batch(batch, part) if self._cut is None else self._cut(batch, part.offset, part.length)
+        slices.batch = cut_batch(batch, part) if self._cut is None else self._cut(batch, part.offset, part.length)
+        return slices.batch
 
 
 def cut_batch(batch: Any, part: SlicePart) -> Any:
@@ -74,7 +74,7 @@ def cut_batch(batch: Any, part: SlicePart) -> Any:
         part: the slice.
 
     Returns:
-        The same with views of the tensors: [b, s, ...], [b, s + 1], [b or 1, 1, s, end of the slice].
+        The same with contiguous tensors: [b, s, ...], [b, s + 1], [b or 1, 1, s, end of the slice].
 
     Raises:
         ConfigError: a tensor has another shape, or sequences are packed.
@@ -103,11 +103,11 @@ def _cut(batch: Any, part: SlicePart, name: str) -> Any:
 def _cut_tensor(tensor: Tensor, part: SlicePart, name: str) -> Tensor:
     whole = part.whole
     if tensor.dim() >= 2 and tensor.size(1) == whole:
-        return tensor.narrow(1, part.offset, part.length)
+        return tensor.narrow(1, part.offset, part.length).contiguous()
     if tensor.dim() == 2 and tensor.size(1) == whole + 1:
-        return tensor.narrow(1, part.offset, part.length + 1)
+        return tensor.narrow(1, part.offset, part.length + 1).contiguous()
     if tensor.dim() == 4 and tensor.shape[2:] == (whole, whole):
-        return tensor.narrow(2, part.offset, part.length).narrow(3, 0, part.end)
+        return tensor.narrow(2, part.offset, part.length).narrow(3, 0, part.end).contiguous()
     if tensor.dim() < 2 and tensor.numel() not in (whole, whole + 1):
         return tensor
     raise ConfigError(
@@ -116,12 +116,13 @@ def _cut_tensor(tensor: Tensor, part: SlicePart, name: str) -> Tensor:
     )
 
 
-def _has_positions(batch: Any, whole: int) -> bool:
-    """Whether a batch has position ids: by name, or where its tensors have none, by the values."""
+def has_positions(batch: Any, part: SlicePart) -> bool:
+    """Whether a slice's part of a batch has position ids: by their name, or else by the values of its tensors."""
     if isinstance(batch, Mapping):
         return batch.get("position_ids") is not None
-    if not isinstance(batch, (list, tuple)):
-        return False
-    tensors = [each for each in batch if isinstance(each, Tensor) and not each.is_floating_point() and each.dim() == 2]
-    counted: Callable[[Tensor], bool] = lambda each: torch.equal(each[0].cpu(), torch.arange(whole, dtype=each.dtype))  # noqa: E731
-    return any(each.size(1) == whole and counted(each) for each in tensors)
+    if isinstance(batch, (list, tuple)):
+        return any(has_positions(each, part) for each in batch)
+    if isinstance(batch, Tensor):
+        is_row = batch.dim() == 2 and batch.size(1) == part.length and not batch.is_floating_point()
+        return is_row and torch.equal(batch[0].cpu(), torch.arange(part.offset, part.end, dtype=batch.dtype))
+    return getattr(batch, "position_ids", None) is not None

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,8 +108,8 @@ class CurrentSlice:
         """None outside of the schedule's F and B: layers then compute as if there were no slices."""
         self.passes = 0
         """Number of Fs and Bs that have begun."""
-        self.has_positions = False
-        """Whether the batch of this slice has position ids, cut to it."""
+        self.batch: Any = None
+        """The slice's part of the last batch that the forward step has read; None before it reads one."""
         self._of: tuple[int, int] = (0, 0)
         self._kept: dict[tuple[int, int], dict[int, PrefixKeys]] = {}
         """By (chunk, microbatch): the keys and values of each layer, by the identity of its attention."""
@@ -121,7 +122,7 @@ class CurrentSlice:
         try:
             yield
         finally:
-            self.part = None
+            self.part = self.batch = None
 
     def keys(self, attention: object, key: Tensor, value: Tensor) -> PrefixKeys:
         """The buffer of an attention for the microbatch that runs now; allocated in the F of its first slice."""

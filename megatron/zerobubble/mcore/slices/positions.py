@@ -5,11 +5,15 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch import Tensor, nn
 
-from megatron.zerobubble.mcore.slices.current_slice import CurrentSlice
+from megatron.zerobubble.mcore.slices.batches import has_positions
+from megatron.zerobubble.mcore.slices.current_slice import CurrentSlice, SlicePart
 
 __all__ = ["count_from_slice"]
 
@@ -60,10 +64,26 @@ class _Rotary(_Replaced):
 
 
 class _Learned(_Replaced):
-    """Of an embedding with learned positions: moves position ids that the forward step has counted from 0."""
+    """Of an embedding with learned positions: moves position ids that the forward step has counted from 0, not read.
+
+    Which of the two a loop does is found out once, at the first slice that is not the first of its microbatch. Of
+    tensor-parallel ranks, which come here together, the first one may be the only one that reads batches; it decides.
+    """
+
+    _are_read: bool | None = None
 
     def __call__(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         part = self._slices.part
-        if part is not None and part.offset and not self._slices.has_positions:
-            position_ids = position_ids + part.offset
+        if part is not None and part.offset:
+            if self._are_read is None:
+                self._are_read = self._finds_them_in_batch(part, position_ids.device)
+            if not self._are_read:
+                position_ids = position_ids + part.offset
         return self._forward(input_ids, position_ids, *args, **kwargs)
+
+    def _finds_them_in_batch(self, part: SlicePart, device: torch.device) -> bool:
+        found = torch.tensor([has_positions(self._slices.batch, part)], dtype=torch.int, device=device)
+        if parallel_state.get_tensor_model_parallel_world_size() > 1:
+            first = parallel_state.get_tensor_model_parallel_src_rank()
+            dist.broadcast(found, first, group=parallel_state.get_tensor_model_parallel_group())
+        return bool(found.item())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from megatron.zerobubble.mcore.model.hybrid_layers import check_hybrid
 from megatron.zerobubble.mcore.model.named_weights import draw_by_name
 from megatron.zerobubble.mcore.model.wgrad_split import remove_split, split_weight_gradients
 from megatron.zerobubble.mcore.run_options import RunOptions
+from megatron.zerobubble.mcore.stock_loop.megatron_lm import megatron_lm_args
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.wgrad.store import WeightGradStore
 
@@ -239,11 +239,7 @@ def is_stage(module: nn.Module) -> bool:
 
 def stores_by_parameter() -> bool:
     """Whether Megatron-LM's loop stores a distributed optimizer's state by parameter, or nothing; False in another loop."""
-    loop = sys.modules.get("megatron.training.global_vars")
-    try:
-        args = None if loop is None else loop.get_args()
-    except AssertionError:  # it was imported, and does not run
-        args = None
+    args = megatron_lm_args()
     if args is None:
         return False
     has_checkpoints = args.save is not None or args.load is not None

@@ -19,6 +19,7 @@ from megatron.zerobubble.mcore.model.embeddings import copy_to_mtp_stage, tie_ch
 from megatron.zerobubble.mcore.run_options import RunOptions
 from megatron.zerobubble.mcore.state_memory import state_bytes
 from megatron.zerobubble.mcore.stock_loop.adoption import Adopted
+from megatron.zerobubble.mcore.stock_loop.megatron_lm import cut_megatron_lm_batch, megatron_lm_args
 from megatron.zerobubble.mcore.stock_loop.optimistic_steps import OptimisticSteps
 from megatron.zerobubble.mcore.stock_loop.result_relay import ResultRelay
 from megatron.zerobubble.mcore.stock_loop.same_options import check_same_options
@@ -107,7 +108,7 @@ def start(
     if options.flags.limits_bytes:  # until memory is measured: one microbatch per rank, the least possible
         spec = dataclasses.replace(spec, memory_limit=1.0 / min(spec.num_ranks, num_microbatches))
     engine = Engine(
-        options,
+        _with_cut(options),
         spec,
         chunks,
         store=first.store,
@@ -145,7 +146,7 @@ def start_forward_only(options: RunOptions, chunks: Sequence[nn.Module], *, usua
     tie_chunks(chunks)
     copy_to_mtp_stage(chunks, config)
     engine = Engine(
-        options,
+        _with_cut(options),
         spec,
         chunks,
         store=WeightGradStore(WgradKernel(KernelKind.PLAIN, plain_accumulate)),  # stays empty
@@ -155,6 +156,13 @@ def start_forward_only(options: RunOptions, chunks: Sequence[nn.Module], *, usua
         trains=False,
     )
     return Running(engine, ResultRelay(parallel_state.get_pipeline_model_parallel_group(), engine.schedule.device))
+
+
+def _with_cut(options: RunOptions) -> RunOptions:
+    """The options, with what cuts the batches of Megatron-LM's loop where that runs."""
+    if options.flags.num_slices == 1 or options.cut is not None or megatron_lm_args() is None:
+        return options
+    return dataclasses.replace(options, cut=cut_megatron_lm_batch)
 
 
 def _usual_tokens(config: Any, given: int) -> int | None:

@@ -38,6 +38,7 @@ from megatron.zerobubble.mcore.run_options import RunOptions
 from megatron.zerobubble.mcore.stock_loop.adoption import AdoptedChunks
 from megatron.zerobubble.mcore.stock_loop.layers import DividedLayers
 from megatron.zerobubble.mcore.stock_loop.lifetime import RunningModels
+from megatron.zerobubble.mcore.stock_loop.megatron_lm import megatron_lm_args, sliced_batches
 from megatron.zerobubble.mcore.stock_loop.optimistic_steps import StepOutcome, trains
 from megatron.zerobubble.mcore.stock_loop.running import Running, start, start_forward_only
 from megatron.zerobubble.mcore.stock_loop.stage_questions import StageQuestions
@@ -216,6 +217,9 @@ class StockLoop:
                 running.has_new_plan = False
                 self._show(engine, num_microbatches)
             engine.begin(num_microbatches=num_microbatches, micro_batch_size=given["micro_batch_size"])
+        args = megatron_lm_args() if engine.schedule.spec.num_slices > 1 else None
+        if args is not None:
+            forward_step_func = sliced_batches(forward_step_func, lambda: engine.schedule.slice_part, args)
         if self.options.is_v:
             forward_step_func = self.questions.answering(forward_step_func, chunks)
         results = engine.schedule.forward_backward_func(
