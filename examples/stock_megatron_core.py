@@ -167,7 +167,7 @@ def forward_step(args: argparse.Namespace, data_iterator: Iterator[torch.Tensor]
     """Run one microbatch through one model chunk, as megatron-core's schedules call it."""
     text = next(data_iterator)
     tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
-    positions = torch.arange(args.seq_length, device=tokens.device).expand_as(tokens)
+    positions = torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
     return model(tokens, positions, None, labels=labels), loss_function
 
 

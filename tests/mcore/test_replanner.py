@@ -26,10 +26,11 @@ from megatron.zerobubble.profiling.breakdown import rank_records
 from megatron.zerobubble.profiling.profile import RankProfile
 from megatron.zerobubble.profiling.profiler import Profiler
 from megatron.zerobubble.profiling.report import report
-from tests.support import gpt
+from tests.support import gpt, sliced
 from tests.support.gpt import Case, Trainer
 from tests.support.memory_ledger import RankLedger, train_watched
 from tests.support.ranks import RankPool
+from tests.support.sliced import SlicedCase
 from tests.support.traces import check_trace
 
 pytestmark = [
@@ -334,3 +335,27 @@ def test_a_leak_is_seen(four_ranks: RankPool) -> None:
     """Three ops of microbatch 0 on each of two stages, 400 bytes each, in two iterations after the warm-up."""
     for found in four_ranks.run(train_watched, LEDGER_CASE, 3, 1, True):
         assert "allocated memory grew by 4800 bytes after iteration 1" in found.complaints()
+
+
+SLICED_LEDGERS = [
+    SlicedCase("zbv", 4, 5, num_chunks=2, num_layers=8, num_slices=4),
+    SlicedCase("zb-h1", 4, 6, num_layers=8, num_slices=4, llama=True),
+    SlicedCase("1f1b", 4, 5, num_slices=2, recompute="full"),
+]
+
+
+def _train_sliced(rank: int, case: SlicedCase) -> RankLedger:
+    with mock.patch.object(gpt, "SEQUENCE", 64), mock.patch.object(sliced, "SEQUENCE", 64):
+        return train_watched(rank, case, 3, 1)
+
+
+@pytest.mark.claims(
+    "Planning and measuring",
+    "slices of microbatches: the peak of activation memory, with keys, values and their gradients, is within 5 % of the plan's",
+    "works, live tensors on the CPU",
+)
+@pytest.mark.parametrize("case", SLICED_LEDGERS, ids=str)
+@pytest.mark.sampled(0.34)
+def test_the_plan_knows_the_peak_with_slices(four_ranks: RankPool, case: SlicedCase) -> None:
+    for rank, found in enumerate(four_ranks.run(_train_sliced, case)):
+        assert found.complaints() == [], rank

@@ -21,7 +21,7 @@ from megatron.zerobubble.profiling.activation_memory import MemoryMeter
 from megatron.zerobubble.profiling.profile import combine, unit_bytes
 from megatron.zerobubble.profiling.profiler import Profiler
 from tests.support.after_each_op import after_each_op
-from tests.support.gpt import Case, Trainer
+from tests.support.gpt import Case
 
 PEAK_TOLERANCE = 0.05
 """Relative error tolerated in the peak activation memory vs. the plan's."""
@@ -93,7 +93,7 @@ class RankLedger:
 
 def train_watched(rank: int, case: Case, num_iterations: int, warmup: int, leaks: bool = False) -> RankLedger:
     """Train the case. With `leaks` every step leaves a tensor of a pass behind."""
-    trainer = Trainer(case)
+    trainer = case.trainer()
     leaked: list[torch.Tensor] = []
     step = 0
 

@@ -181,6 +181,11 @@ class ZeroBubbleConfig:
                 f"{flag} does not go with --zero-bubble-shard-gradients, whose Ws of whole microbatches run together; leave one "
                 "of them out"
             )
+        if self.zero_bubble_balance_stages:
+            raise ConfigError(
+                f"{flag} does not go with --zero-bubble-balance-stages, which compares layouts of whole microbatches; leave one "
+                "of them out"
+            )
         if self.plan is not None and self.plan.num_slices != self.num_slices:
             raise ConfigError(
                 f"{flag}: the --zero-bubble-load-plan plan has {self.plan.num_slices} slices per microbatch; leave the number "

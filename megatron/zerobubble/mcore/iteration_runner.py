@@ -121,6 +121,9 @@ class IterationRunner:
                 self.sliced.current.clear()
             raise
         work.finish()
+        if self.sliced is not None and isinstance(hooks.profiler, Profiler):
+            stages, key_bytes = self._spec.placement.rank_to_stages[self._rank], self.sliced.current.key_bytes
+            hooks.profiler.key_bytes = {stages[chunk]: count for chunk, count in key_bytes.items()}
         if work.failure is not None:
             if hooks.on_failure is not None:
                 hooks.on_failure(work.failure)

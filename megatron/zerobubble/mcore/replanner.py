@@ -199,6 +199,8 @@ class Replanner:
         )
         everybody, placement = own.gathered(), self._schedule.spec.placement
         self._costs = measured_costs(everybody, placement)
+        if self._costs.slices is not None:
+            self._costs = replace(self._costs, slices=replace(self._costs.slices, lengths=self._schedule.slice_lengths))
         self._unit_bytes, self._headroom = unit_bytes([each.profile for each in everybody], placement), None
         members = [[each for each in everybody if stages[0] in each.profile.memory] for stages in placement.rank_to_stages]
         if self._headroom_bytes is not None:
@@ -280,6 +282,8 @@ class Replanner:
         """The best plan found within the memory limit, or the current one if it is better and within the limit, too."""
         assert self._costs is not None
         spec, costs, limit = self._schedule.spec, self._costs, self._schedule.spec.memory_limit
+        if spec.num_slices > 1:  # the search knows whole microbatches only
+            return current
         if self._headroom is not None:
             if min(self._headroom) <= 0:
                 lacking = {rank: -headroom * self._unit_bytes for rank, headroom in enumerate(self._headroom) if headroom <= 0}

@@ -129,6 +129,8 @@ class PipelineSchedule:
         self._rank = parallel_state.get_pipeline_model_parallel_rank()
         self._timeout = timeout
         self._slicing = slicing or SliceOptions()
+        self.slice_lengths: tuple[int, ...] = ()
+        """Tokens of each slice in the last iteration; empty before it, and where microbatches are not cut."""
         self._output_lengths = (1,) * spec.placement.num_stages if spec.is_stock else output_lengths(config, spec.placement)
         self._message: tuple[tuple[int, ...], torch.dtype] | None = None
         """Shape and dtype of the longest message between stages in front of MTP layers, from the first iteration on."""
@@ -359,6 +361,8 @@ class PipelineSchedule:
         share = max((part.length / part.whole for part in parts), default=1)
         self._message = (round(sequence * share), *others), self._config.pipeline_dtype
         self._count_tokens(forward_only=forward_only)
+        if not forward_only:
+            self.slice_lengths = tuple(part.length for part in parts)
         with nullcontext() if hooks.watch is None else hooks.watch.passes(forward_only=forward_only):
             with self._without_timers():
                 work = self._runner.run(program, iteration, hooks)

@@ -43,7 +43,8 @@ class MemoryMeter(Recorder):
         self._live: Callable[[], int] = _LiveStorages() if device.type == "cpu" else torch.cuda.memory_allocated
         self._entered = ExitStack()
         self._begin = self._before = 0
-        self._changes: dict[tuple[int, OpKind], list[int]] = {}
+        self._changes: dict[tuple[int, OpKind, int], list[int]] = {}
+        """By stage, kind and slice, what each op has allocated less what it has freed."""
         self.peak_bytes = 0
         """Peak of the bytes held after an op, above those at the start of the iteration."""
         self.workspace_bytes = 0
@@ -95,7 +96,7 @@ class MemoryMeter(Recorder):
         held = self._live() - in_transit()
         self.workspace_bytes = max(self.workspace_bytes, self._most() - max(held, self._before))
         self.most_bytes = max(self.most_bytes, self._most() - self._begin)
-        self._changes.setdefault((op.stage, op.kind), []).append(held - self._before)
+        self._changes.setdefault((op.stage, op.kind, op.slice), []).append(held - self._before)
         self._before = held
         self.peak_bytes = max(self.peak_bytes, held - self._begin)
         self._reset_peak()
@@ -105,8 +106,36 @@ class MemoryMeter(Recorder):
 
         The first microbatch is left out if there are more: it also allocates masks and tables that stay.
         """
-        changes = {key: median(values[1:] or values) for key, values in self._changes.items()}
+        changes = self._typical_changes(0)
         return {stage: _stage_memory(stage, changes) for stage in sorted({stage for stage, _ in changes})}
+
+    def of_slices(self, key_bytes: Mapping[int, int]) -> dict[int, tuple[StageMemory, ...]]:
+        """For each stage of this rank, the activation memory of every slice of a microbatch, without keys and values.
+
+        Args:
+            key_bytes: for each stage, the bytes of a microbatch's keys and values, and again those of their gradients.
+        """
+        last = max((number for *_, number in self._changes), default=0)
+        found: dict[int, list[StageMemory]] = {}
+        for number in range(last + 1):
+            changes = self._typical_changes(number)
+            for stage in sorted({stage for stage, _ in changes}):
+                keys = key_bytes.get(stage, 0)
+                own = {kind: changes[stage, kind] for kind in OpKind if (stage, kind) in changes}
+                in_forward = keys if number == 0 else 0  # the first slice's F is a microbatch's first op, and its B the last
+                in_backward = (keys if number == last else 0) - (2 * keys if number == 0 else 0)
+                kept = {OpKind.F: in_forward, OpKind.B: in_backward, OpKind.BW: in_backward, OpKind.W: 0}
+                rest = {(stage, kind): value - kept[kind] for kind, value in own.items()}
+                found.setdefault(stage, []).append(_stage_memory(stage, rest))
+        return {stage: tuple(memory) for stage, memory in found.items()}
+
+    def _typical_changes(self, number: int) -> dict[tuple[int, OpKind], float]:
+        """By stage and kind, the median over microbatches of what an op of this slice changes."""
+        return {
+            (stage, kind): median(values[1:] or values)
+            for (stage, kind, index), values in self._changes.items()
+            if index == number
+        }
 
     def of_microbatches(self) -> dict[int, list[StageMemory]]:
         """For each stage of this rank, the activation memory of every microbatch of the plan, in its order.
@@ -115,10 +144,10 @@ class MemoryMeter(Recorder):
         """
         return {
             stage: [
-                _stage_memory(stage, {key: values[number] for key, values in self._changes.items() if number < len(values)})
+                _stage_memory(stage, {key[:2]: values[number] for key, values in self._changes.items() if number < len(values)})
                 for number in range(len(forwards))
             ]
-            for (stage, kind), forwards in sorted(self._changes.items(), key=lambda item: item[0][0])
+            for (stage, kind, _), forwards in sorted(self._changes.items(), key=lambda item: item[0][0])
             if kind is OpKind.F
         }
 

@@ -8,13 +8,15 @@ without it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, NamedTuple, TypeVar
 
 from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.links import LinkTime
+from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS
+from megatron.zerobubble.plan.costs.slice_costs import SliceCosts
 from megatron.zerobubble.plan.ir import OpKind, Placement
 
 Value = TypeVar("Value")
@@ -28,6 +30,18 @@ class StageMemory:
     """After F."""
     after_backward: float
     """After B, until W."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSlices:
+    """What was measured of the slices of a microbatch, of a stage on one rank."""
+
+    times_ms: Mapping[OpKind, tuple[float, ...]]
+    """Kind -> milliseconds of each slice."""
+    memory: tuple[StageMemory, ...] = ()
+    """Activation memory of each slice, without keys and values; empty if memory was not measured."""
+    key_bytes: int = 0
+    """Of the keys and values of a microbatch, which all its slices share, and again of their gradients."""
 
 
 class ByLength(NamedTuple, Generic[Value]):
@@ -57,6 +71,9 @@ class RankProfile:
     """Peak of the memory in use at any moment of the order that ran: at most the sum of the other two."""
     timed: Mapping[tuple[int, OpKind], tuple[ByLength[float], ...]] = field(default_factory=dict)
     """(stage, kind) -> milliseconds of its passes by length, where microbatches have lengths of their own."""
+    slices: Mapping[int, StageSlices] = field(default_factory=dict)
+    """Stage -> its slices, where microbatches are cut; the times and memory above are then those of whole microbatches, their
+    keys and values included."""
     measured: Mapping[int, tuple[ByLength[StageMemory], ...]] = field(default_factory=dict)
     """Stage -> its microbatches' memory by length, likewise."""
 
@@ -87,12 +104,54 @@ def combine(
 
     activation, after_backward = _shares(ranks, placement)
     return CostModel(
+        slices=_slice_costs(ranks, placement),
         forward_ms=of(OpKind.F),
         backward_ms=of(OpKind.B, OpKind.BW),
         wgrad_ms=of(OpKind.W, optional=True),
         activation=activation,
         activation_after_backward=after_backward,
     ).with_links(links or {}, placement.num_ranks)
+
+
+def slices_of(times_ms: Mapping[tuple[int, OpKind, int], float]) -> dict[int, StageSlices]:
+    """The times of every stage's slices.
+
+    Args:
+        times_ms: (stage, kind, slice) -> milliseconds.
+    """
+    rows: dict[int, dict[OpKind, list[float]]] = {}
+    for (stage, kind, _), elapsed in sorted(times_ms.items(), key=lambda item: (item[0][0], item[0][2])):
+        rows.setdefault(stage, {}).setdefault(kind, []).append(elapsed)
+    return {stage: StageSlices(times_ms={kind: tuple(row) for kind, row in kinds.items()}) for stage, kinds in rows.items()}
+
+
+def _slice_costs(ranks: Sequence[RankProfile], placement: Placement) -> SliceCosts | None:
+    """The costs of every slice, memory in units as in `combine`; None where microbatches are not cut."""
+    members = [[rank.slices[stage] for rank in ranks if stage in rank.slices] for stage in range(placement.num_stages)]
+    if not all(members):
+        return None
+    unit = unit_bytes(ranks, placement)
+    num_slices = len(members[0][0].times_ms[OpKind.F])
+
+    def slowest(*kinds: OpKind) -> tuple[tuple[float, ...], ...]:
+        rows = [[each.times_ms[kind] for each in stage for kind in kinds if kind in each.times_ms] for stage in members]
+        return tuple(tuple(map(max, zip(*row, strict=True))) if row else (0.0,) * num_slices for row in rows)
+
+    def largest(part: Callable[[StageMemory], float]) -> tuple[tuple[float, ...], ...]:
+        rows = [zip(*(each.memory for each in stage if each.memory), strict=True) for stage in members]
+        return tuple(tuple(max(map(part, each)) / unit for each in row) for row in rows)
+
+    equal = tuple((1.0 / len(placement.rank_to_stages[rank]) / num_slices,) * num_slices for rank in placement.stage_to_rank)
+    keys = tuple(max(each.key_bytes for each in stage) / unit for stage in members) if unit > 0 else ()
+    return SliceCosts(
+        forward_ms=slowest(OpKind.F),
+        backward_ms=slowest(OpKind.B, OpKind.BW),
+        wgrad_ms=slowest(OpKind.W),
+        activation=largest(lambda memory: memory.activation) if unit > 0 else equal,
+        activation_after_backward=largest(lambda memory: memory.after_backward) if unit > 0 else equal,
+        keys=keys,
+        key_gradients=keys,
+    )
 
 
 def unit_bytes(ranks: Sequence[RankProfile], placement: Placement) -> float:
@@ -112,6 +171,17 @@ def costs_within(costs: CostModel, placement: Placement, num_microbatches: int, 
         headrooms: per rank, how many such units fit; above 0.
     """
     scales = [min(placement.num_ranks, num_microbatches) / headrooms[rank] for rank in placement.stage_to_rank]
+    slices = costs.slices
+    if slices is not None:
+        memory = {
+            name: tuple(tuple(value * scale for value in row) for row, scale in zip(getattr(slices, name), scales, strict=True))
+            for name in COST_LISTS[3:]
+        }
+        keys = {
+            name: tuple(value * scale for value, scale in zip(getattr(slices, name), scales, strict=True))
+            for name in ("keys", "key_gradients")
+        }
+        return replace(costs, slices=replace(slices, **memory, **keys))  # type: ignore[arg-type]
     return replace(
         costs,
         activation=tuple(value * scale for value, scale in zip(costs.activation, scales, strict=True)),

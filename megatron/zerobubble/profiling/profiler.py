@@ -7,8 +7,9 @@ its input, so the time between the two is the pass alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from megatron.zerobubble.plan.ir import Op, OpKind
 from megatron.zerobubble.profiling.activation_memory import MemoryMeter
 from megatron.zerobubble.profiling.marks import Marks
-from megatron.zerobubble.profiling.profile import ByLength, RankProfile, StageMemory
+from megatron.zerobubble.profiling.profile import ByLength, RankProfile, StageMemory, slices_of
 from megatron.zerobubble.runtime.recording import Recorder
 
 
@@ -31,6 +32,8 @@ class Profiler(Recorder):
     def __init__(self, device: torch.device) -> None:
         self.lengths: Sequence[tuple[int, float]] = ()
         """(tokens, squares) of every microbatch of the plan in the next iteration; empty: all are equal."""
+        self.key_bytes: Mapping[int, int] = {}
+        """Where microbatches are cut: for each stage of this rank, the bytes of a microbatch's keys and values."""
         self._marks = Marks(device)
         self._passes: list[tuple[Op, Any, Any, Sequence[tuple[int, float]]]] = []
         self._measured: Sequence[tuple[int, float]] = ()
@@ -75,15 +78,29 @@ class Profiler(Recorder):
         """The median time of each stage's ops by kind, and its activation memory. Synchronizes a CUDA device."""
         self._marks.synchronize()
         times: dict[tuple[int, OpKind], list[float]] = {}
+        sliced: dict[tuple[int, OpKind, int], list[float]] = {}
         timed: dict[tuple[int, OpKind], list[ByLength[float]]] = {}
         for op, start, end, lengths in self._passes:
             elapsed, key = self._marks.elapsed_ms(start, end), (op.stage, op.kind)
             times.setdefault(key, []).append(elapsed)
+            sliced.setdefault((*key, op.slice), []).append(elapsed)
             if lengths:
                 timed.setdefault(key, []).append(ByLength(*lengths[op.microbatch], elapsed))
+        typical, memory, slices = {key: median(values) for key, values in times.items()}, self._meter.typical(), {}
+        if any(index for *_, index in sliced):
+            slices = slices_of({key: median(values) for key, values in sliced.items()})
+            typical = {(stage, kind): sum(each) for stage, of in slices.items() for kind, each in of.times_ms.items()}
+            for stage, of_slices in self._meter.of_slices(self.key_bytes).items():
+                keys = self.key_bytes.get(stage, 0)
+                slices[stage] = replace(slices[stage], memory=of_slices, key_bytes=keys)
+                memory[stage] = StageMemory(
+                    activation=keys + sum(each.activation for each in of_slices),
+                    after_backward=sum(each.after_backward for each in of_slices),
+                )
         return RankProfile(
-            times_ms={key: median(values) for key, values in times.items()},
-            memory=self._meter.typical(),
+            times_ms=typical,
+            memory=memory,
+            slices=slices,
             peak_bytes=self._meter.peak_bytes,
             workspace_bytes=self._meter.workspace_bytes,
             most_bytes=self._meter.most_bytes,

@@ -24,7 +24,7 @@ from megatron.zerobubble.plan.ir import OpKind, Plan
 from megatron.zerobubble.plan.simulate import Simulation, TimedOp, simulate
 from megatron.zerobubble.plan.timeline import Timeline
 from megatron.zerobubble.profiling.breakdown import RankRecord, RankTime, link_times, rank_records, rank_times
-from megatron.zerobubble.profiling.profile import RankProfile, combine
+from megatron.zerobubble.profiling.profile import RankProfile, combine, slices_of
 
 Rows = Sequence[Sequence[TimedOp]]
 """Per pipeline rank its ops in the order they ran, in milliseconds."""
@@ -132,6 +132,7 @@ class PipelineReport:
             "schedule": plan.schedule,
             "num_ranks": plan.num_ranks,
             "num_microbatches": plan.num_microbatches,
+            **({"num_slices": plan.num_slices} if plan.num_slices > 1 else {}),
             "measured": measured | {"work_ms": self.work_ms, "wgrad_share": self.wgrad_share},
             "predicted": predicted,
             "costs": planned.costs.to_json(),
@@ -158,7 +159,7 @@ def report(timeline: Timeline, *, costs: CostModel | None = None) -> PipelineRep
     if costs is None:
         costs = measured_costs(timeline.plan, timeline.rows, {pair: LinkTime(elapsed) for pair, elapsed in links.items()})
         if timeline.activations is not None:
-            costs = replace(costs, **timeline.activations)  # type: ignore[arg-type]
+            costs = costs.with_activations(timeline.activations)
         if timeline.plan.assignment:
             costs = _of_each_microbatch(timeline, costs)
     simulation = simulate(timeline.plan, costs)
@@ -199,13 +200,16 @@ def last_iteration(body: Mapping[str, Any], source: str) -> Mapping[str, Any]:
 
 def measured_costs(plan: Plan, rows: Rows, links: Mapping[tuple[int, int], LinkTime] | None = None) -> CostModel:
     """Costs from the median time of each stage's F, B and W, and the times of links. Activations are equal."""
-    times: dict[tuple[int, OpKind], list[float]] = {}
+    times: dict[tuple[int, OpKind, int], list[float]] = {}
     for row in rows:
-        for timed in row:
-            times.setdefault((timed.op.stage, timed.op.kind), []).append(timed.end_ms - timed.start_ms)
+        for (stage, kind, _, part), start, end in row:
+            times.setdefault((stage, kind, part), []).append(end - start)
 
-    typical = {key: median(values) for key, values in times.items()}
-    return combine([RankProfile(times_ms=typical, memory={})], plan.placement, links)
+    slices = slices_of({key: median(values) for key, values in times.items()})
+    typical = {(stage, kind): sum(each) for stage, of in slices.items() for kind, each in of.times_ms.items()}
+    return combine(
+        [RankProfile(times_ms=typical, memory={}, slices=slices if plan.num_slices > 1 else {})], plan.placement, links
+    )
 
 
 def _of_each_microbatch(timeline: Timeline, costs: CostModel) -> CostModel:

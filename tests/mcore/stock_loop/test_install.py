@@ -64,6 +64,10 @@ def _train_batched(rank: int, flags: str, options: dict[str, Any]) -> Any:
     return history
 
 
+def _cut_text(text: torch.Tensor, offset: int, length: int) -> torch.Tensor:
+    return text[:, offset : offset + length + 1]
+
+
 def _hybrid(stock: str, pattern: str, options: dict[str, Any]) -> Any:
     """A case of a `HybridModel`."""
     skip = pytest.mark.skipif(not HAS_HYBRID_MODEL, reason=WHY_NOT)
@@ -175,6 +179,34 @@ def test_the_same_losses_as_without(
     assert [bool(history) for history in actual] == [bool(history) for history in expected], "also where a V ends on rank 0"
     tolerance = 1e-6 if run is train_mtp else 0.0
     assert _losses(expected)
+    torch.testing.assert_close(torch.tensor(_losses(actual)), torch.tensor(_losses(expected)), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.claims(
+    "Your own script",
+    "in a loop of your own: slices of microbatches (`install(slices=)`, `--zero-bubble-slices`) with tensor parallelism 2, the "
+    "distributed optimizer and overlapped reduction, post-validation, re-planning, bf16, megatron-core's and torch's attention",
+    "works, 1e-5 after four steps (bf16: 1e-2)",
+)
+@pytest.mark.parametrize(
+    ("stock", "more", "options"),
+    [
+        (f"{TWO} --overlap-grad-reduce --use-distributed-optimizer", "", {"schedule": "zb-h1", "slices": 2}),
+        (f"{FOUR} --clip-grad 0.5", "--zero-bubble-schedule 1f1b --zero-bubble-slices 4 --zero-bubble-torch-attention", {}),
+        (f"{CHUNKS} {TIED}", "", {"v_schedule": True, "slices": 2, "optimizer_post_validation": True}),
+        (f"{TWO} --bf16", "", {"schedule": "zb", "slices": 2, "cut": _cut_text}),
+        (CHUNKS, f"--zero-bubble-v-schedule --zero-bubble-slices 8 {PROFILED}", {}),
+    ],
+    ids=["zb-h1-overlapped", "1f1b-torch", "zbv-optimistic", "zb-bf16-cut", "zbv-replanned"],
+)
+@pytest.mark.sampled(0.4)
+def test_slices_have_the_losses_of_whole_microbatches(
+    four_ranks: RankPool, stock: str, more: str, options: dict[str, Any]
+) -> None:
+    stock = f"--num-layers 4 --hidden-size 32 --train-iters 4 {stock}"
+    expected, actual = four_ranks.run(train, stock), four_ranks.run(_train, f"{stock} {more}", options)
+    assert [bool(history) for history in actual] == [bool(history) for history in expected]
+    tolerance = 1e-2 if "--bf16" in stock else 1e-5
     torch.testing.assert_close(torch.tensor(_losses(actual)), torch.tensor(_losses(expected)), rtol=tolerance, atol=tolerance)
 
 

@@ -101,6 +101,26 @@ def test_a_proposed_layout_trains(
 
 @pytest.mark.claims(
     "Your own script",
+    "Megatron-LM's own `pretrain()` with slices of microbatches, also with tensor parallelism 2, whose second rank reads no "
+    "batch (`make test MCORE=0.19.2`)",
+    "works, losses 2e-6",
+)
+@pytest.mark.parametrize(
+    ("parallel", "zero_bubble"),
+    [
+        (f"{TWO} {SHARDED}", "--enable-zero-bubble --zero-bubble-slices 2"),
+        (f"{TWO} --tensor-model-parallel-size 2", "--zero-bubble-v-schedule --zero-bubble-slices 4"),
+    ],
+    ids=["zb-h1-sharded", "zbv-tp-2"],
+)
+def test_slices(four_ranks: RankPool, parallel: str, zero_bubble: str) -> None:
+    flags = f"{parallel} --train-iters 3 --eval-interval 2"
+    chunks = CHUNKS if "v-schedule" in zero_bubble else ""
+    assert _agree(_run(four_ranks, f"{flags} {chunks}", zero_bubble), _run(four_ranks, flags), is_tied=True)
+
+
+@pytest.mark.claims(
+    "Your own script",
     "Megatron-LM's own `pretrain()` with `--zero-bubble-schedule auto`, one chunk per rank and two in a V, and what is measured: "
     "trace, report, `layers.json`, saved plan, balanced stages (`make test MCORE=0.19.2`)",
     "works, in every printed digit",

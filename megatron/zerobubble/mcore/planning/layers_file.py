@@ -41,7 +41,7 @@ def write_layers_file(directory: str, contents: StageContents, replanner: Replan
         model = Model.measured(
             contents.layer_kinds,
             layers,
-            replanner.costs.plain,
+            replanner.costs.whole.plain,
             unit_bytes=replanner.unit_bytes,
             static_bytes=static_bytes(contents.weights, [rank.state_bytes for rank in replanner.memory], placement),
         )

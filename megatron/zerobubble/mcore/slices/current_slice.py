@@ -65,6 +65,8 @@ class PrefixKeys:
         self._key = buffer[:num_keys].view(whole, *key.shape[1:])
         self._value = buffer[num_keys:].view(whole, *value.shape[1:])
         self._gradients: tuple[Tensor, Tensor] | None = None
+        self.nbytes = buffer.nbytes
+        """Bytes of the keys and values."""
 
     def append(self, part: SlicePart, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Write a slice's keys and values, when a layer is recomputed with the values that are there already.
@@ -113,6 +115,8 @@ class CurrentSlice:
         self._of: tuple[int, int] = (0, 0)
         self._kept: dict[tuple[int, int], dict[int, PrefixKeys]] = {}
         """By (chunk, microbatch): the keys and values of each layer, by the identity of its attention."""
+        self.key_bytes: dict[int, int] = {}
+        """By chunk: the bytes of keys and values of the last microbatch of which all were allocated."""
 
     @contextmanager
     def running(self, chunk: int, microbatch: int, part: SlicePart) -> Iterator[None]:
@@ -140,7 +144,9 @@ class CurrentSlice:
 
     def release(self, chunk: int, microbatch: int) -> None:
         """Free the keys and values of a microbatch, of which no slice is left to run."""
-        self._kept.pop((chunk, microbatch), None)
+        layers = self._kept.pop((chunk, microbatch), None)
+        if layers is not None:
+            self.key_bytes[chunk] = sum(each.nbytes for each in layers.values())
 
     def clear(self) -> None:
         """Free the keys and values of all microbatches, after an error or before forward passes are run again."""

@@ -58,7 +58,7 @@ class _PrefixForward:
         if part is None:
             return forward(attention, query, key, value, attention_mask, **others)
         _check(part, query, key, attention_mask, others)
-        value_size = value.size(-1)
+        query, value_size = _apart(query), value.size(-1)
         is_padded = self._pads(attention, key, value)
         if is_padded:
             value = functional.pad(value, (0, key.size(-1) - value_size))
@@ -77,6 +77,15 @@ class _PrefixForward:
         """Whether the kernel needs values of the size of the keys: otherwise it would pad, and keep, those of the prefix."""
         smaller = value.size(-1) < key.size(-1)
         return self._is_torch and smaller and wants_equal_sizes(key.device, attention.config.attention_backend)
+
+
+def _apart(query: Tensor) -> Tensor:
+    """The queries, as a copy where they are part of a larger tensor.
+
+    Attention keeps them for the backward pass, and a view keeps all of its storage: without rotary positions, which make new
+    queries, the whole output of the QKV projection, whose keys and values are in the buffer already.
+    """
+    return query.clone() if query.requires_grad and query.untyped_storage().nbytes() > query.nbytes else query
 
 
 class _Prefix(torch.autograd.Function):

@@ -68,7 +68,7 @@ class Status:
         """
         own = simulate(plan, costs)
         stock = stock_plan(plan.num_microbatches, num_ranks=plan.num_ranks, num_chunks=1)
-        other = simulate(stock, costs.merged(plan.num_ranks))
+        other = simulate(stock, costs.whole.merged(plan.num_ranks))
         times: dict[str, Any] = {}
         if is_measured:
             times = {name: getattr(costs, name) for name in ("forward_ms", "backward_ms", "wgrad_ms")}

@@ -28,8 +28,9 @@ _SMALLEST = 1e-9
 """Least of the largest time (ms), and of the largest activation memory. Below it quotients are no longer finite."""
 
 
-Activations = Mapping[str, tuple[float, ...]]
-"""Activation memory of one microbatch per stage: the last two lists of a `CostModel`, by the names of its fields."""
+Activations = Mapping[str, tuple[Any, ...]]
+"""Activation memory of one microbatch per stage: the last two lists of a `CostModel`, by the names of its fields. Of slices,
+those of `SliceCosts`, keys and their gradients included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +112,16 @@ class CostModel(CostLists[float]):
         """The costs with every microbatch at the mean, and every link at `comm_ms`."""
         return self if self.is_plain else replace(self, per_microbatch=None, links=None)
 
+    @property
+    def whole(self) -> CostModel:
+        """The costs of microbatches in one piece, each taking what its slices take together."""
+        if self.slices is None:
+            return self
+        n = self.slices.num_slices
+        kept = tuple(map(math.fsum, zip(self.activation, self.slices.keys, strict=True)))
+        links = None if self.links is None else self.links.divided(1 / n)
+        return replace(self, slices=None, activation=kept, comm_ms=self.comm_ms * n, links=links)
+
     def rows(self, name: str, width: int = 1) -> Sequence[Sequence[float]]:
         """One of the lists per stage and microbatch or slice; of equal ones `width` times the same value."""
         every = self.per_microbatch or self.slices
@@ -167,7 +178,15 @@ class CostModel(CostLists[float]):
     @property
     def activations(self) -> Activations:
         """The activation memory of the stages alone."""
+        if self.slices is not None:
+            return {name: getattr(self.slices, name) for name in (*COST_LISTS[3:], "keys", "key_gradients")}
         return {name: getattr(self, name) for name in COST_LISTS[3:]}
+
+    def with_activations(self, activations: Activations) -> CostModel:
+        """The same times with the activation memory of other costs, for as many stages and slices."""
+        if self.slices is not None:
+            return replace(self, slices=replace(self.slices, **activations))
+        return replace(self, **activations)  # type: ignore[arg-type]
 
     @property
     def times_text(self) -> str:

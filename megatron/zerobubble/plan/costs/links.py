@@ -122,7 +122,7 @@ class Links:
             return self
         return replace(self, message_bytes=tuple(self.message_bytes[index] for index in assignment))
 
-    def divided(self, parts: int) -> Links:
+    def divided(self, parts: float) -> Links:
         """The same links, with messages of a part of the size."""
         return replace(self, message_bytes=tuple(size / parts for size in self.message_bytes))
 
