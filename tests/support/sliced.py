@@ -17,7 +17,9 @@ from tests.support.moe import MoeCase, MoeTrainer
 
 
 @dataclass(frozen=True)
-class _Sliced(Case):
+class Sliced(Case):
+    """What cases with slices have in common."""
+
     num_slices: int = 1
     lengths: tuple[int, ...] = ()
     """Tokens of each slice; empty: they are equally long."""
@@ -35,7 +37,7 @@ class _Sliced(Case):
 
 
 @dataclass(frozen=True)
-class SlicedCase(_Sliced):
+class SlicedCase(Sliced):
     """A dense model."""
 
     def trainer(self, initial: Tensors | None = None) -> Trainer:
@@ -43,7 +45,7 @@ class SlicedCase(_Sliced):
 
 
 @dataclass(frozen=True)
-class SlicedMlaCase(_Sliced, MlaCase):
+class SlicedMlaCase(Sliced, MlaCase):
     """A model with multi-latent attention."""
 
     def trainer(self, initial: Tensors | None = None) -> Trainer:
@@ -51,14 +53,14 @@ class SlicedMlaCase(_Sliced, MlaCase):
 
 
 @dataclass(frozen=True)
-class SlicedMoeCase(_Sliced, MoeCase):
+class SlicedMoeCase(Sliced, MoeCase):
     """A model with experts."""
 
     def trainer(self, initial: Tensors | None = None) -> Trainer:
         return SlicedMoeTrainer(self, initial)
 
 
-class _Batches(Trainer):
+class SlicedBatches(Trainer):
     """Batches are dictionaries with a loss mask, of which slices have unequal shares, and the loss is a sum and its tokens."""
 
     case: Any
@@ -99,15 +101,15 @@ class _Batches(Trainer):
         return [float(result["lm loss"][0] / result["lm loss"][1]) for result in results]
 
 
-class SlicedTrainer(_Batches):
+class SlicedTrainer(SlicedBatches):
     """Trains a `SlicedCase`."""
 
 
-class SlicedMlaTrainer(_Batches, MlaTrainer):
+class SlicedMlaTrainer(SlicedBatches, MlaTrainer):
     """Trains a `SlicedMlaCase`."""
 
 
-class SlicedMoeTrainer(_Batches, MoeTrainer):
+class SlicedMoeTrainer(SlicedBatches, MoeTrainer):
     """Trains a `SlicedMoeCase`."""
 
 

@@ -155,7 +155,7 @@ class ChunkWork:
         if activation is not None and not iteration.forward_only:
             activation.requires_grad_()
         self._streams.enter(chunk)
-        first = op.microbatch == 0 and op.slice == 0
+        first = op.microbatch == 0 and not iteration.parts
         if iteration.forward_only and iteration.first_val_step is not None:
             first = first and iteration.first_val_step
         is_last_stage = op.stage == self._last_stage

@@ -38,6 +38,7 @@ class SlicedChunks:
             for _, module in core_attentions(chunk):
                 attend_to_prefix(module.core_attention, self.current)
                 self._replaced.append(module.core_attention)
+            _accumulate_always(chunk)
             self._replaced += [module for module in chunk.modules() if count_from_slice(module, self.current)]
 
     def remove(self) -> None:
@@ -45,3 +46,15 @@ class SlicedChunks:
         for module in self._replaced:
             vars(module).pop("forward", None)
         self._replaced.clear()
+
+
+def _accumulate_always(chunk: nn.Module) -> None:
+    """Clear the mark of the first microbatch, which megatron-core's wrappers of Transformer Engine's layers have when new.
+
+    With `gradient_accumulation_fusion` the W of what was marked in its F overwrites the gradients, and the first W is that of a
+    microbatch's last slice. Gradients are zeroed before every iteration, so that every W can add to them.
+    """
+    module: Any
+    for module in chunk.modules():
+        if hasattr(module, "is_first_microbatch"):
+            module.is_first_microbatch = False

@@ -27,14 +27,15 @@ __all__ = ["IterationRecord", "description", "progress_line", "schedule_name", "
 
 def description(settings: Settings, *, on_cpu: bool) -> str:
     """The first log line: schedule, parallel sizes, batch, precision, device."""
-    context = settings.parallel.context_parallel_size
+    context, num_slices = settings.parallel.context_parallel_size, settings.zero_bubble.num_slices
     return (
         f"training with {schedule_name(settings)}: {settings.world_size} ranks = {settings.pipeline_size} pipeline x "
         f"{settings.parallel.tensor_model_parallel_size} tensor x {f'{context} context x ' if context > 1 else ''}"
         f"{settings.data_parallel_size} data, "
         f"{settings.num_microbatches} microbatches of {settings.data.micro_batch_size} x "
         f"{'at most ' if settings.data.variable_seq_lengths else ''}{settings.model.seq_length} "
-        f"tokens, {settings.precision.name} on {'CPU' if on_cpu else 'GPU'}"
+        f"tokens{f' in {num_slices} slices' if num_slices > 1 else ''}, {settings.precision.name} on "
+        f"{'CPU' if on_cpu else 'GPU'}"
     )
 
 

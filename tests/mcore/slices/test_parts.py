@@ -1,0 +1,231 @@
+"""The parts of slices by themselves: cut batches, losses put together, keys and values with their gradients, positions."""
+
+from __future__ import annotations
+
+import itertools
+from collections import namedtuple
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor, nn
+
+from megatron.zerobubble.errors import ConfigError, ExecutionError
+from megatron.zerobubble.mcore.attention.attention_masks import MaskRule, hidden_lower_right
+from megatron.zerobubble.mcore.slices.batches import SlicedBatches, cut_batch, has_positions
+from megatron.zerobubble.mcore.slices.current_slice import CurrentSlice, SlicePart
+from megatron.zerobubble.mcore.slices.losses import SlicedLosses
+from megatron.zerobubble.mcore.slices.refusals import check_sliced_config
+from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
+from megatron.zerobubble.mcore.stock_loop.megatron_lm import cut_megatron_lm_batch, sliced_batches
+from megatron.zerobubble.plan.slice_lengths import check_slice_lengths, equal_slice_lengths
+
+PARTS = SliceOptions(lengths=(3, 5)).parts(8, 2, multiple=1)
+FIRST, LAST = PARTS
+TOKENS = torch.arange(16).view(2, 8)
+Pair = namedtuple("Pair", ["tokens", "text"])
+
+
+def test_lengths_of_slices() -> None:
+    assert [(part.offset, part.length, part.end, part.is_last) for part in PARTS] == [(0, 3, 3, False), (3, 5, 8, True)]
+    assert [part.length for part in SliceOptions(lengths=(3, 5)).parts(12, 2, multiple=2)] == [6, 6], (
+        "they are for other sequences"
+    )
+    assert equal_slice_lengths(24, 4, multiple=2) == (6, 6, 6, 6)
+    with pytest.raises(ConfigError, match="12 tokens cannot be cut into 5 equal slices, but into 4"):
+        equal_slice_lengths(12, 5)
+    with pytest.raises(ConfigError, match="8 slices of at least 2 tokens are more than the 12 tokens"):
+        equal_slice_lengths(12, 8, multiple=2)
+    with pytest.raises(ConfigError, match="make 8, and a sequence has 9"):
+        check_slice_lengths((3, 5), 9)
+    with pytest.raises(ConfigError, match="5 is not a positive multiple of 2"):
+        check_slice_lengths((4, 5), 9, multiple=2)
+
+
+def test_a_batch_is_cut_along_its_second_dimension() -> None:
+    mask = torch.ones(2, 1, 8, 8).tril() == 0
+    batch = {"tokens": TOKENS, "text": torch.arange(18).view(2, 9), "mask": mask, "id": torch.tensor([5]), "none": None, "n": 3}
+    part = cut_batch(batch, LAST)
+    assert torch.equal(part["tokens"], TOKENS[:, 3:])
+    assert torch.equal(part["text"], batch["text"][:, 3:9])  # type: ignore[index]
+    assert part["mask"].shape == (2, 1, 5, 8)
+    assert cut_batch(mask, FIRST).shape == (2, 1, 3, 3)
+    assert (part["id"], part["none"], part["n"]) == (torch.tensor([5]), None, 3)
+    assert part["tokens"].is_contiguous()
+    pair = cut_batch(Pair(TOKENS, [TOKENS.unsqueeze(-1)]), FIRST)
+    assert isinstance(pair, Pair)
+    assert (pair.tokens.shape, pair.text[0].shape) == ((2, 3), (2, 3, 1))
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"tokens": torch.zeros(2, 7)}, r"'tokens' of the batch has shape \(2, 7\), and a slice is cut from \[b, 8, ...\]"),
+        ((torch.zeros(8),), r"item 0 of the batch has shape \(8,\)"),
+        ({"tokens": TOKENS, "cu_seqlens": TOKENS[0]}, "do not go with packed sequences"),
+        ({"rows": {1, 2}}, "'rows' of the batch is a set: give install the argument cut"),
+    ],
+)
+def test_a_batch_that_cannot_be_cut_is_refused(batch: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        cut_batch(batch, FIRST)
+
+
+def test_a_microbatch_is_read_once() -> None:
+    slices, read = CurrentSlice(), []
+
+    def source() -> Iterator[Tensor]:
+        for number in itertools.count():
+            read.append(number)
+            yield TOKENS + 100 * number
+
+    batches = SlicedBatches(source(), slices)
+    for microbatch in range(2):
+        for part in PARTS:
+            with slices.running(0, microbatch, part):
+                first, second = next(batches), next(batches)
+                assert torch.equal(first, TOKENS[:, part.offset : part.end] + 200 * microbatch)
+                assert torch.equal(second, first + 100)
+                assert slices.batch is second
+    assert read == [0, 1, 2, 3]
+    with pytest.raises(ExecutionError, match="outside of a forward pass"):
+        next(batches)
+    with slices.running(0, 2, LAST):
+        next(batches), next(batches)
+        with pytest.raises(ExecutionError, match="reads 3 batches in slice 1 and 2 in slice 0"):
+            next(batches)
+
+
+def test_position_ids_are_found_in_a_part() -> None:
+    positions = torch.arange(3, 8).expand(2, 5)
+    assert has_positions({"position_ids": TOKENS}, LAST)
+    assert not has_positions({"position_ids": None, "tokens": positions}, LAST)
+    assert has_positions((TOKENS[:, 3:], [positions]), LAST)
+    assert not has_positions((TOKENS[:, 3:] + 1, None), LAST)
+    assert not has_positions(None, LAST)
+    assert has_positions(SimpleNamespace(position_ids=positions), LAST)
+
+
+def test_the_loss_of_slices_is_that_of_the_microbatch() -> None:
+    values, counted = [torch.tensor([2.0, 4.0], requires_grad=True), torch.tensor([6.0], requires_grad=True)], (2, 1)
+    losses, outputs = SlicedLosses(2, per_token=False), []
+    for value, count in zip(values, counted, strict=True):
+
+        def loss_function(output: Tensor, count: int = count) -> Any:
+            total, number = output.sum(), torch.tensor(count)
+            pair = torch.stack([total.detach(), number])
+            return total, number, {"pair": pair, "tuple": (total.detach(), count), "mean": total.detach() / count}
+
+        _, of_slice = losses.around(lambda value=value, function=loss_function: (value, function), 0)()
+        total, divisor, _ = of_slice(value)
+        assert int(divisor) == 1, "megatron-core divides by it"
+        outputs.append(total)
+    (report,) = losses.report(0)
+    assert report["pair"].tolist() == [12, 3]
+    assert [float(each) for each in report["tuple"]] == [12, 3]
+    assert float(report["mean"]) == 4
+    for output in reversed(outputs):
+        losses.scaled(0, output).backward()
+    assert all(torch.equal(value.grad, torch.full_like(value, 1 / 3)) for value in values)
+
+
+@pytest.mark.parametrize(("result", "got"), [((torch.zeros(1), {}), "2 values"), (torch.zeros(1), "a Tensor")])
+def test_a_mean_loss_is_refused(result: Any, got: str) -> None:
+    _, of_slice = SlicedLosses(2, per_token=False).around(lambda: (None, lambda _: result), 0)()
+    with pytest.raises(ConfigError, match=rf"must return \(sum of the losses, number of tokens, report\), not {got}"):
+        of_slice(None)
+
+
+def test_keys_and_values_are_kept_once_and_their_gradients_added_backwards() -> None:
+    slices, attention = CurrentSlice(), nn.Identity()
+    keys = torch.randn(8, 1, 2, 4), torch.randn(8, 1, 2, 3)
+    own = {part: tuple(each[part.offset : part.end] for each in keys) for part in PARTS}
+    views = {}
+    for part in PARTS:
+        with slices.running(0, 7, part):
+            views[part] = slices.keys(attention, *own[part]).append(part, *own[part])
+    for part in PARTS:
+        assert all(torch.equal(view, each[: part.end]) for view, each in zip(views[part], keys, strict=True))
+    storages = {view.untyped_storage().data_ptr() for pair in views.values() for view in pair}
+    assert len(storages) == 1
+    gradients = {part: tuple(torch.randn_like(each[: part.end]) for each in keys) for part in PARTS}
+    whole = [each.clone() for each in gradients[LAST]]
+    for part in reversed(PARTS):
+        with slices.running(0, 7, part):
+            found = slices.keys(attention, *own[part]).add_gradients(part, *gradients[part])
+            if part is FIRST:
+                for total, gradient in zip(whole, gradients[FIRST], strict=True):
+                    total[:3] += gradient
+            assert all(torch.equal(each, total[part.offset : part.end]) for each, total in zip(found, whole, strict=True))
+    slices.release(0, 7)
+    assert slices.key_bytes == {0: 4 * 8 * 2 * (4 + 3)}
+    with slices.running(0, 7, LAST), pytest.raises(ExecutionError, match="did not run the slices before"):
+        slices.keys(attention, *own[LAST])
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(3, 8), (5, 8), (1, 4), (4, 4), (4, 9)])
+def test_the_mask_of_a_slice_ends_with_the_last_query_and_key(queries: int, keys: int) -> None:
+    expected = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)
+    assert torch.equal(hidden_lower_right(queries, keys, torch.device("cpu"))[0, 0], expected)
+    options = MaskRule(AttnMaskType.causal_bottom_right).options(torch.zeros(1, 1, queries, 2), torch.zeros(1, 1, keys, 2))
+    if queries == keys:
+        assert options == {"is_causal": True}
+    elif queries > 1:
+        assert torch.equal(options["attn_mask"] == float("-inf"), expected)
+
+
+def _config(**options: Any) -> Any:
+    given = {"context_parallel_size": 1, "num_moe_experts": None, "multi_latent_attention": False, "apply_rope_fusion": False}
+    return SimpleNamespace(**(given | options))
+
+
+MOE = {"num_moe_experts": 4, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"context_parallel_size": 2}, "context_parallel_size above 1 does not go with slices"),
+        ({"mtp_num_layers": 1}, "mtp_num_layers .* the token after a slice's last one is in the next slice"),
+        ({"window_size": (4, 0)}, "window_size does not go with slices"),
+        ({"tp_comm_overlap": True}, "userbuffers have the length of whole sequences"),
+        ({"fp8": "hybrid"}, "fp8 does not go with slices"),
+        ({"is_hybrid_model": True}, "the state of Mamba layers is not handed from slice to slice"),
+        ({**MOE, "moe_expert_capacity_factor": 1.0}, "an expert would drop tokens by the counts of a slice"),
+        ({**MOE, "moe_aux_loss_coeff": 0.1}, "moe_aux_loss_coeff 0.1 with aux_loss"),
+        ({**MOE, "moe_router_load_balancing_type": "sinkhorn"}, "it routes the tokens of a call together"),
+        ({"multi_latent_attention": True, "apply_rope_fusion": True}, "apply_rope_fusion with multi-latent attention"),
+    ],
+)
+def test_options_that_slices_do_not_go_with_are_refused(options: dict[str, Any], message: str) -> None:
+    check_sliced_config(_config(), name="zb-h1", knows_lengths=False)
+    check_sliced_config(_config(**MOE), name="zb-h1", knows_lengths=False)
+    with pytest.raises(ConfigError, match=message):
+        check_sliced_config(_config(**options), name="zb-h1", knows_lengths=False)
+
+
+def test_lengths_of_their_own_are_refused() -> None:
+    with pytest.raises(ConfigError, match="microbatch_tokens does not go with slices"):
+        check_sliced_config(_config(), name="zb-h1", knows_lengths=True)
+
+
+def test_megatron_lms_arguments_are_those_of_the_slice_while_it_runs() -> None:
+    args = SimpleNamespace(seq_length=8, create_attention_mask_in_dataloader=True)
+    parts: Iterator[SlicePart | None] = iter([*PARTS, None])
+    forward_step = sliced_batches(lambda: tuple(vars(args).values()), lambda: next(parts), args)
+    assert [forward_step() for _ in range(3)] == [(3, False), (5, False), (8, True)]
+    assert vars(args) == {"seq_length": 8, "create_attention_mask_in_dataloader": True}
+    with pytest.raises(ConfigError, match="--reset-attention-mask"):
+        sliced_batches(print, lambda: None, SimpleNamespace(reset_attention_mask=True))
+
+
+def test_megatron_lms_batches_have_no_mask() -> None:
+    part = cut_megatron_lm_batch({"tokens": TOKENS, "attention_mask": torch.zeros(2, 1, 8, 8)}, 3, 5)
+    assert torch.equal(part["tokens"], TOKENS[:, 3:])
+    assert "attention_mask" not in part
+    assert part["attention_mask"] is None
+    with pytest.raises(KeyError):
+        part["labels"]

@@ -1,0 +1,111 @@
+"""Whole jobs whose microbatches are cut into slices learn what others learn, resume bit for bit, re-plan, and report."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.training.check import check_settings
+from tests.support.traces import check_trace_files
+from tests.training.test_arguments import settings
+from tests.training.test_runs import LAYER, NO_DROPOUT, Job
+
+pytestmark = pytest.mark.claims(
+    "Parallelism",
+    "whole jobs with slices of microbatches: one loss curve for 1, 2, 4 and 8 slices, a checkpoint that resumes bit for bit with "
+    "dropout, re-planning, trace and report, evaluation",
+    "works, losses within 1e-6 of whole microbatches",
+)
+
+OPTIMISTIC = ["--enable-optimizer-post-validation", "--post-validation-patience", "0", "--clip-grad", "0.5"]
+MEASURING = ["--zero-bubble-pipeline-timers-start-iter", "2", "--zero-bubble-pipeline-timers-end-iter", "3"]
+MEASURING += ["--zero-bubble-planning-seconds", "0.1"]
+
+
+def _losses(job: Job) -> dict[str, float]:
+    return {
+        f"{name} {number}": fields[name]
+        for number, fields in job.metrics.items()
+        for name in ("loss", "validation_loss")
+        if name in fields
+    }
+
+
+@pytest.mark.sampled(0.15, group="whole jobs")
+def test_one_curve_for_all_numbers_of_slices(corpus: str, tmp_path: Path) -> None:
+    _check_curves(corpus, tmp_path, ["--train-iters", "6"], numbers=(2, 8))
+
+
+@pytest.mark.slow
+def test_one_curve_for_all_numbers_of_slices_over_50_iterations(corpus: str, tmp_path: Path) -> None:
+    _check_curves(corpus, tmp_path, ["--train-iters", "50", "--lr", "3e-3", "--seq-length", "64"], numbers=(2, 4, 8))
+
+
+def _check_curves(corpus: str, folder: Path, flags: list[str], *, numbers: tuple[int, ...]) -> None:
+    """Measured: within 1.1e-7, relative, after 50 iterations."""
+    flags = [*NO_DROPOUT, *LAYER, "--disable-bias-linear", "--data-path", corpus, *flags]
+    whole = _losses(Job(folder / "whole", [*flags, "--enable-zero-bubble"]))
+    for number in numbers:
+        schedule = ["--zero-bubble-v-schedule", *OPTIMISTIC[:1]] if number == 4 else ["--enable-zero-bubble"]
+        job = Job(folder / str(number), [*flags, *schedule, "--zero-bubble-slices", str(number)])
+        assert f"tokens in {number} slices" in job.said
+        assert _losses(job) == {name: pytest.approx(value, rel=1e-6) for name, value in whole.items()}
+
+
+@pytest.mark.sampled(0.15, group="whole jobs")
+def test_a_checkpoint_resumes_bit_for_bit(corpus: str, tmp_path: Path) -> None:
+    """ZBV with optimistic steps and dropout, which is drawn slice by slice; then the planner's files."""
+    flags = ["--data-path", corpus, "--zero-bubble-v-schedule", "--zero-bubble-slices", "4", *OPTIMISTIC]
+    files = ["--zero-bubble-trace", str(tmp_path / "trace"), "--zero-bubble-save-plan", str(tmp_path / "plan.json"), *MEASURING]
+    saves = ["--save", str(tmp_path / "checkpoints"), "--save-interval", "3"]
+    whole = Job(tmp_path / "whole", [*flags, *files, *saves])
+    continued = Job(tmp_path / "continued", [*flags, "--load", str(tmp_path / "checkpoints"), "--ckpt-step", "3"])
+    expected = {name: value for name, value in _losses(whole).items() if int(re.sub(r"\D", "", name)) > 3}
+    assert _losses(continued) == expected
+    _check_files(tmp_path)
+
+
+def _check_files(folder: Path) -> None:
+    body = json.loads((folder / "plan.json").read_text())
+    plan, costs = Plan.from_json(json.dumps(body)), CostModel.from_json(body["costs"])
+    assert plan.num_slices == 4
+    assert costs.slices is not None
+    assert costs.slices.lengths == (8, 8, 8, 8)
+    assert min(costs.slices.keys) > 0
+    for memory in body["metrics"]["peak_memory"]:
+        assert 0 < memory < 2
+    report = json.loads((folder / "trace" / "report.json").read_text())
+    assert report["iterations"][-1]["num_slices"] == 4
+    for rank in report["memory"]:
+        assert rank["predicted_bytes"] == pytest.approx(rank["measured_bytes"], rel=0.05)
+    others = ["layers.json"]
+    check_trace_files(folder / "trace", "zbv", num_ranks=2, num_microbatches=4, iterations=[4], others=others)
+
+
+P2 = "--pipeline-model-parallel-size 2 --enable-zero-bubble --zero-bubble-slices "
+TP = "--tensor-model-parallel-size 2 --sequence-parallel "
+EXPERTS = "--num-experts 4 --disable-bias-linear --moe-aux-loss-coeff 0.01"
+REFUSED = [
+    (f"{P2} 5", r"--zero-bubble-slices 5 with --seq-length 64: .* cannot be cut into 5 equal slices, but into 4"),
+    (f"{P2} 128", r"128 slices are more than the 64 tokens"),
+    (f"{P2} 64 {TP}", r"64 slices of at least 2 tokens are more than the 64 tokens"),
+    (f"{P2} 2 --context-parallel-size 2", "--context-parallel-size above 1: both cut sequences"),
+    (f"{P2} 2 --mtp-num-layers 1 --position-embedding-type rope", "--mtp-num-layers: the token after a slice's last one"),
+    (f"{P2} 2 {EXPERTS}", "--moe-aux-loss-coeff: a router's auxiliary loss"),
+    (f"{P2} 2 --zero-bubble-balance-stages", "does not go with --zero-bubble-balance-stages"),
+    (f"{P2} 2 --zero-bubble-shard-gradients 2", "does not go with --zero-bubble-shard-gradients"),
+    ("--zero-bubble-slices 2", "schedule stock has no order of slices"),
+    ("--zero-bubble-schedule zb-w --zero-bubble-slices 2", "schedule zb-w has no order of slices"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), REFUSED)
+def test_what_slices_do_not_go_with_is_refused_at_the_start(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_settings(settings(flags, world_size=4))
