@@ -90,14 +90,14 @@ def _check_files(folder: Path) -> None:
 
 P2 = "--pipeline-model-parallel-size 2 --enable-zero-bubble --zero-bubble-slices "
 TP = "--tensor-model-parallel-size 2 --sequence-parallel "
-EXPERTS = "--num-experts 4 --disable-bias-linear --moe-aux-loss-coeff 0.01"
+EXPERTS = "--num-experts 4 --disable-bias-linear --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.01"
 REFUSED = [
     (f"{P2} 5", r"--zero-bubble-slices 5 with --seq-length 64: .* cannot be cut into 5 equal slices, but into 4"),
     (f"{P2} 128", r"128 slices are more than the 64 tokens"),
     (f"{P2} 64 {TP}", r"64 slices of at least 2 tokens are more than the 64 tokens"),
     (f"{P2} 2 --context-parallel-size 2", "--context-parallel-size above 1: both cut sequences"),
     (f"{P2} 2 --mtp-num-layers 1 --position-embedding-type rope", "--mtp-num-layers: the token after a slice's last one"),
-    (f"{P2} 2 {EXPERTS}", "--moe-aux-loss-coeff: a router's auxiliary loss"),
+    (f"{P2} 2 {EXPERTS}", "global_aux_loss: its counts are a mean over the calls so far"),
     (f"{P2} 2 --zero-bubble-balance-stages", "does not go with --zero-bubble-balance-stages"),
     (f"{P2} 2 --zero-bubble-shard-gradients 2", "does not go with --zero-bubble-shard-gradients"),
     ("--zero-bubble-slices 2", "schedule stock has no order of slices"),

@@ -195,7 +195,7 @@ MOE = {"num_moe_experts": 4, "moe_router_load_balancing_type": "aux_loss", "moe_
         ({"fp8": "hybrid"}, "fp8 does not go with slices"),
         ({"is_hybrid_model": True}, "the state of Mamba layers is not handed from slice to slice"),
         ({**MOE, "moe_expert_capacity_factor": 1.0}, "an expert would drop tokens by the counts of a slice"),
-        ({**MOE, "moe_aux_loss_coeff": 0.1}, "moe_aux_loss_coeff 0.1 with aux_loss"),
+        ({**MOE, "moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.1}, "0.1 with global_aux_loss"),
         ({**MOE, "moe_router_load_balancing_type": "sinkhorn"}, "it routes the tokens of a call together"),
         ({"multi_latent_attention": True, "apply_rope_fusion": True}, "apply_rope_fusion with multi-latent attention"),
     ],

@@ -26,6 +26,9 @@ GRID = [
     for num_ranks, num_microbatches in ((2, 1), (2, 3), (4, 4))
     for n in (2, 4)
 ]
+SHARED_MOE = SlicedMoeCase(
+    "zb-h1", 2, 2, num_layers=4, num_slices=2, tensor_parallel=2, sequence_parallel=True, layer_freq=(1,) * 4
+)
 OTHERS: list[Any] = [
     replace(ZB_H1, num_slices=12),
     replace(ZB_H1, num_slices=3, lengths=(7, 3, 2)),
@@ -46,6 +49,10 @@ OTHERS: list[Any] = [
     SlicedMlaCase("zb-h1", 2, 2, num_layers=4, num_slices=2, tensor_parallel=2, sequence_parallel=True, llama=True),
     SlicedMoeCase("zb-h1", 2, 3, num_layers=4, num_slices=4, aux_loss_coeff=0.0),
     SlicedMoeCase("zbv", 2, 3, num_chunks=2, num_layers=4, num_slices=2, aux_loss_coeff=0.0, expert_parallel=2, shared=True),
+    SlicedMoeCase("zb-h1", 2, 3, num_layers=4, num_slices=4),
+    SlicedMoeCase("zbv", 2, 3, num_chunks=2, num_layers=4, num_slices=2, balancing="seq_aux_loss", per_token_loss=True),
+    SlicedMoeCase("zbv", 2, 3, num_chunks=2, num_layers=4, num_slices=3, expert_parallel=2, recompute="full", lengths=(6, 4, 2)),
+    replace(SHARED_MOE, balancing=("aux_loss", "seq_aux_loss"), aux_loss_coeff=(0.1, 0.05)),
     SlicedMoeCase("zbv", 2, 3, num_chunks=2, num_layers=4, num_slices=2, balancing="none", expert_bias=True, recompute="full"),
 ]
 

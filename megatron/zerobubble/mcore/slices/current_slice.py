@@ -12,10 +12,10 @@ keys, ``e`` head size of values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,6 +47,16 @@ class SlicePart:
     def is_last(self) -> bool:
         """Whether it is the microbatch's last slice."""
         return self.end == self.whole
+
+
+class Kept(Protocol):
+    """What the slices of a microbatch share in one module."""
+
+    nbytes: int
+    """Bytes of keys and values, which a plan counts apart from activations."""
+
+
+Shared = TypeVar("Shared", bound=Kept)
 
 
 class PrefixKeys:
@@ -113,8 +123,8 @@ class CurrentSlice:
         self.batch: Any = None
         """The slice's part of the last batch that the forward step has read; None before it reads one."""
         self._of: tuple[int, int] = (0, 0)
-        self._kept: dict[tuple[int, int], dict[int, PrefixKeys]] = {}
-        """By (chunk, microbatch): the keys and values of each layer, by the identity of its attention."""
+        self._kept: dict[tuple[int, int], dict[int, Kept]] = {}
+        """By (chunk, microbatch): what the slices of a microbatch share in each module, by the module's identity."""
         self.key_bytes: dict[int, int] = {}
         """By chunk: the bytes of keys and values of the last microbatch of which all were allocated."""
 
@@ -131,16 +141,22 @@ class CurrentSlice:
     def keys(self, attention: object, key: Tensor, value: Tensor) -> PrefixKeys:
         """The buffer of an attention for the microbatch that runs now; allocated in the F of its first slice."""
         assert self.part is not None
-        layers = self._kept.setdefault(self._of, {})
-        kept = layers.get(id(attention))
-        if kept is None:
+        whole = self.part.whole
+        with torch.no_grad():
+            return self.kept(attention, lambda: PrefixKeys(key, value, whole))
+
+    def kept(self, module: object, make: Callable[[], Shared]) -> Shared:
+        """What the slices of the microbatch that runs now share in a module; made in the F of the first one."""
+        assert self.part is not None
+        modules = self._kept.setdefault(self._of, {})
+        if id(module) not in modules:
             if self.part.offset:
                 raise ExecutionError(
-                    f"microbatch {self._of[1]}: an attention runs slice {self.part.index} and did not run the slices before it"
+                    f"microbatch {self._of[1]}: a {type(module).__name__} runs slice {self.part.index} and did not run the "
+                    "slices before it"
                 )
-            with torch.no_grad():
-                kept = layers[id(attention)] = PrefixKeys(key, value, self.part.whole)
-        return kept
+            modules[id(module)] = make()
+        return modules[id(module)]  # type: ignore[return-value]
 
     def release(self, chunk: int, microbatch: int) -> None:
         """Free the keys and values of a microbatch, of which no slice is left to run."""

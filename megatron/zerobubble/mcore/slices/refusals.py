@@ -65,13 +65,12 @@ def _refused_balancing(config: Any) -> Iterator[tuple[str, str]]:
     kinds = kinds if isinstance(kinds, (list, tuple)) else [kinds]
     coefficients = coefficients if isinstance(coefficients, (list, tuple)) else [coefficients] * len(kinds)
     for kind, coefficient in zip(kinds, coefficients, strict=True):
-        if kind == "sinkhorn":
-            yield "moe_router_load_balancing_type sinkhorn", "it routes the tokens of a call together, and a slice has fewer"
-        elif kind != "none" and coefficient:
+        if kind not in ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"):
+            yield f"moe_router_load_balancing_type {kind}", "it routes the tokens of a call together, and a slice has fewer"
+        elif kind == "global_aux_loss" and coefficient:
             yield (
-                f"moe_aux_loss_coeff {coefficient:g} with {kind}",
-                "a router's auxiliary loss would be one over the tokens of a slice, not of the microbatch; balance by "
-                "moe_router_enable_expert_bias, or set the coefficient to 0",
+                f"moe_aux_loss_coeff {coefficient:g} with global_aux_loss",
+                "its counts are a mean over the calls so far, and a slice is one; choose aux_loss or seq_aux_loss",
             )
 
 

@@ -14,12 +14,13 @@ from megatron.zerobubble.mcore.slices.current_slice import CurrentSlice
 from megatron.zerobubble.mcore.slices.positions import count_from_slice
 from megatron.zerobubble.mcore.slices.prefix_attention import attend_to_prefix
 from megatron.zerobubble.mcore.slices.refusals import check_attention, core_attentions
+from megatron.zerobubble.mcore.slices.router_losses import REPLACED, balance_microbatches
 
 __all__ = ["SlicedChunks"]
 
 
 class SlicedChunks:
-    """Replaces, on the instances, the `forward` of core attentions and position embeddings.
+    """Replaces, on the instances, the `forward` of core attentions and position embeddings, and the `routing` of routers.
 
     Args:
         chunks: this rank's model chunks, wrapped by DDP or not.
@@ -39,12 +40,14 @@ class SlicedChunks:
                 attend_to_prefix(module.core_attention, self.current)
                 self._replaced.append(module.core_attention)
             _accumulate_always(chunk)
+            self._replaced += [module for module in chunk.modules() if balance_microbatches(module, self.current)]
             self._replaced += [module for module in chunk.modules() if count_from_slice(module, self.current)]
 
     def remove(self) -> None:
         """Leave the modules as they were."""
         for module in self._replaced:
-            vars(module).pop("forward", None)
+            for name in ("forward", *REPLACED):
+                vars(module).pop(name, None)
         self._replaced.clear()
 
 

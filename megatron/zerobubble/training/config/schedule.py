@@ -121,11 +121,11 @@ def _unsliced(settings: Settings) -> Iterator[tuple[str, str]]:
         yield "--mtp-num-layers", "the token after a slice's last one is in the next slice"
     if settings.fp8.fp8_format is not None:
         yield "--fp8-format", "scales would follow from the magnitudes of a slice"
-    if moe.num_experts is not None and any(moe.moe_aux_loss_coeff):
+    kinds = dict(zip(moe.moe_router_load_balancing_type, moe.moe_aux_loss_coeff, strict=False))
+    if moe.num_experts is not None and kinds.get("global_aux_loss"):
         yield (
-            "--moe-aux-loss-coeff",
-            "a router's auxiliary loss would be one over the tokens of a slice, not of the microbatch (or balance by "
-            "--moe-router-enable-expert-bias)",
+            "--moe-router-load-balancing-type global_aux_loss",
+            "its counts are a mean over the calls so far, and a slice is one (or choose aux_loss or seq_aux_loss)",
         )
 
 
