@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
-from tests.support.gpt import MICRO_BATCH, SEQUENCE, VOCABULARY, Case, Difference, Tensors, Trainer, compare
+from tests.support.gpt import MICRO_BATCH, SEQUENCE, Case, Tensors, Trainer
 from tests.support.mla import MlaCase, MlaTrainer
 from tests.support.moe import MoeCase, MoeTrainer
+from tests.support.mtp import MtpCase, MtpTrainer
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,14 @@ class SlicedMoeCase(Sliced, MoeCase):
         return SlicedMoeTrainer(self, initial)
 
 
+@dataclass(frozen=True)
+class SlicedMtpCase(Sliced, MtpCase):
+    """A model with MTP layers."""
+
+    def trainer(self, initial: Tensors | None = None) -> Trainer:
+        return SlicedMtpTrainer(self, initial)
+
+
 class SlicedBatches(Trainer):
     """Batches are dictionaries with a loss mask, of which slices have unequal shares, and the loss is a sum and its tokens."""
 
@@ -77,7 +85,8 @@ class SlicedBatches(Trainer):
 
     def forward_step(self, iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
         batch = next(iterator)
-        output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
+        given = {"labels": batch["labels"], "loss_mask": batch["loss_mask"]}
+        output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], **given)
 
         def loss_func(per_token: torch.Tensor) -> tuple[Any, ...]:
             total = (per_token.float() * batch["loss_mask"]).sum()
@@ -109,8 +118,9 @@ class SlicedMlaTrainer(SlicedBatches, MlaTrainer):
     """Trains a `SlicedMlaCase`."""
 
 
+class SlicedMtpTrainer(MtpTrainer, SlicedBatches):
+    """Trains a `SlicedMtpCase`."""
+
+
 class SlicedMoeTrainer(SlicedBatches, MoeTrainer):
     """Trains a `SlicedMoeCase`."""
-
-
-__all__ = ["VOCABULARY", "Difference", "SlicedCase", "SlicedMlaCase", "SlicedMoeCase", "compare", "dist"]

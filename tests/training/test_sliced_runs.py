@@ -96,7 +96,7 @@ REFUSED = [
     (f"{P2} 128", r"128 slices are more than the 64 tokens"),
     (f"{P2} 64 {TP}", r"64 slices of at least 2 tokens are more than the 64 tokens"),
     (f"{P2} 2 --context-parallel-size 2", "--context-parallel-size above 1: both cut sequences"),
-    (f"{P2} 2 --mtp-num-layers 1 --position-embedding-type rope", "--mtp-num-layers: the token after a slice's last one"),
+    (f"{P2} 2 --mtp-num-layers 1 --position-embedding-type rope --calculate-per-token-loss", "weighted by the tokens of a slice"),
     (f"{P2} 2 {EXPERTS}", "global_aux_loss: its counts are a mean over the calls so far"),
     (f"{P2} 2 --zero-bubble-balance-stages", "does not go with --zero-bubble-balance-stages"),
     (f"{P2} 2 --zero-bubble-shard-gradients 2", "does not go with --zero-bubble-shard-gradients"),

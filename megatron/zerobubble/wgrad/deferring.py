@@ -38,7 +38,13 @@ class WgradKey(NamedTuple):
     slice: int = 0
 
     def __str__(self) -> str:
-        return f"chunk {self.chunk} microbatch {self.microbatch}" + (f" slice {self.slice}" if self.slice else "")
+        return self.where.replace(",", "")
+
+    @property
+    def where(self) -> str:
+        """The same with commas."""
+        part = f", slice {self.slice}" if self.slice else ""
+        return f"chunk {self.chunk}, microbatch {self.microbatch}{part}"
 
 
 class DeferringModule:
@@ -85,8 +91,8 @@ class DeferringModule:
         oldest = self._waiting.popleft() if self._waiting else None
         if oldest != key:
             raise WeightGradStoreError(
-                f"{key}: {self.name} computes weight gradients first in, first out, and its "
-                f"oldest is {'none' if oldest is None else f'chunk {oldest[0]}, microbatch {oldest[1]}'}. The plan's Ws do not "
+                f"{key.where}: {self.name} computes weight gradients first in, first out, and its "
+                f"oldest is {'none' if oldest is None else oldest.where}. The plan's Ws do not "
                 "come in the order of its Bs, or an earlier iteration failed between them"
             )
         for weight, gradient in self._early.pop(key, ()):

@@ -291,8 +291,7 @@ class WeightGradStore:
             self.kernel.accumulate(accumulator, grad_output, input_)
 
     def _where(self, key: WgradKey) -> str:
-        part = f", slice {key.slice}" if key.slice else ""
-        return f"rank {self.rank}, chunk {key.chunk}, microbatch {key.microbatch}{part}"
+        return f"rank {self.rank}, {key.where}"
 
 
 def _started(gemms: list[DeferredGemm]) -> tuple[SplitWeight, Tensor, Tensor | Gathered] | None:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.gpt import compare
 from tests.support.ranks import RankPool
-from tests.support.sliced import SlicedCase, SlicedMlaCase, SlicedMoeCase
+from tests.support.sliced import SlicedCase, SlicedMlaCase, SlicedMoeCase, SlicedMtpCase
 
 TOLERANCE = 1e-6
 
@@ -52,6 +52,10 @@ OTHERS: list[Any] = [
     SlicedMoeCase("zb-h1", 2, 3, num_layers=4, num_slices=4),
     SlicedMoeCase("zbv", 2, 3, num_chunks=2, num_layers=4, num_slices=2, balancing="seq_aux_loss", per_token_loss=True),
     SlicedMoeCase("zbv", 2, 3, num_chunks=2, num_layers=4, num_slices=3, expert_parallel=2, recompute="full", lengths=(6, 4, 2)),
+    SlicedMtpCase("zb-h1", 2, 3, num_layers=4, num_slices=4),
+    SlicedMtpCase("zbv", 2, 3, num_chunks=2, num_layers=4, num_slices=2, num_mtp_layers=1, tied=True),
+    SlicedMtpCase("zbv", 2, 2, num_chunks=2, num_layers=4, num_slices=12, recompute="full"),
+    SlicedMtpCase("zb-h1", 2, 2, num_layers=4, num_slices=2, tensor_parallel=2, sequence_parallel=True, llama=True),
     replace(SHARED_MOE, balancing=("aux_loss", "seq_aux_loss"), aux_loss_coeff=(0.1, 0.05)),
     SlicedMoeCase("zbv", 2, 3, num_chunks=2, num_layers=4, num_slices=2, balancing="none", expert_bias=True, recompute="full"),
 ]
@@ -71,7 +75,8 @@ def test_slices_have_the_loss_and_gradients_of_whole_microbatches(four_ranks: Ra
 
 def check(ranks: RankPool, case: Any) -> None:
     found = ranks.run(compare, case)
-    assert sum(each.num_losses for each in found) == case.num_microbatches * 4 // case.num_ranks
+    each_rank = case.num_microbatches + getattr(case, "num_mtp_layers", 0)
+    assert sum(each.num_losses for each in found) == each_rank * 4 // case.num_ranks, "there is one report per microbatch"
     for rank, each in enumerate(found):
         assert each.losses <= 10 * TOLERANCE, (rank, each)  # of a loss of about 4
         assert each.gradients <= TOLERANCE or case.distributed_optimizer, (rank, each)

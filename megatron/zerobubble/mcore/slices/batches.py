@@ -60,6 +60,7 @@ class SlicedBatches:
             self._batches.append(next(self._iterator))
         batch = self._batches[self._next]
         self._next += 1
+        slices.whole_batch = batch
         slices.batch = cut_batch(batch, part) if self._cut is None else self._cut(batch, part.offset, part.length)
         return slices.batch
 

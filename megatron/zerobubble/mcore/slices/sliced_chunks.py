@@ -15,6 +15,7 @@ from megatron.zerobubble.mcore.slices.positions import count_from_slice
 from megatron.zerobubble.mcore.slices.prefix_attention import attend_to_prefix
 from megatron.zerobubble.mcore.slices.refusals import check_attention, core_attentions
 from megatron.zerobubble.mcore.slices.router_losses import REPLACED, balance_microbatches
+from megatron.zerobubble.mcore.slices.tokens_ahead import TokensAhead
 
 __all__ = ["SlicedChunks"]
 
@@ -33,6 +34,7 @@ class SlicedChunks:
         self.current = CurrentSlice()
         """The slice that runs now."""
         self._replaced: list[Any] = []
+        self._ahead = TokensAhead(self.current)
         for chunk in chunks:
             check_attention(chunk)
         for chunk in chunks:
@@ -40,6 +42,7 @@ class SlicedChunks:
                 attend_to_prefix(module.core_attention, self.current)
                 self._replaced.append(module.core_attention)
             _accumulate_always(chunk)
+            self._replaced += [module for module in chunk.modules() if self._ahead.install(module)]
             self._replaced += [module for module in chunk.modules() if balance_microbatches(module, self.current)]
             self._replaced += [module for module in chunk.modules() if count_from_slice(module, self.current)]
 
@@ -49,6 +52,7 @@ class SlicedChunks:
             for name in ("forward", *REPLACED):
                 vars(module).pop(name, None)
         self._replaced.clear()
+        self._ahead.remove()
 
 
 def _accumulate_always(chunk: nn.Module) -> None:

@@ -117,8 +117,8 @@ def _unsliced(settings: Settings) -> Iterator[tuple[str, str]]:
         yield "--pack-sequences", "the attention of a packed sequence begins anew inside of a slice"
     if data.variable_seq_lengths:
         yield "--variable-seq-lengths", "slices of microbatches that have lengths of their own are not planned"
-    if model.mtp_num_layers:
-        yield "--mtp-num-layers", "the token after a slice's last one is in the next slice"
+    if model.mtp_num_layers and settings.optim.calculate_per_token_loss:
+        yield "--calculate-per-token-loss with --mtp-num-layers", "MTP losses would be weighted by the tokens of a slice"
     if settings.fp8.fp8_format is not None:
         yield "--fp8-format", "scales would follow from the magnitudes of a slice"
     kinds = dict(zip(moe.moe_router_load_balancing_type, moe.moe_aux_loss_coeff, strict=False))
