@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.gpt import compare
 from tests.support.ranks import RankPool
@@ -61,16 +62,45 @@ OTHERS: list[Any] = [
 ]
 
 
+@pytest.mark.claims(
+    "Schedules",
+    "slices of microbatches, 2 and 4 of each: 1F1B, ZB-H1, ZB-H2, ZB and ZBV on 2 and 4 ranks, m from 1 to 4",
+    "works, losses and gradients within 1e-6 of whole microbatches",
+)
 @pytest.mark.parametrize("case", GRID, ids=str)
 @pytest.mark.sampled(0.15)
 def test_slices_of_every_generator_have_the_loss_and_gradients_of_whole_microbatches(four_ranks: RankPool, case: Any) -> None:
     check(four_ranks, case)
 
 
+@pytest.mark.claims(
+    "Layers",
+    "slices of microbatches, up to one per token and of unequal lengths: MHA, GQA, MLA; torch's and megatron-core's own attention; "
+    "experts with their auxiliary losses and biases; MTP layers; full, block and selective recomputation; tied embeddings",
+    "works, losses and gradients within 1e-6 of whole microbatches",
+)
+@pytest.mark.claims(
+    "Parallelism",
+    "slices of microbatches with tensor and sequence parallelism, expert parallelism, overlapped reduction, the distributed "
+    "optimizer, per-token loss",
+    "works, losses and gradients within 1e-6 of whole microbatches",
+)
 @pytest.mark.parametrize("case", OTHERS, ids=str)
 @pytest.mark.sampled(0.2)
 def test_slices_have_the_loss_and_gradients_of_whole_microbatches(four_ranks: RankPool, case: Any) -> None:
     check(four_ranks, case)
+
+
+HALVES = [replace(ZBV, dtype=torch.bfloat16), replace(ZB_H1, dtype=torch.float16, loss_scale=1024.0, llama=True)]
+
+
+@pytest.mark.claims("Precision and the optimizer", "slices of microbatches in bf16, and in fp16 with a loss scale", "works, 2 %")
+@pytest.mark.parametrize("case", HALVES, ids=str)
+@pytest.mark.sampled(0.5)
+def test_slices_in_half_precision(four_ranks: RankPool, case: Any) -> None:
+    for rank, each in enumerate(four_ranks.run(compare, case)):
+        assert each.losses <= 2e-2, (rank, each)
+        assert each.gradients <= 2e-2, (rank, each)
 
 
 def check(ranks: RankPool, case: Any) -> None:
