@@ -73,6 +73,11 @@ class SlicedBatches(Trainer):
 
     case: Any
 
+    def close(self) -> None:
+        """Also restore what slices replace in megatron-core."""
+        self.schedule.remove_slices()
+        super().close()
+
     def _schedule_options(self) -> dict[str, Any]:
         return {"slicing": SliceOptions(lengths=self.case.lengths)}
 

@@ -258,6 +258,7 @@ class PipelineSchedule:
         for close in self.closers():
             close()
         self.hooks.token_count = None
+        self.remove_slices()
 
     def closers(self) -> list[Callable[[], None]]:
         """What destroys the process groups that exist so far when the model is gone, without a reference to it.

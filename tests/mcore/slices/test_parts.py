@@ -5,19 +5,23 @@ from __future__ import annotations
 import itertools
 from collections import namedtuple
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
 
 from megatron.zerobubble.errors import ConfigError, ExecutionError
 from megatron.zerobubble.mcore.attention.attention_masks import MaskRule, hidden_lower_right
+from megatron.zerobubble.mcore.attention.torch_attention import TorchDotProductAttention
 from megatron.zerobubble.mcore.slices.batches import SlicedBatches, cut_batch, has_positions
 from megatron.zerobubble.mcore.slices.current_slice import CurrentSlice, SlicePart
 from megatron.zerobubble.mcore.slices.losses import SlicedLosses
+from megatron.zerobubble.mcore.slices.prefix_attention import attend_to_prefix
 from megatron.zerobubble.mcore.slices.refusals import check_sliced_config
 from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
 from megatron.zerobubble.mcore.stock_loop.megatron_lm import cut_megatron_lm_batch, sliced_batches
@@ -164,6 +168,43 @@ def test_keys_and_values_are_kept_once_and_their_gradients_added_backwards() -> 
     assert slices.key_bytes == {0: 4 * 8 * 2 * (4 + 3)}
     with slices.running(0, 7, LAST), pytest.raises(ExecutionError, match="did not run the slices before"):
         slices.keys(attention, *own[LAST])
+
+
+HEADS = {"MHA": (4, 4, 16, 16), "GQA": (4, 2, 16, 16), "MLA": (4, 4, 12, 8)}
+
+
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+def test_slices_keep_no_more_than_whole_sequences(heads: tuple[int, int, int, int]) -> None:
+    """But for one mask that all slices, layers and microbatches share, and which is made once."""
+    num_heads, groups, size, value_size = heads
+    config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=num_heads, attention_dropout=0.0)
+    generator = torch.Generator().manual_seed(1)
+    whole = [torch.randn(64, 2, n, d, generator=generator) for n, d in ((num_heads, size), (groups, size), (groups, value_size))]
+    kept, outputs, gradients = {}, {}, {}
+    for num_slices in (1, 4):
+        attention, slices = TorchDotProductAttention(config, 1, AttnMaskType.causal, "self", k_channels=size), CurrentSlice()
+        attend_to_prefix(attention, slices)
+        saved: dict[int, Tensor] = {}
+        pairs = []
+        parts = SliceOptions().parts(64, num_slices, multiple=1)
+        with torch.autograd.graph.saved_tensors_hooks(lambda each, saved=saved: _note(saved, each), lambda each: each):
+            for part in parts:
+                own = [each[part.offset : part.end].clone().requires_grad_() for each in whole]
+                with slices.running(0, 0, part) if num_slices > 1 else nullcontext():
+                    pairs.append((own, attention(*own, None)))
+        kept[num_slices] = sum(each.untyped_storage().nbytes() for each in saved.values() if each.dim() != 2)
+        for _, output in reversed(pairs):
+            output.square().sum().backward()
+        outputs[num_slices] = torch.cat([output for _, output in pairs])
+        gradients[num_slices] = [torch.cat([own[number].grad for own, _ in pairs]) for number in range(3)]
+    assert kept[4] <= kept[1]
+    torch.testing.assert_close(outputs[4], outputs[1])
+    torch.testing.assert_close(gradients[4], gradients[1])
+
+
+def _note(saved: dict[int, Tensor], tensor: Tensor) -> Tensor:
+    saved[tensor.untyped_storage()._cdata] = tensor
+    return tensor
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(3, 8), (5, 8), (1, 4), (4, 4), (4, 9)])

@@ -76,7 +76,8 @@ def test_slices_of_every_generator_have_the_loss_and_gradients_of_whole_microbat
 @pytest.mark.claims(
     "Layers",
     "slices of microbatches, up to one per token and of unequal lengths: MHA, GQA, MLA; torch's and megatron-core's own "
-    "attention; experts with their auxiliary losses and biases; MTP layers; full, block and selective recomputation; tied embeddings",
+    "attention; experts with their auxiliary losses and biases; MTP layers; full, block and selective recomputation; tied "
+    "embeddings",
     "works, losses and gradients within 1e-6 of whole microbatches",
 )
 @pytest.mark.claims(
