@@ -184,8 +184,8 @@ def test_the_same_losses_as_without(
 
 @pytest.mark.claims(
     "Your own script",
-    "in a loop of your own: slices of microbatches (`install(slices=)`, `--zero-bubble-slices`) with tensor parallelism 2, the "
-    "distributed optimizer and overlapped reduction, post-validation, re-planning, bf16, megatron-core's and torch's attention",
+    "in a loop of your own: slices of microbatches (`install(slices=)`, `--zero-bubble-slices`) with the distributed "
+    "optimizer and overlapped reduction, post-validation, re-planning, bf16, megatron-core's and torch's attention",
     "works, 1e-5 after four steps (bf16: 1e-2)",
 )
 @pytest.mark.parametrize(
