@@ -22,7 +22,7 @@ class Sliced(Case):
 
     num_slices: int = 1
     lengths: tuple[int, ...] = ()
-    """Tokens of each slice; empty: they are equally long."""
+    """Tokens of each slice; empty: all have the same length."""
 
     def __str__(self) -> str:
         return f"{super().__str__()}-n{self.num_slices}" + ("-" + self.recompute.replace(" ", "+") if self.recompute else "")

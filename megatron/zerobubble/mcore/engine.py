@@ -98,7 +98,9 @@ class Engine:
             p2p_max_ctas=chosen_ctas(flags.zero_bubble_p2p_max_ctas, is_one_host=dist.get_world_size() == options.ranks_on_host),
             batch_p2p_comm=flags.zero_bubble_batch_p2p_comm,
             unequal=unequal,
-            slicing=SliceOptions(lengths=flags.slice_lengths, cut=options.cut),
+            slicing=SliceOptions(
+                lengths=flags.slice_lengths, cut=options.cut, attention_share=functools.partial(attention_share, config)
+            ),
         )
         self.iterations = 0
         """Training iterations that have begun, since the model was started."""

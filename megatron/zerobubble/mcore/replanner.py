@@ -282,8 +282,6 @@ class Replanner:
         """The best plan found within the memory limit, or the current one if it is better and within the limit, too."""
         assert self._costs is not None
         spec, costs, limit = self._schedule.spec, self._costs, self._schedule.spec.memory_limit
-        if spec.num_slices > 1:  # the search knows whole microbatches only
-            return current
         if self._headroom is not None:
             if min(self._headroom) <= 0:
                 lacking = {rank: -headroom * self._unit_bytes for rank, headroom in enumerate(self._headroom) if headroom <= 0}
@@ -293,7 +291,7 @@ class Replanner:
         share = 1.0 if num_microbatches == self._usual_num_microbatches else 0.1
         options = replace(self._options, budget=share * self._options.budget, memory_limit=limit)
         found = plan_of(spec.searched, num_microbatches, costs=costs, options=options)
-        if costs.links is not None:  # which that search takes for equal
+        if costs.links is not None and spec.num_slices == 1:  # which that search takes for equal
             found = replace(assign([found], costs, options), assignment=())  # all microbatches are equal
         found = executed_plan(spec, found)
         plans = [found]

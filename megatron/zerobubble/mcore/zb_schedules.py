@@ -89,7 +89,7 @@ class PipelineSchedule:
         batch_p2p_comm: whether transfers between two ops are one batch that is over before the next op.
         unequal: microbatches have lengths of their own, and each iteration is planned for them; None: all have the sequence
             length of the call. A stock schedule takes None: megatron-core has a way of its own.
-        slicing: how microbatches are cut, where the schedule has slices; None: into equal slices, by `cut_batch`.
+        slicing: how microbatches are cut, where the schedule has slices; None: into slices of equal length, by `cut_batch`.
 
     Raises:
         ConfigError: a schedule of ours without a store, or slices of a model that they do not go with.

@@ -25,7 +25,7 @@ from megatron.zerobubble.mcore.slices.prefix_attention import attend_to_prefix
 from megatron.zerobubble.mcore.slices.refusals import check_sliced_config
 from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
 from megatron.zerobubble.mcore.stock_loop.megatron_lm import cut_megatron_lm_batch, sliced_batches
-from megatron.zerobubble.plan.slice_lengths import check_slice_lengths, equal_slice_lengths
+from megatron.zerobubble.plan.costs.slicing import check_slice_lengths
 
 PARTS = SliceOptions(lengths=(3, 5)).parts(8, 2, multiple=1)
 FIRST, LAST = PARTS
@@ -38,11 +38,11 @@ def test_lengths_of_slices() -> None:
     assert [part.length for part in SliceOptions(lengths=(3, 5)).parts(12, 2, multiple=2)] == [6, 6], (
         "they are for other sequences"
     )
-    assert equal_slice_lengths(24, 4, multiple=2) == (6, 6, 6, 6)
-    with pytest.raises(ConfigError, match="12 tokens cannot be cut into 5 equal slices, but into 4"):
-        equal_slice_lengths(12, 5)
-    with pytest.raises(ConfigError, match="8 slices of at least 2 tokens are more than the 12 tokens"):
-        equal_slice_lengths(12, 8, multiple=2)
+    assert [part.length for part in SliceOptions().parts(24, 4, multiple=2)] == [6, 6, 6, 6]
+    half = SliceOptions(attention_share=lambda tokens: 0.5 if tokens == 4096 else 0.0)
+    assert [part.length for part in half.parts(4096, 4, multiple=2)] == [1536, 1024, 768, 768], "of equal work, in whole tiles"
+    with pytest.raises(ConfigError, match="12 tokens has 6 parts of 2 tokens, which is too few for 8 slices"):
+        SliceOptions().parts(12, 8, multiple=2)
     with pytest.raises(ConfigError, match="make 8, and a sequence has 9"):
         check_slice_lengths((3, 5), 9)
     with pytest.raises(ConfigError, match="5 is not a positive multiple of 2"):

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.zerobubble.mcore.slices.batches import Cut
 from megatron.zerobubble.mcore.slices.current_slice import SlicePart
-from megatron.zerobubble.plan.slice_lengths import check_slice_lengths, equal_slice_lengths
+from megatron.zerobubble.plan.costs.length_model import Terms
+from megatron.zerobubble.plan.costs.slicing import check_slice_lengths, slice_lengths
 
 __all__ = ["SliceOptions"]
+
+_TILE = 128
+"""Tokens of a tile in kernels for matrix products and attention. Lengths are multiples of it, or of a part of it where slices are
+short."""
+_STEPS = 8
+"""Multiples that a slice has at least, so that rounding to them changes the work of a slice by a sixteenth at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,9 +25,11 @@ class SliceOptions:
     """Beside the number of slices, which the schedule has."""
 
     lengths: tuple[int, ...] = ()
-    """Tokens of each slice, for sequences of their sum; empty, and for sequences of other lengths: slices are equally long."""
+    """Tokens of each slice, for sequences of their sum; empty, and for other sequences: slices of equal work by operations."""
     cut: Cut | None = None
     """Cuts what the data iterators return; None: `cut_batch`."""
+    attention_share: Callable[[int], float] | None = None
+    """The share of a layer's time in attention, by the tokens of a whole sequence; None: attention takes none."""
 
     def parts(self, tokens: int, num_slices: int, *, multiple: int) -> tuple[SlicePart, ...]:
         """The slices of a sequence.
@@ -36,6 +46,16 @@ class SliceOptions:
         if len(lengths) == num_slices and sum(lengths) == tokens:
             check_slice_lengths(lengths, tokens, multiple=multiple)
         else:
-            lengths = equal_slice_lengths(tokens, num_slices, multiple=multiple)
+            share = 0.0 if self.attention_share is None else self.attention_share(tokens)
+            work = Terms(per_token=1 - share, per_square=share / tokens)
+            lengths = slice_lengths(work, tokens, num_slices, multiple=_tiled(tokens, num_slices, multiple))
         offsets = itertools.accumulate(lengths, initial=0)
         return tuple(SlicePart(index, offset, length, tokens) for index, (offset, length) in enumerate(zip(offsets, lengths)))  # noqa: B905 -- one offset more
+
+
+def _tiled(tokens: int, num_slices: int, multiple: int) -> int:
+    """The largest multiple of `multiple`, times a power of two up to a tile, that leaves slices enough steps."""
+    best = multiple
+    while best * 2 <= _TILE and tokens % (best * 2) == 0 and tokens >= best * 2 * num_slices * _STEPS:
+        best *= 2
+    return best

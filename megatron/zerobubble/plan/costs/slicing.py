@@ -12,6 +12,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.zerobubble.errors import ConfigError
@@ -63,6 +64,26 @@ def slice_lengths(work: Terms, tokens: int, num_slices: int, *, multiple: int = 
         best = found
     cuts = (0, *best[units][1])
     return tuple((after - at) * multiple for at, after in itertools.pairwise(cuts))
+
+
+def check_slice_lengths(lengths: Sequence[int], tokens: int, *, multiple: int = 1) -> None:
+    """Check the lengths of slices that were planned.
+
+    Args:
+        lengths: tokens of each slice.
+        tokens: length of the sequence.
+        multiple: of which every length must be one.
+
+    Raises:
+        ConfigError: they are for sequences of another length, or a slice is empty or no multiple.
+    """
+    if sum(lengths) != tokens:
+        raise ConfigError(
+            f"slices of {list(lengths)} tokens make {sum(lengths)}, and a sequence has {tokens}: plan for its length"
+        )
+    wrong = next((length for length in lengths if length < 1 or length % multiple), None)
+    if wrong is not None:
+        raise ConfigError(f"slices of {list(lengths)} tokens: {wrong} is not a positive multiple of {multiple}")
 
 
 @dataclass(frozen=True, kw_only=True)

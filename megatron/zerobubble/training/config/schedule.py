@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.plan.costs.length_model import Terms
+from megatron.zerobubble.plan.costs.slicing import check_slice_lengths, slice_lengths
 from megatron.zerobubble.plan.registry import plan_of, schedule_info
 from megatron.zerobubble.plan.search.search_options import SearchOptions
-from megatron.zerobubble.plan.slice_lengths import check_slice_lengths, equal_slice_lengths
 from megatron.zerobubble.plan.validate import validate
 from megatron.zerobubble.training.config.settings import Settings
 
@@ -103,7 +104,7 @@ def check_slices(settings: Settings) -> None:
         if sum(lengths) == tokens:
             check_slice_lengths(lengths, tokens, multiple=shared)
         else:
-            equal_slice_lengths(tokens, num_slices, multiple=shared)
+            slice_lengths(Terms(per_token=1.0), tokens, num_slices, multiple=shared)
     except ConfigError as error:
         raise ConfigError(f"{flag} with --seq-length {tokens}: {error}") from None
 
