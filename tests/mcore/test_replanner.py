@@ -30,7 +30,7 @@ from tests.support import gpt, sliced
 from tests.support.gpt import Case, Trainer
 from tests.support.memory_ledger import RankLedger, train_watched
 from tests.support.ranks import RankPool
-from tests.support.sliced import SlicedCase
+from tests.support.sliced import SlicedCase, SlicedTrainer
 from tests.support.traces import check_trace
 
 pytestmark = [
@@ -78,7 +78,7 @@ def _typical(rank: int, stages: tuple[int, ...]) -> dict[tuple[int, OpKind], flo
 
 def _train(rank: int, case: Case, window: Window | None, slower: float = 1.0) -> dict[str, Any]:
     """Links between ranks 1 and 2 take `slower` times as long as the others."""
-    trainer = Trainer(case, seed=1234 + 100 * rank)
+    trainer = (SlicedTrainer if isinstance(case, SlicedCase) else Trainer)(case, seed=1234 + 100 * rank)
     schedule = trainer.schedule
     handwritten = schedule.plan(case.num_microbatches)
     options = SearchOptions(budget=0.2 * Effort.FAST.budget)
@@ -163,6 +163,22 @@ def test_links_of_unequal_speed_are_planned_for(four_ranks: RankPool) -> None:
     assert fast < slow
     for old, new in zip(before, after, strict=True):
         assert new["losses"] == old["losses"]
+
+
+@pytest.mark.parametrize("slower", [1.0, 5.0], ids=["equal links", "a slow link"])
+def test_slices_are_planned_again(four_ranks: RankPool, slower: float) -> None:
+    case = SlicedCase("zbv", 4, 6, num_chunks=2, num_steps=2, num_slices=2)
+    before = four_ranks.run(_train, case, None)
+    after = four_ranks.run(_train, case, Window(start=1, end=1), slower)
+    assert len({result["plan"] for result in after}) == 1
+    plan = Plan.from_json(after[0]["plan"])
+    assert (plan.num_slices, plan.assignment) == (2, ())
+    slow, fast = after[0]["times"]
+    assert fast < slow or slower > 1, "searches with slices take links for equal"
+    assert fast <= slow
+    for old, new in zip(before, after, strict=True):
+        assert new["losses"] == old["losses"]
+        assert all(torch.equal(new["weights"][name], weight) for name, weight in old["weights"].items())
 
 
 def test_a_hand_written_schedule_is_refined_within_its_memory(four_ranks: RankPool) -> None:
