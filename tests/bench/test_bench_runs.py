@@ -56,7 +56,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Completed
     """One comparison, one of whose contenders cannot run."""
     folder = tmp_path_factory.mktemp("bench")
     flags = ["--rounds", "2", "--timed-iters", "2", "--zero-bubble-planning-seconds", "0.1", "--json", "-"]
-    return bench(folder, "--contenders", "stock-1f1b,zbv+pv,auto,interleaved-1f1b:8", *flags), folder
+    return bench(folder, "--contenders", "stock-1f1b,zbv+pv,auto,interleaved-1f1b:8,1f1b:slices=4", *flags), folder
 
 
 def rows(folder: Path) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def test_it_ends_with_a_table_and_files(done: tuple[subprocess.CompletedProcess[
 def test_all_contenders_train_the_same_model(done: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     """Drawn by name, on the same samples, without dropout: the first blocks end with the same loss."""
     found = rows(done[1])
-    losses = {found[name]["losses"]["0"] for name in ("stock-1f1b", "zbv+pv", "auto")}
+    losses = {found[name]["losses"]["0"] for name in ("stock-1f1b", "zbv+pv", "auto", "1f1b:slices=4")}
     assert max(losses) == pytest.approx(min(losses), rel=1e-6)
     for name in ("stock-1f1b", "zbv+pv", "auto"):
         assert set(found[name]["seconds"]) == {"0", "1"}
@@ -88,7 +88,7 @@ def test_all_contenders_train_the_same_model(done: tuple[subprocess.CompletedPro
 
 def test_what_is_measured_and_predicted(done: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     found = rows(done[1])
-    for name in ("stock-1f1b", "zbv+pv", "auto"):
+    for name in ("stock-1f1b", "zbv+pv", "auto", "1f1b:slices=4"):
         row = found[name]
         assert row["predicted_ms"] > 0
         assert 0 <= row["predicted_bubble"] < 1
@@ -101,6 +101,9 @@ def test_what_is_measured_and_predicted(done: tuple[subprocess.CompletedProcess[
         assert row["predicted_activation_bytes"] == pytest.approx(row["activation_bytes"], rel=0.5)
     assert found["stock-1f1b"]["speed_up"]["value"] == 1.0
     assert found["auto"]["ran"] is not None
+    cut, whole = (found[name]["predicted_activation_bytes"] for name in ("1f1b:slices=4", "stock-1f1b"))
+    assert cut < 0.8 * whole
+    assert found["1f1b:slices=4"]["use"] == "--zero-bubble-schedule 1f1b --zero-bubble-slices 4"
     uses = [found[name]["use"] for name in ("stock-1f1b", "auto", "interleaved-1f1b:8")]
     assert uses == ["", "--zero-bubble-schedule auto", ""], "nothing is added, or it cannot run"
     assert found["interleaved-1f1b:8"]["failure"].startswith("--num-layers 8")
@@ -147,7 +150,7 @@ def on_script(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
 )
 @pytest.mark.sampled(0.15, group="whole jobs")
 def test_a_script_runs_unedited_under_every_contender(tmp_path: Path) -> None:
-    names = ["stock-1f1b", "zb-h1", "zbv+pv", "auto"]
+    names = ["stock-1f1b", "zb-h1", "zbv+pv", "auto", "zb-h1:slices=2"]
     options = ["--contenders", ",".join(names), "--rounds", "2", "--timed-iters", "2", "--zero-bubble-planning-seconds", "0.1"]
     done = on_script(tmp_path, *options, "--contender-flags", f"zbv+pv={_CHUNKS}", *_SCRIPT)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -43,6 +43,13 @@ def test_a_contender_is_a_schedule_with_its_flags(name: str, schedule: str, num_
     assert own.schedule_spec.placement.num_stages == 2 * num_chunks
 
 
+def test_a_contender_has_slices_of_its_own() -> None:
+    own = of("zbv:slices=4+pv", "--enable-zero-bubble --zero-bubble-slices 2")
+    assert (own.zero_bubble.num_slices, own.schedule_spec.num_slices, own.schedule_spec.name) == (4, 4, "zbv")
+    assert of("zbv", "--enable-zero-bubble --zero-bubble-slices 2").schedule_spec.num_slices == 1
+    assert of("zb:slices=2@0.5").zero_bubble.zero_bubble_memory_limit == "0.5"
+
+
 def test_the_default_contenders_run_a_usual_job() -> None:
     job = settings(JOB, world_size=2)
     for contender in parse_contenders(DEFAULT):
@@ -92,7 +99,11 @@ def test_only_the_passes_and_the_step_are_left_of_the_job() -> None:
         ("zbv:3", "zbv has a fixed number of chunks per rank; leave out :3"),
         ("stock-1f1b:2", "1F1B has one chunk per rank; interleaved-1f1b:2 has 2"),
         ("interleaved-1f1b:1", "2 or more chunks per rank; 1F1B is stock-1f1b"),
-        ("stock-1f1b+pv", "take neither a memory limit nor post-validation"),
+        ("stock-1f1b+pv", "take no slices, memory limit or post-validation"),
+        ("stock-1f1b:slices=2", "take no slices, memory limit or post-validation"),
+        ("zb-w:slices=2", "zb-w:slices=2: give 2 or more slices, and one of 1f1b, zb-h1, "),
+        ("zbv:slices=1", "zbv:slices=1: give 2 or more slices"),
+        ("auto:slices=2", "auto:slices=2: give 2 or more slices, and one of"),
         ("zb-h1@2", "zb-h1 has a fixed order and takes no memory limit; zb@2 does"),
         ("zbv+xx", "has the wrong form"),
     ],
@@ -117,18 +128,20 @@ def script(*words: str) -> Options:
 
 
 def test_a_script_gets_its_flags_and_the_contenders() -> None:
-    flags = ["--contender-flags", "zbv=--chunks 2", "--zero-bubble-planning-seconds", "3"]
+    flags = ["--contender-flags", "zbv=--chunks 2", "--contender-flags", "v-half:slices=2+pv=--v=2"]
+    flags += ["--zero-bubble-planning-seconds", "3"]
     own = ["--lr", "-1", "--zero-bubble-v-schedule", "--", "last one"]
-    options = script(*flags, "--contenders", "stock-1f1b,interleaved-1f1b:4,zb-h1,zbv,v-half+pv", "--", __file__, *own)
+    options = script(*flags, "--contenders", "stock-1f1b,interleaved-1f1b:4,zb-h1,zbv,v-half:slices=2+pv", "--", __file__, *own)
     added = {"interleaved-1f1b:4": ("--num-virtual-stages-per-pipeline-rank", "4"), "zbv": ("--chunks", "2")}
-    added["v-half+pv"] = ("--num-virtual-stages-per-pipeline-rank", "2")
-    assert options.programs.keys() == {"stock-1f1b", "interleaved-1f1b:4", "zb-h1", "zbv", "v-half+pv"}
+    added["v-half:slices=2+pv"] = ("--v=2",)
+    assert options.programs.keys() == {"stock-1f1b", "interleaved-1f1b:4", "zb-h1", "zbv", "v-half:slices=2+pv"}
     for name, program in options.programs.items():
         assert isinstance(program, ScriptJob)
         assert program.arguments == ("--lr", "-1", "--", "last one", *added.get(name, ())), name
         assert program.zero_bubble.zero_bubble_planning_seconds == 3
-        assert program.zero_bubble.schedule == ("stock" if "1f1b" in name else name.removesuffix("+pv"))
-        assert program.zero_bubble.enable_optimizer_post_validation == (name == "v-half+pv")
+        assert program.zero_bubble.num_slices == (2 if "slices" in name else 1)
+        assert program.zero_bubble.schedule == ("stock" if "1f1b" in name else name.removesuffix(":slices=2+pv"))
+        assert program.zero_bubble.enable_optimizer_post_validation == (name == "v-half:slices=2+pv")
 
 
 @pytest.mark.parametrize(

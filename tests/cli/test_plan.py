@@ -280,7 +280,10 @@ NO_LENGTHS = [*UNEQUAL[:-1], "--num-microbatches", "4"]
         ([*UNEQUAL, "512,700", "--links", "LINKS", "--num-ranks", "3"], "give --bytes-per-token with --microbatch-tokens"),
         ([*UNEQUAL, "512,700", "--costs", "COSTS"], "drop the lengths (--microbatch-tokens)"),
         ([*UNEQUAL, "512,700", "--bytes-per-token", "1000"], "--bytes-per-token is 1000 and there are no tokens or no links"),
-        ([*NO_LENGTHS, "--attention-share", "0.1"], "is 0.1 and all microbatches are equal; give --microbatch-tokens"),
+        (
+            [*NO_LENGTHS, "--attention-share", "0.1"],
+            "is 0.1 and all microbatches are equal and whole; give --microbatch-tokens or --slices",
+        ),
         ([*NO_LENGTHS, "--attention-share", "nan"], "--attention-share is nan and all"),
         ([*NO_LENGTHS, "--bytes-per-token", "1000"], "no tokens or no links; give --microbatch-tokens and --links"),
         (UNEQUAL[:-1], "give --num-microbatches, or --microbatch-tokens"),

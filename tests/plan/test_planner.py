@@ -196,7 +196,7 @@ def sliced(num_slices: list[int], *, limit: float = 1.0, loss: float = 0.0, name
         longer = {each: tuple(value * (1 + loss * n) for value in costs.lists[each]) for each in COST_LISTS[:3]}
         return replace(costs, **longer).divided(n)
 
-    options = SearchOptions(memory_limit=limit, budget=BUDGET)
+    options = SearchOptions(memory_limit=limit, budget=BUDGET, objective=Objective.SPAN)
     return make_plan(
         name,
         num_ranks=4,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ __all__ = ["Options", "build_parser", "parse_options"]
 
 _LATER_WARM_UP = 2
 """Untimed iterations of a contender's later blocks, which load the plan and measure nothing."""
+_NAMES_AND_FLAGS = re.compile(r"((?:[^=]|(?<=:slices)=)*)=(.*)", re.DOTALL)
 _EXAMPLE = "'zbv,v-half=--virtual-pipeline-model-parallel-size 2'"
 _TRAIN_ITERS = "1000"
 """--train-iters, if it is not given: it only stretches the learning rate's schedule."""
@@ -159,9 +161,10 @@ def _flags(given: Sequence[str], contenders: Sequence[str]) -> dict[str, str]:
     """--contender-flags by contender."""
     found: dict[str, str] = {}
     for text in given:
-        names, equals, flags = text.partition("=")
-        if not equals:
+        split = _NAMES_AND_FLAGS.fullmatch(text)
+        if split is None:
             raise ConfigError(f"--contender-flags {quoted(text)}: give CONTENDER[,CONTENDER...]=FLAGS, such as {_EXAMPLE}")
+        names, flags = split.groups()
         try:
             shlex.split(flags)
         except ValueError as error:
@@ -215,8 +218,9 @@ def build_parser(prog: str = "zerobubble bench") -> argparse.ArgumentParser:
         default=DEFAULT,
         metavar="NAME[,NAME...]",
         help="what to compare: stock-1f1b and interleaved-1f1b:CHUNKS are megatron-core's own schedules, every other name is "
-        "one of --zero-bubble-schedule, or auto. NAME:CHUNKS sets the chunks per rank of an interleaved one, NAME@LIMIT "
-        "--zero-bubble-memory-limit, NAME+pv adds post-validation (default %(default)s)",
+        "one of --zero-bubble-schedule, or auto. NAME:CHUNKS sets the chunks per rank of an interleaved one, "
+        "NAME:slices=N --zero-bubble-slices, NAME@LIMIT --zero-bubble-memory-limit, NAME+pv adds post-validation "
+        "(default %(default)s)",
     )
     parser.add_argument("--baseline", metavar="NAME", help="contender that speed-ups are relative to (default: the first)")
     parser.add_argument("--rounds", type=int, metavar="N", help="blocks of each contender (default 5, with --quick 3)")

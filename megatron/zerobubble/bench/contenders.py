@@ -28,7 +28,7 @@ WARM_UP = PROFILED[1] + 2
 """Untimed iterations of a contender's first block: the profiled ones, one whose memory is measured, one that is recorded."""
 
 _STOCK_1F1B, _STOCK_INTERLEAVED = "stock-1f1b", "interleaved-1f1b"
-_FORM = re.compile(r"(?P<name>[a-z0-9-]+)(:(?P<chunks>\d+))?(@(?P<limit>[\w.]+))?(?P<steps>\+pv)?")
+_FORM = re.compile(r"(?P<name>[a-z0-9-]+)(:(?P<chunks>\d+))?(:slices=(?P<slices>\d+))?(@(?P<limit>[\w.]+))?(?P<steps>\+pv)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,8 @@ class Contender:
     """A name in the plan registry, `auto`, or `stock`: megatron-core's own."""
     num_chunks: int | None = None
     """Model chunks per rank, for interleaved schedules."""
+    num_slices: int | None = None
+    """Slices per microbatch; None: microbatches are whole."""
     memory_limit: str | None = None
     """Replaces --zero-bubble-memory-limit."""
     post_validation: bool = False
@@ -110,6 +112,7 @@ class Contender:
             zero_bubble_v_schedule=self.schedule == AUTO and given.zero_bubble_v_schedule,
             zero_bubble_v_schedule_mem_setup="zb",
             zero_bubble_schedule=self.schedule,
+            zero_bubble_slices=self.num_slices,
             zero_bubble_memory_limit=limit,
             zero_bubble_pipeline_timers_start_iter=start,
             zero_bubble_pipeline_timers_end_iter=end,
@@ -136,7 +139,7 @@ def parse_contenders(text: str) -> list[Contender]:
     """Parse --contenders.
 
     Args:
-        text: comma-separated `NAME[:CHUNKS][@LIMIT][+pv]`.
+        text: comma-separated `NAME[:CHUNKS][:slices=N][@LIMIT][+pv]`.
 
     Raises:
         ConfigError: a name is unknown or given twice, or an option does not go with a schedule.
@@ -155,27 +158,33 @@ def _parse(word: str) -> Contender:
     found = _FORM.fullmatch(word)
     if found is None:
         raise ConfigError(
-            f"--contenders: {word!r} has the wrong form; give NAME, with :CHUNKS for interleaved schedules, @LIMIT for a memory "
-            "limit and +pv for post-validation, such as zbv@1.25+pv"
+            f"--contenders: {word!r} has the wrong form; give NAME, with :CHUNKS for interleaved schedules, :slices=N for slices "
+            "of microbatches, @LIMIT for a memory limit and +pv for post-validation, such as zbv:slices=4@0.5+pv"
         )
     name, limit, optimistic = found["name"], found["limit"], found["steps"] is not None
     chunks = None if found["chunks"] is None else int(found["chunks"])
+    slices = None if found["slices"] is None else int(found["slices"])
     if name in (_STOCK_1F1B, _STOCK_INTERLEAVED):
-        return _stock(word, name, chunks, takes_more=limit is None and not optimistic)
+        return _stock(word, name, chunks, takes_more=limit is None and slices is None and not optimistic)
     _check_name(name)
     info = None if name == AUTO else schedule_info(name)
     if chunks is not None and (info is None or info.num_chunks is not None):
         raise ConfigError(f"--contenders: {word}: {name} has a fixed number of chunks per rank; leave out :{chunks}")
     if info is not None and info.num_chunks is None:
         chunks = chunks or info.default_num_chunks
+    if slices is not None and (info is None or not info.takes_slices or slices < 2):
+        sliced = ", ".join(each.name for each in known_schedules() if each.takes_slices)
+        raise ConfigError(f"--contenders: {word}: give 2 or more slices, and one of {sliced}; whole microbatches are {name}")
     if limit is not None and info is not None and not info.is_searched:
         raise ConfigError(f"--contenders: {word}: {name} has a fixed order and takes no memory limit; zb@{limit} does")
-    return Contender(text=word, schedule=name, num_chunks=chunks, memory_limit=limit, post_validation=optimistic)
+    return Contender(
+        text=word, schedule=name, num_chunks=chunks, num_slices=slices, memory_limit=limit, post_validation=optimistic
+    )
 
 
 def _stock(word: str, name: str, chunks: int | None, *, takes_more: bool) -> Contender:
     if not takes_more:
-        raise ConfigError(f"--contenders: {word}: megatron-core's own schedules take neither a memory limit nor post-validation")
+        raise ConfigError(f"--contenders: {word}: megatron-core's own schedules take no slices, memory limit or post-validation")
     if name == _STOCK_1F1B and chunks is not None:
         raise ConfigError(f"--contenders: {word}: 1F1B has one chunk per rank; {_STOCK_INTERLEAVED}:{chunks} has {chunks}")
     if name == _STOCK_INTERLEAVED:

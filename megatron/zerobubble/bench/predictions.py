@@ -1,7 +1,8 @@
 """Predictions for every contender from what the first blocks measured, and the timelines to draw.
 
 All predictions use the same pass times, or noise of one block would pass for a difference between schedules: the medians over all
-contenders on the placement with the most stages, from which those of other placements follow (`jobs`).
+contenders on the placement with the most stages, from which those of other placements follow (`jobs`). Only slices have times of
+their own, those of their contender's block: kernels take longer for the same work in shorter pieces.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def predict(blocks: Sequence[FirstBlock], outcomes: Mapping[str, Outcome], job: 
         if simulation is None:
             continue
         outcome.predicted_bubble = simulation.bubble_rate
-        unit = max(each.result.measured.unit_bytes for each in blocks if each.result.measured is not None)
+        alike = [block] if simulation.costs.slices is not None else blocks
+        unit = max(each.result.measured.unit_bytes for each in alike if each.result.measured is not None)
         units = min(simulation.plan.num_ranks, simulation.plan.num_microbatches)
         outcome.predicted_activation_bytes = max(simulation.peak_memory) * units * unit or None
         if outside is not None:
@@ -153,6 +155,8 @@ def _idle(found: PipelineReport, objective: Objective) -> Idle:
 
 def _simulated(block: FirstBlock, blocks: Sequence[FirstBlock], job: Job) -> Simulation | None:
     """The contender's plan with measured costs."""
+    if block.costs is not None and block.costs.slices is not None:
+        return simulate(block.plan(), block.costs)
     source = _source(blocks)
     if source is None:
         return None
@@ -164,9 +168,11 @@ def _simulated(block: FirstBlock, blocks: Sequence[FirstBlock], job: Job) -> Sim
 
 
 def _source(blocks: Sequence[FirstBlock]) -> tuple[CostModel, Job] | None:
-    """The medians of the costs of all contenders on the placement with the most stages, and what ran on it; None if nothing was
-    profiled."""
-    known = [(block, block.costs, block.plan().placement) for block in blocks if block.costs is not None]
+    """The medians of the costs of all contenders with whole microbatches, on the placement with the most stages, and what ran on
+    it; None if nothing was profiled."""
+    known = [
+        (block, block.costs, block.plan().placement) for block in blocks if block.costs is not None and not block.costs.slices
+    ]
     if not known:
         return None
     placement = max((placement for _, _, placement in known), key=lambda each: each.num_stages)
