@@ -19,7 +19,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.dataclass_flags import add_group, flag_of
@@ -91,7 +91,7 @@ def install(
     watchdog_seconds: float | None = None,
     microbatch_tokens: Callable[[Any], int | tuple[int, float]] | str | None = None,
     reorder_microbatches: bool = True,
-    slices: int | None = None,
+    slices: int | Literal["auto"] | None = None,
     cut: Callable[[Any, int, int], Any] | None = None,
     **flags: Any,
 ) -> None:
@@ -150,7 +150,8 @@ def install(
             microbatches have the sequence length that the loop gives to the schedule. Goes with `args`, too.
         reorder_microbatches: with `microbatch_tokens`, run the microbatches of a global batch in the order that suits their
             lengths. Results come back in the order of the data. Gradients are a sum in another order. Goes with `args`, too.
-        slices: cut every microbatch into this many slices along its sequence, see --zero-bubble-slices. The function that the
+        slices: cut every microbatch into this many slices along its sequence, or with "auto" into as many as are fastest by what
+            is measured in the first iterations, see --zero-bubble-slices. The function that the
             loop gives to the schedule runs once per slice, with the part of the batch that its iterator returns, and its loss
             function must return the sum of the losses, the number of tokens and a report.
         cut: takes what `next` of the data iterator returns, the first token of a slice, and its number of tokens, and returns the
@@ -188,7 +189,7 @@ def install(
         "zero_bubble_trace": None if trace is None else os.fspath(trace),
         "zero_bubble_trace_iterations": ",".join(map(str, trace_iterations)) or None,
         "zero_bubble_watchdog_seconds": watchdog_seconds,
-        "zero_bubble_slices": slices,
+        "zero_bubble_slices": None if slices is None else str(slices),
     }
     for name in flags:
         if name not in _SUPPORTED or name in given:

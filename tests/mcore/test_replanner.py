@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron.zerobubble.mcore.replanner import Replanner, Window
+from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
 from megatron.zerobubble.mcore.state_memory import state_bytes
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.links import LinkTime
@@ -23,7 +24,7 @@ from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from megatron.zerobubble.plan.simulate import peak_memory, simulate
 from megatron.zerobubble.plan.timeline import Activity, Timeline
 from megatron.zerobubble.profiling.breakdown import rank_records
-from megatron.zerobubble.profiling.profile import RankProfile
+from megatron.zerobubble.profiling.profile import RankProfile, StageSlices
 from megatron.zerobubble.profiling.profiler import Profiler
 from megatron.zerobubble.profiling.report import report
 from tests.support import gpt, sliced
@@ -179,6 +180,51 @@ def test_slices_are_planned_again(four_ranks: RankPool, slower: float) -> None:
     for old, new in zip(before, after, strict=True):
         assert new["losses"] == old["losses"]
         assert all(torch.equal(new["weights"][name], weight) for name, weight in old["weights"].items())
+
+
+def _choose_slices(rank: int, case: SlicedCase, constant_ms: float) -> tuple[list[Any], int, tuple[int, ...]]:
+    """Each pass takes `constant_ms` besides its tokens."""
+    trainer = SlicedTrainer(case, seed=1234 + 100 * rank)
+    schedule = trainer.schedule
+    schedule._slicing = SliceOptions(is_measured=True)
+    replanner = Replanner(
+        schedule,
+        Window(start=1, end=1),
+        SearchOptions(budget=0.1 * Effort.FAST.budget),
+        num_microbatches=case.num_microbatches,
+        chooses_slices=True,
+    )
+    losses = []
+    for iteration in range(1, case.num_steps + 1):
+        replanner.before(iteration, case.num_microbatches)
+        trainer.zero_gradients()
+        losses.append(trainer.forward_backward(iteration))
+        with trainer.host.on_host():
+            trainer.optimizer.step()
+        if replanner.is_due(iteration):
+            times = {kind: tuple(constant_ms + 0.1 * each for each in schedule.slice_lengths) for kind in (OpKind.F, OpKind.B)}
+            stages = case.spec.placement.rank_to_stages[rank]
+            slices = {stage: StageSlices(times_ms=times) for stage in stages}
+            whole = {(stage, kind): sum(row) for stage in stages for kind, row in times.items()}
+            profile = RankProfile(times_ms=whole, memory={}, slices=slices)
+            with mock.patch.object(Profiler, "profile", return_value=profile):
+                replanner.after(iteration, case.num_microbatches)
+    chosen = schedule.spec.num_slices, schedule.slice_lengths
+    trainer.close()
+    return losses, *chosen
+
+
+@pytest.mark.parametrize(("constant_ms", "expected"), [(0.0, (2, 4, 8)), (50.0, (1,))], ids=["free passes", "dear passes"])
+def test_the_number_of_slices_is_chosen_by_measured_times(
+    four_ranks: RankPool, constant_ms: float, expected: tuple[int, ...]
+) -> None:
+    """Also that there may be one slice afterwards. The sums of gradients are in another order: 1e-5 after a step."""
+    case = SlicedCase("zb", 4, 4, num_steps=3, num_slices=4)
+    whole = [result["losses"] for result in four_ranks.run(_train, replace(case, num_slices=2), None)]
+    for (losses, num_slices, lengths), others in zip(four_ranks.run(_choose_slices, case, constant_ms), whole, strict=True):
+        assert num_slices in expected
+        assert len(lengths) == num_slices
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(others), rtol=1e-5, atol=0)
 
 
 def test_a_hand_written_schedule_is_refined_within_its_memory(four_ranks: RankPool) -> None:

@@ -14,7 +14,7 @@ from megatron.zerobubble.plan.communication import num_messages, place_communica
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.length_model import LengthModel, Terms
 from megatron.zerobubble.plan.costs.slice_costs import SliceCosts, memory_of_slices
-from megatron.zerobubble.plan.costs.slicing import Slicing, slice_lengths
+from megatron.zerobubble.plan.costs.slicing import Slicing, costs_of_other_slices, slice_lengths, unlike_lengths
 from megatron.zerobubble.plan.deadlock import stuck_ranks
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
 from megatron.zerobubble.plan.registry import build_plan, schedule_spec
@@ -198,6 +198,39 @@ def test_a_sequence_that_cannot_be_cut_is_refused() -> None:
         slice_lengths(Terms(per_token=1.0), 4, 8)
     with pytest.raises(ConfigError, match="64 tokens has 4 parts of 16 tokens, which is too few for 8 slices"):
         slice_lengths(Terms(per_token=1.0), 64, 8, multiple=16)
+
+
+@pytest.mark.parametrize(("tokens", "multiple"), [(4096, 1), (4096, 64), (1000, 8), (8, 1), (72, 8)])
+def test_slices_to_measure_have_unlike_lengths(tokens: int, multiple: int) -> None:
+    lengths = unlike_lengths(tokens, multiple=multiple)
+    assert sum(lengths) == tokens
+    assert all(length > 0 and length % multiple == 0 for length in lengths)
+    assert lengths[0] >= 3 * lengths[2] or tokens < 16 * multiple
+    with pytest.raises(ConfigError, match="too few for 8 slices"):
+        unlike_lengths(7 * multiple, multiple=multiple)
+
+
+def test_costs_of_any_slices_follow_from_measured_ones_of_unlike_lengths() -> None:
+    """What a pass takes besides its tokens, attention, and memory, in one fit."""
+    costs = replace(CostModel.uniform(Placement.linear(2), forward_ms=8.0, backward_ms=9.0, wgrad_ms=7.0), comm_ms=2.0)
+    slicing = Slicing(tokens=4096, attention_share=0.4, key_share=0.25, overhead_ms=0.5)
+    measured = costs.with_slices(slicing.costs(slicing._model(costs), unlike_lengths(4096)))
+    measured = replace(measured, comm_ms=1.0)
+    for n in (2, 4, 8):
+        found, expected = costs_of_other_slices(measured, n), slicing.applied(costs, n)
+        assert found.slices is not None
+        assert expected.slices is not None
+        assert found.slices.lengths == expected.slices.lengths
+        for name in ("forward_ms", "backward_ms", "wgrad_ms", "activation"):
+            for row, other in zip(found.slices.lists[name], expected.slices.lists[name], strict=True):
+                assert row == pytest.approx(other, rel=1e-6), name
+        assert found.slices.keys == pytest.approx(expected.slices.keys)
+        assert found.forward_ms[0] == pytest.approx(8.0 + (n - 1) * 0.5)
+        assert found.comm_ms == pytest.approx(max(1.0, 2.0 * max(found.slices.lengths) / 4096))
+    whole = costs_of_other_slices(measured, 1)
+    assert (whole.slices, whole.comm_ms) == (None, 2.0)
+    assert whole.forward_ms == pytest.approx(costs.forward_ms)
+    assert whole.activation == pytest.approx(costs.activation)
 
 
 def test_costs_of_slices_sum_to_those_of_the_microbatch_and_the_overhead_of_each() -> None:

@@ -71,6 +71,24 @@ def test_a_checkpoint_resumes_bit_for_bit(corpus: str, tmp_path: Path) -> None:
     _check_files(tmp_path)
 
 
+@pytest.mark.sampled(0.15, group="whole jobs")
+def test_the_number_of_slices_follows_from_what_is_measured(corpus: str, tmp_path: Path) -> None:
+    """Whatever it is on this machine, the losses are those of whole microbatches."""
+    flags = [*NO_DROPOUT, *LAYER, "--disable-bias-linear", "--data-path", corpus, "--enable-zero-bubble"]
+    auto = ["--zero-bubble-slices", "auto", "--zero-bubble-planning-seconds", "0.1"]
+    whole = Job(tmp_path / "whole", flags)
+    chosen = Job(tmp_path / "chosen", [*flags, *auto, "--zero-bubble-save-plan", str(tmp_path / "plan.json")])
+    assert _losses(chosen) == {name: pytest.approx(value, rel=1e-6) for name, value in _losses(whole).items()}
+    assert "tokens in slices" in chosen.said
+    found = re.search(
+        r"microbatches are cut into slices of ([\d, ]+) tokens; chosen in .* 1: [\d.]+, 2: [\d.]+, 4: ", chosen.said
+    )
+    assert found is not None
+    lengths = [int(each) for each in found[1].split(",")]
+    assert sum(lengths) == 32
+    assert Plan.from_json((tmp_path / "plan.json").read_text()).num_slices == len(lengths)
+
+
 def _check_files(folder: Path) -> None:
     body = json.loads((folder / "plan.json").read_text())
     plan, costs = Plan.from_json(json.dumps(body)), CostModel.from_json(body["costs"])
@@ -99,6 +117,11 @@ REFUSED = [
     (f"{P2} 2 {EXPERTS}", "global_aux_loss: its counts are a mean over the calls so far"),
     (f"{P2} 2 --zero-bubble-balance-stages", "does not go with --zero-bubble-balance-stages"),
     (f"{P2} 2 --zero-bubble-shard-gradients 2", "does not go with --zero-bubble-shard-gradients"),
+    (f"{P2} auto --zero-bubble-planning-seconds 0", "--zero-bubble-slices auto needs profiled iterations"),
+    ("--zero-bubble-schedule 1f1b --zero-bubble-slices auto", "--zero-bubble-slices auto needs profiled iterations"),
+    (f"{P2} auto --seq-length 4", "a sequence of 4 tokens has 4 tokens, which is too few for 8 slices"),
+    (f"{P2} many", "--zero-bubble-slices is 'many'; give a number from 1 to 1,024, or auto"),
+    (f"{P2} 0", "--zero-bubble-slices is '0'; give a number from 1 to 1,024, or auto"),
     ("--zero-bubble-slices 2", "schedule stock has no order of slices"),
     ("--zero-bubble-schedule zb-w --zero-bubble-slices 2", "schedule zb-w has no order of slices"),
 ]

@@ -112,7 +112,7 @@ class Contender:
             zero_bubble_v_schedule=self.schedule == AUTO and given.zero_bubble_v_schedule,
             zero_bubble_v_schedule_mem_setup="zb",
             zero_bubble_schedule=self.schedule,
-            zero_bubble_slices=self.num_slices,
+            zero_bubble_slices=None if self.num_slices is None else str(self.num_slices),
             zero_bubble_memory_limit=limit,
             zero_bubble_pipeline_timers_start_iter=start,
             zero_bubble_pipeline_timers_end_iter=end,

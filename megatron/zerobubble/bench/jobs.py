@@ -192,7 +192,7 @@ def _schedule_flags(contender: Contender, config: ZeroBubbleConfig) -> str:
     if config.zero_bubble_v_schedule:  # which chunks auto plans for
         words.append("--zero-bubble-v-schedule")
     if config.zero_bubble_slices is not None:
-        words += ["--zero-bubble-slices", str(config.zero_bubble_slices)]
+        words += ["--zero-bubble-slices", config.zero_bubble_slices]
     if config.zero_bubble_memory_limit is not None:
         words += ["--zero-bubble-memory-limit", config.zero_bubble_memory_limit]
     if config.enable_optimizer_post_validation:

@@ -16,7 +16,7 @@ from megatron.zerobubble.flags.require import at_most, not_negative, one_of, pos
 from megatron.zerobubble.flags.targets import Target
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.ir import Placement, Plan
+from megatron.zerobubble.plan.ir import MOST_SLICES, Placement, Plan
 from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT
 from megatron.zerobubble.plan.registry import known_schedules, parse_max_pending_backward, schedule_info, schedule_spec
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
@@ -26,7 +26,9 @@ __all__ = ["ZeroBubbleConfig"]
 
 _V_SCHEDULES = {"zb": "zbv", "half": "v-half", "min": "v-min"}
 _TIMED, _URGENT = (100, 10), (2, 2)
-"""(First profiled iteration, how many follow it): by default, and if `auto` or a memory limit in bytes needs the profile soon."""
+"""(First profiled iteration, how many follow it): by default, and if `auto` or a memory limit in bytes needs it soon."""
+_MEASURED_SLICES = 4
+"""Slices in the profiled iterations of --zero-bubble-slices auto: `costs.slicing.unlike_lengths`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,12 +95,13 @@ class ZeroBubbleConfig:
     followed by one reduce-scatter. Gradient memory per rank is then its shard and two buckets; up to K-1 more microbatches wait
     between B and W, and each bucket is reduced (microbatches / K) times per step. Needs --use-distributed-optimizer. Default:
     off."""
-    zero_bubble_slices: int | None = field(default=None, metadata={"metavar": "N"})
+    zero_bubble_slices: str | None = field(default=None, metadata={"metavar": "N|auto"})
     """Cut every microbatch into N slices along its sequence. A slice sees the keys and values of the slices before it, so losses
     and gradients are those of whole microbatches, up to the order of sums. Bubble and activation memory shrink with N; kernels
     run on shorter sequences. For long sequences. Needs a schedule with slices: 1f1b, zb-h1, zb-h2, zb, zbv, v-half or v-min, and
-    a loss function that returns the sum of the losses, the number of tokens and a report. Default: those of the
-    --zero-bubble-load-plan plan, else 1."""
+    a loss function that returns the sum of the losses, the number of tokens and a report. auto measures slices of unlike lengths
+    in the profiled iterations, then goes on with 1, 2, 4, 8 or 16, whatever is fastest by the planner; a run that is repeated
+    may choose another number. Default: those of the --zero-bubble-load-plan plan, else 1."""
     zero_bubble_trace: str | None = field(default=None, metadata={"metavar": "DIR"})
     """Directory to write a trace to at the end of the run: trace.json (for Perfetto), report.json, and per recorded iteration
     its plan and a timeline of measured vs. planned; with stock schedules, too. In a training loop of your own it is written
@@ -168,12 +171,13 @@ class ZeroBubbleConfig:
         self._check_slices()
 
     def _check_slices(self) -> None:
-        positive(self, "zero_bubble_slices")
         given = self.zero_bubble_slices
+        if given is not None and given != AUTO and not (given.isdecimal() and 1 <= int(given) <= MOST_SLICES):
+            raise ConfigError(f"--zero-bubble-slices is {quoted(given)}; give a number from 1 to {MOST_SLICES:,}, or {AUTO}")
         if self.num_slices == 1:
             return
         sliced = [info.name for info in known_schedules() if info.takes_slices]
-        flag = f"--zero-bubble-slices {self.num_slices}" if given else f"--zero-bubble-load-plan with {self.num_slices} slices"
+        flag = f"--zero-bubble-slices {given}" if given else f"--zero-bubble-load-plan with {self.num_slices} slices"
         if self.schedule not in sliced:
             raise ConfigError(f"{flag}: schedule {self.schedule} has no order of slices; choose one of {', '.join(sliced)}")
         if self.zero_bubble_shard_gradients is not None:
@@ -186,7 +190,12 @@ class ZeroBubbleConfig:
                 f"{flag} does not go with --zero-bubble-balance-stages, which compares layouts of whole microbatches; leave one "
                 "of them out"
             )
-        if self.plan is not None and self.plan.num_slices != self.num_slices:
+        if self.chooses_slices and self.timed_iterations is None:
+            raise ConfigError(
+                f"{flag} needs profiled iterations and an order that is searched: give --zero-bubble-planning-seconds above 0, "
+                "and a schedule such as zb or zbv, or a number of slices"
+            )
+        if self.plan is not None and (self.chooses_slices or self.plan.num_slices != self.num_slices):
             raise ConfigError(
                 f"{flag}: the --zero-bubble-load-plan plan has {self.plan.num_slices} slices per microbatch; leave the number "
                 "out, or load another plan"
@@ -267,10 +276,15 @@ class ZeroBubbleConfig:
 
     @property
     def num_slices(self) -> int:
-        """Slices of each microbatch, n."""
+        """Slices of each microbatch, n; with auto those that are measured."""
         if self.zero_bubble_slices is not None:
-            return self.zero_bubble_slices
+            return _MEASURED_SLICES if self.chooses_slices else int(self.zero_bubble_slices)
         return 1 if self.plan is None else self.plan.num_slices
+
+    @property
+    def chooses_slices(self) -> bool:
+        """Whether the number of slices follows from what is measured in the run."""
+        return self.zero_bubble_slices == AUTO
 
     @property
     def slice_lengths(self) -> tuple[int, ...]:
@@ -290,7 +304,7 @@ class ZeroBubbleConfig:
     @property
     def _window(self) -> tuple[int, int]:
         start, end = self.zero_bubble_pipeline_timers_start_iter, self.zero_bubble_pipeline_timers_end_iter
-        usual = _URGENT if self.limits_bytes or self.schedule == AUTO else _TIMED
+        usual = _URGENT if self.limits_bytes or self.schedule == AUTO or self.chooses_slices else _TIMED
         first = usual[0] if start is None else start
         return first, first + usual[1] if end is None else end
 

@@ -99,7 +99,10 @@ class Engine:
             batch_p2p_comm=flags.zero_bubble_batch_p2p_comm,
             unequal=unequal,
             slicing=SliceOptions(
-                lengths=flags.slice_lengths, cut=options.cut, attention_share=functools.partial(attention_share, config)
+                lengths=flags.slice_lengths,
+                cut=options.cut,
+                is_measured=flags.chooses_slices,
+                attention_share=functools.partial(attention_share, config),
             ),
         )
         self.iterations = 0

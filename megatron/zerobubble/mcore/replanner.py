@@ -23,9 +23,11 @@ from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.costs.cost_model import Activations, CostModel
 from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.links import LinkTime
+from megatron.zerobubble.plan.costs.slicing import costs_of_other_slices
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import executed_plan, initial_plan, plan_of
+from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.plan.search.assign import assign
 from megatron.zerobubble.plan.search.search import evaluations_per_second
 from megatron.zerobubble.plan.search.search_options import SearchOptions
@@ -39,6 +41,9 @@ from megatron.zerobubble.profiling.report import RankMemory
 __all__ = ["Measured", "Replanner", "Window", "budget_of", "make_replanner", "measured_costs"]
 
 _log = logging.getLogger(__name__)
+
+_NUMBERS_OF_SLICES = (1, 2, 4, 8, 16)
+"""Of which --zero-bubble-slices auto chooses one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +126,7 @@ class Replanner:
         headroom_bytes: called on every rank at the end of a window with its profile; returns the bytes left for activations,
             which are then the rank's limit. None: no limit in bytes.
         state_bytes: called at the end of a window; returns the bytes of weights, gradients and optimizer state on this rank.
+        chooses_slices: at the end of the first window, choose the number of slices.
         on_plan: called on rank 0 of the world with every plan that is found, simulated with the measured costs.
     """
 
@@ -133,8 +139,10 @@ class Replanner:
         num_microbatches: int,
         headroom_bytes: Callable[[RankProfile], int] | None = None,
         state_bytes: Callable[[], int] = int,
+        chooses_slices: bool = False,
         on_plan: Callable[[Simulation], None] | None = None,
     ) -> None:
+        self._chooses_slices = chooses_slices
         self._schedule = schedule
         self._window = window
         self._options = options
@@ -208,6 +216,9 @@ class Replanner:
         self.memory = None
         if self._measured_with == num_microbatches and all(members) and self._schedule.unequal is None:
             self.memory = self._memory(self._schedule.plan(num_microbatches), members)
+        if self._chooses_slices:
+            self._chooses_slices = False
+            self._choose_slices(num_microbatches)
         self._schedule.replan(self._planned, self._costs)
         self._learn_lengths([each.profile for each in everybody], num_microbatches)
         self._schedule.plan(num_microbatches)
@@ -227,6 +238,41 @@ class Replanner:
             model, limit = model.within([usual / held[rank] for rank in placement.stage_to_rank]), 1.0
         unequal.learn(model, comm_ms=self._costs.comm_ms, links=self._costs.links, memory_limit=limit)
         _log.info("microbatches are planned by length: %s", model.text(unequal.usual_tokens))
+
+    def _choose_slices(self, num_microbatches: int) -> None:
+        """Cut microbatches into the slices with the best plan, the same on all ranks; all of them must call this."""
+        answer: list[Any] = [self._best_slices(num_microbatches) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(answer, src=0)
+        lengths, self._costs = answer[0]
+        self._current.clear()
+        self._schedule.cut(lengths)
+
+    def _best_slices(self, num_microbatches: int) -> tuple[tuple[int, ...], CostModel]:
+        """The lengths of the slices with the best plan, and their costs, of equally good ones the fewest; logs all."""
+        measured, spec, tokens = self._costs, self._schedule.spec, sum(self._schedule.slice_lengths)
+        assert measured is not None
+        begin, found, refused = time.perf_counter(), {}, None
+        for n in _NUMBERS_OF_SLICES:
+            try:
+                costs = costs_of_other_slices(measured, n, multiple=self._schedule.multiple_of_slices(n))
+                plan = self._found(replace(spec, num_slices=n), num_microbatches, costs, 1 / len(_NUMBERS_OF_SLICES))
+            except ConfigError as error:  # too many for the sequence, or too few for the memory limit
+                refused = error
+            else:
+                found[n] = self._options.objective.of(simulate(plan, costs)), costs
+        if not found:
+            _log.warning("the slices are unchanged: %s", refused)
+            return self._schedule.slice_lengths, measured
+        best = min(found, key=lambda n: (found[n][0], n))
+        costs = found[best][1]
+        lengths = (tokens,) if costs.slices is None else costs.slices.lengths
+        _log.info(
+            "microbatches are cut into slices of %s tokens; chosen in %.1f s by predicted ms per iteration, for each number: %s",
+            ", ".join(map(str, lengths)),
+            time.perf_counter() - begin,
+            ", ".join(f"{n}: {time_ms:.1f}" for n, (time_ms, _) in found.items()),
+        )
+        return lengths, costs
 
     def _memory(self, plan: Plan, members: Sequence[Sequence[Measured]]) -> tuple[RankMemory, ...]:
         """Memory in the iteration that ran `plan`, per pipeline rank: the maximum over its data- and tensor-parallel ranks."""
@@ -281,23 +327,33 @@ class Replanner:
     def _better(self, current: Plan, num_microbatches: int) -> Plan:
         """The best plan found within the memory limit, or the current one if it is better and within the limit, too."""
         assert self._costs is not None
-        spec, costs, limit = self._schedule.spec, self._costs, self._schedule.spec.memory_limit
-        if self._headroom is not None:
-            if min(self._headroom) <= 0:
-                lacking = {rank: -headroom * self._unit_bytes for rank, headroom in enumerate(self._headroom) if headroom <= 0}
-                ranks = ", ".join(f"{rank} ({_mib(count)} too much)" for rank, count in lacking.items())
-                raise ConfigError(f"weights, gradients and optimizer state alone exceed the memory limit on rank {ranks}")
-            costs, limit = costs_within(costs, spec.placement, num_microbatches, self._headroom), 1.0
         share = 1.0 if num_microbatches == self._usual_num_microbatches else 0.1
-        options = replace(self._options, budget=share * self._options.budget, memory_limit=limit)
-        found = plan_of(spec.searched, num_microbatches, costs=costs, options=options)
-        if costs.links is not None and spec.num_slices == 1:  # which that search takes for equal
-            found = replace(assign([found], costs, options), assignment=())  # all microbatches are equal
-        found = executed_plan(spec, found)
+        found = self._found(self._schedule.spec, num_microbatches, self._costs, share)
+        costs, limit = self._within(self._costs, num_microbatches)
         plans = [found]
         if limit is None or max(peak_memory(current, costs)) <= limit + MEMORY_TOLERANCE:
             plans.append(current)
         return min(plans, key=lambda plan: self._options.objective.of(simulate(plan, costs)))
+
+    def _found(self, spec: ScheduleSpec, num_microbatches: int, costs: CostModel, share: float) -> Plan:
+        """The best plan that a search with a share of the budget finds within the memory limit."""
+        costs, limit = self._within(costs, num_microbatches)
+        options = replace(self._options, budget=share * self._options.budget, memory_limit=limit)
+        found = plan_of(spec.searched, num_microbatches, costs=costs, options=options)
+        if costs.links is not None and spec.num_slices == 1:  # which that search takes for equal
+            found = replace(assign([found], costs, options), assignment=())  # all microbatches are equal
+        return executed_plan(spec, found)
+
+    def _within(self, costs: CostModel, num_microbatches: int) -> tuple[CostModel, float | None]:
+        """The costs and the memory limit of a search: with headroom in bytes, in units of that."""
+        spec = self._schedule.spec
+        if self._headroom is None:
+            return costs, spec.memory_limit
+        if min(self._headroom) <= 0:
+            lacking = {rank: -headroom * self._unit_bytes for rank, headroom in enumerate(self._headroom) if headroom <= 0}
+            ranks = ", ".join(f"{rank} ({_mib(count)} too much)" for rank, count in lacking.items())
+            raise ConfigError(f"weights, gradients and optimizer state alone exceed the memory limit on rank {ranks}")
+        return costs_within(costs, spec.placement, num_microbatches, self._headroom), 1.0
 
 
 def make_replanner(
@@ -342,6 +398,7 @@ def make_replanner(
         num_microbatches=num_microbatches,
         headroom_bytes=headroom_bytes if flags.limits_bytes else None,
         state_bytes=state_bytes,
+        chooses_slices=flags.chooses_slices,
         on_plan=on_plan,
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -458,8 +459,8 @@ class PipelineSchedule:
         return tuple(shape)
 
     def _parts(self, seq_length: int, decoder_seq_length: int | None, *, collect_non_loss_data: bool) -> tuple[SlicePart, ...]:
-        """The slices of each microbatch of a call; empty where microbatches are not cut."""
-        if self.spec.num_slices == 1:
+        """The slices of each microbatch of a call; empty where layers know of none. After `cut` there may be one."""
+        if self._runner is None or self._runner.sliced is None:
             return ()
         if decoder_seq_length not in (None, seq_length):
             raise ConfigError(
@@ -470,8 +471,23 @@ class PipelineSchedule:
             raise ConfigError(
                 "collect_non_loss_data does not go with slices: what it collects is of a slice; leave one of them out"
             )
-        shared = parallel_state.get_tensor_model_parallel_world_size() if self._config.sequence_parallel else 1
-        return self._slicing.parts(seq_length, self.spec.num_slices, multiple=shared)
+        return self._slicing.parts(seq_length, self.spec.num_slices, multiple=self._slice_multiple)
+
+    @property
+    def _slice_multiple(self) -> int:
+        return parallel_state.get_tensor_model_parallel_world_size() if self._config.sequence_parallel else 1
+
+    def multiple_of_slices(self, num_slices: int) -> int:
+        """What the lengths of so many slices are a multiple of. Not defined before the first iteration."""
+        return self._slicing.multiple_of(sum(self.slice_lengths), num_slices, self._slice_multiple)
+
+    def cut(self, lengths: tuple[int, ...]) -> None:
+        """From the next iteration on, cut sequences of their sum into slices of these lengths, or with one not at all.
+
+        Every rank of the world must call it at the same point between two iterations, and then `replan`.
+        """
+        self._slicing = self._slicing.of_lengths(lengths)
+        self.spec = replace(self.spec, num_slices=len(lengths))
 
     @property
     def slice_part(self) -> SlicePart | None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.zerobubble.mcore.slices.batches import Cut
 from megatron.zerobubble.mcore.slices.current_slice import SlicePart
 from megatron.zerobubble.plan.costs.length_model import Terms
-from megatron.zerobubble.plan.costs.slicing import check_slice_lengths, slice_lengths
+from megatron.zerobubble.plan.costs.slicing import check_slice_lengths, slice_lengths, unlike_lengths
 
 __all__ = ["SliceOptions"]
 
@@ -28,6 +28,8 @@ class SliceOptions:
     """Tokens of each slice, for sequences of their sum; empty, and for other sequences: slices of equal work by operations."""
     cut: Cut | None = None
     """Cuts what the data iterators return; None: `cut_batch`."""
+    is_measured: bool = False
+    """Whether slices have unlike lengths, from whose times those of any slices follow; until `of_lengths`."""
     attention_share: Callable[[int], float] | None = None
     """The share of a layer's time in attention, by the tokens of a whole sequence; None: attention takes none."""
 
@@ -43,19 +45,25 @@ class SliceOptions:
             ConfigError: the tokens cannot be cut like that.
         """
         lengths = self.lengths
-        if len(lengths) == num_slices and sum(lengths) == tokens:
+        if self.is_measured:
+            lengths = unlike_lengths(tokens, multiple=multiple)
+        elif len(lengths) == num_slices and sum(lengths) == tokens:
             check_slice_lengths(lengths, tokens, multiple=multiple)
         else:
             share = 0.0 if self.attention_share is None else self.attention_share(tokens)
             work = Terms(per_token=1 - share, per_square=share / tokens)
-            lengths = slice_lengths(work, tokens, num_slices, multiple=_tiled(tokens, num_slices, multiple))
+            lengths = slice_lengths(work, tokens, num_slices, multiple=self.multiple_of(tokens, num_slices, multiple))
         offsets = itertools.accumulate(lengths, initial=0)
         return tuple(SlicePart(index, offset, length, tokens) for index, (offset, length) in enumerate(zip(offsets, lengths)))  # noqa: B905 -- one offset more
 
+    def of_lengths(self, lengths: tuple[int, ...]) -> SliceOptions:
+        """The options of a run that goes on with slices of these lengths."""
+        return replace(self, lengths=lengths, is_measured=False)
 
-def _tiled(tokens: int, num_slices: int, multiple: int) -> int:
-    """The largest multiple of `multiple`, times a power of two up to a tile, that leaves slices enough steps."""
-    best = multiple
-    while best * 2 <= _TILE and tokens % (best * 2) == 0 and tokens >= best * 2 * num_slices * _STEPS:
-        best *= 2
-    return best
+    @staticmethod
+    def multiple_of(tokens: int, num_slices: int, multiple: int) -> int:
+        """What lengths are a multiple of: of `multiple`, times the power of two up to a tile that leaves slices enough steps."""
+        best = multiple
+        while best * 2 <= _TILE and tokens % (best * 2) == 0 and tokens >= best * 2 * num_slices * _STEPS:
+            best *= 2
+        return best

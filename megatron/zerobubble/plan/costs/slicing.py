@@ -13,7 +13,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.messages import quoted
@@ -84,6 +84,51 @@ def check_slice_lengths(lengths: Sequence[int], tokens: int, *, multiple: int = 
     wrong = next((length for length in lengths if length < 1 or length % multiple), None)
     if wrong is not None:
         raise ConfigError(f"slices of {list(lengths)} tokens: {wrong} is not a positive multiple of {multiple}")
+
+
+def unlike_lengths(tokens: int, *, multiple: int = 1) -> tuple[int, ...]:
+    """Tokens of slices to measure: about a half, a quarter, and two eighths of a sequence.
+
+    Costs of slices that all have the same length would not say what a pass takes besides its tokens.
+
+    Raises:
+        ConfigError: a sequence that is no multiple of `multiple`, or has fewer than 8 of them.
+    """
+    slice_lengths(Terms(), tokens, 8, multiple=multiple)  # raises
+    rest, lengths = tokens // multiple, []
+    for _ in range(3):
+        lengths.append(rest // 2 * multiple)
+        rest -= rest // 2
+    return (*lengths, rest * multiple)
+
+
+def costs_of_other_slices(costs: CostModel, num_slices: int, *, multiple: int = 1) -> CostModel:
+    """The costs of other slices, of equal work, or with 1 of whole microbatches, fitted to measured slices of unlike lengths.
+
+    Links: a message takes no less time for being shorter than the longest measured one, and in proportion where it is longer.
+
+    Args:
+        costs: with slices and their lengths.
+        num_slices: n.
+        multiple: of which every length is one.
+
+    Raises:
+        ConfigError: see `slice_lengths`.
+    """
+    measured = costs.slices
+    assert measured is not None
+    assert measured.lengths
+    ends = itertools.accumulate(measured.lengths)
+    parts = [(length, end * end - (end - length) ** 2) for length, end in zip(measured.lengths, ends, strict=True)]
+    fits = {name: tuple(Terms.fit(parts, row) for row in rows) for name, rows in measured.lists.items()}
+    model = LengthModel(**fits)
+    slicing = Slicing(tokens=sum(measured.lengths), multiple=multiple)
+    found = slicing.costs(model, slicing.lengths(model, num_slices))
+    found = replace(found, keys=measured.keys, key_gradients=measured.key_gradients)
+    whole = CostModel.of_lists(found.sums() | {"activation": costs.whole.activation})
+    longer = max(1.0, max(found.lengths) / max(measured.lengths))
+    links = None if costs.links is None else costs.links.divided(1 / longer)
+    return replace(whole, slices=found if num_slices > 1 else None, comm_ms=costs.comm_ms * longer, links=links)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.costs.length_model import Terms
-from megatron.zerobubble.plan.costs.slicing import check_slice_lengths, slice_lengths
+from megatron.zerobubble.plan.costs.slicing import check_slice_lengths, slice_lengths, unlike_lengths
 from megatron.zerobubble.plan.registry import plan_of, schedule_info
 from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.validate import validate
@@ -93,7 +93,8 @@ def check_batch(settings: Settings) -> None:
 
 def check_slices(settings: Settings) -> None:
     """Raise unless sequences divide into slices, and everything of the model goes with them."""
-    num_slices, flag = settings.zero_bubble.num_slices, f"--zero-bubble-slices {settings.zero_bubble.num_slices}"
+    num_slices = settings.zero_bubble.num_slices
+    flag = f"--zero-bubble-slices {settings.zero_bubble.zero_bubble_slices or num_slices}"
     if num_slices == 1:
         return
     for name, why in _unsliced(settings):
@@ -101,7 +102,9 @@ def check_slices(settings: Settings) -> None:
     shared = settings.parallel.tensor_model_parallel_size if settings.parallel.sequence_parallel else 1
     lengths, tokens = settings.zero_bubble.slice_lengths, settings.model.seq_length
     try:
-        if sum(lengths) == tokens:
+        if settings.zero_bubble.chooses_slices:
+            unlike_lengths(tokens, multiple=shared)
+        elif sum(lengths) == tokens:
             check_slice_lengths(lengths, tokens, multiple=shared)
         else:
             slice_lengths(Terms(per_token=1.0), tokens, num_slices, multiple=shared)

@@ -27,14 +27,16 @@ __all__ = ["IterationRecord", "description", "progress_line", "schedule_name", "
 
 def description(settings: Settings, *, on_cpu: bool) -> str:
     """The first log line: schedule, parallel sizes, batch, precision, device."""
-    context, num_slices = settings.parallel.context_parallel_size, settings.zero_bubble.num_slices
+    context, slices = settings.parallel.context_parallel_size, ""
+    if settings.zero_bubble.num_slices > 1:
+        slices = " in slices" if settings.zero_bubble.chooses_slices else f" in {settings.zero_bubble.num_slices} slices"
     return (
         f"training with {schedule_name(settings)}: {settings.world_size} ranks = {settings.pipeline_size} pipeline x "
         f"{settings.parallel.tensor_model_parallel_size} tensor x {f'{context} context x ' if context > 1 else ''}"
         f"{settings.data_parallel_size} data, "
         f"{settings.num_microbatches} microbatches of {settings.data.micro_batch_size} x "
         f"{'at most ' if settings.data.variable_seq_lengths else ''}{settings.model.seq_length} "
-        f"tokens{f' in {num_slices} slices' if num_slices > 1 else ''}, {settings.precision.name} on "
+        f"tokens{slices}, {settings.precision.name} on "
         f"{'CPU' if on_cpu else 'GPU'}"
     )
 
