@@ -1,6 +1,7 @@
 """Slices of microbatches for long sequences: iteration time, idle time and memory against 1F1B, interleaved 1F1B and ZBV.
 
-Simulated, with F, B and W by the FLOPs of a layer of h = 8192 and free links; and emulated: eight processes whose passes sleep.
+Simulated, with F, B and W by the FLOPs of a layer of h = 8192 and free links; emulated: eight processes whose passes sleep; and
+real: `zerobubble bench` trains a small GPT on two ranks of the CPU.
 
   python -m tools.benchmarks.slices --json docs/benchmarks/data/slices.json --markdown docs/long-sequences.md
 """
@@ -9,7 +10,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.cli.progress_bar import track
@@ -36,6 +42,15 @@ EMULATED_MS = 480.0
 """F, B and W of a microbatch on a rank where passes sleep: with 8 slices a pass takes 17 ms or more."""
 KEY_SHARES = {"8 KV heads of 64": 4 / 34 / 8, "as many KV heads as heads": 4 / 34}
 """Of a layer's activation memory without recomputation, 34 sbh bytes (arXiv 2205.05198), keys and values are 4 sbh at most."""
+WITHIN = 0.25
+"""Memory limit of the searched plans: of 1F1B's activation memory."""
+REAL = (
+    "--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 128 --num-attention-heads 2 --seq-length 4096 "
+    "--micro-batch-size 1 --global-batch-size 4 --hidden-dropout 0 --attention-dropout 0 --lr 1e-3 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 512 --zero-bubble-planning-seconds 0"
+)
+"""Flags of the job that is trained. Nothing is searched: every contender runs its hand-written order."""
+CONTENDERS = ("stock-1f1b", "zbv", "1f1b:slices=4", "1f1b:slices=8", "zb-h1:slices=8", "zbv:slices=4")
 
 
 def slicing(seq_length: int, key_share: float) -> Slicing:
@@ -71,6 +86,19 @@ def simulated(p: int, m: int, seq_length: int, effort: Effort) -> Row:
             plan = build_plan(name, num_ranks=p, num_microbatches=m, num_slices=n)
             few, many = (of(plan, n, share) for share in KEY_SHARES.values())
             row[f"{name} n={n}"] = few | {"memory_all_heads": many["memory"]}
+    if (p, m) == (8, 16):
+        share = KEY_SHARES["8 KV heads of 64"]
+        within = SearchOptions(memory_limit=WITHIN, objective=Objective.MAKESPAN, budget=effort.budget)
+        planned = make_plan(
+            "zbv",
+            num_ranks=p,
+            num_microbatches=m,
+            costs_of=lambda at: by_formula(seq_length, at),
+            options=within,
+            num_slices=(8,),
+            sliced_costs_of=lambda at, n: costs_of(seq_length, at, n, share),
+        )
+        row["zbv planned n=8"] = of(planned.simulation.plan, 8, share)
     return row
 
 
@@ -86,12 +114,23 @@ def emulated(seq_length: int, rounds: int) -> list[Row]:
     return rows
 
 
+def trained(rounds: int) -> list[Row]:
+    """A GPT on two CPU ranks: measured beside what is predicted from the same passes."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = ["--nproc-per-node", "2", "--contenders", ",".join(CONTENDERS), "--rounds", str(rounds), "--timed-iters", "3"]
+        command = [sys.executable, "-m", "megatron.zerobubble", "bench", *options, "--bench-dir", folder, *REAL.split()]
+        subprocess.run(command, check=True, cwd=ROOT)
+        names = ("name", "ms", "predicted_ms", "speed_up", "predicted_speed_up", "activation_bytes", "predicted_activation_bytes")
+        rows = json.loads((Path(folder) / "bench.json").read_text(encoding="utf-8"))["contenders"]
+        return [{name: row[name] for name in names} for row in rows]
+
+
 def markdown(report: Row) -> str:
     """The page with the tables of the report."""
     lines = []
     for row in report["rows"]:
         base = row["1f1b"]["makespan_ms"]
-        for name in ("interleaved v=4", "zbv", *(f"{each} n={n}" for n in SLICES for each in SCHEDULES)):
+        for name in ("interleaved v=4", "zbv", *(f"{each} n={n}" for n in SLICES for each in SCHEDULES), "zbv planned n=8"):
             if row["p"] != 8 or row["m"] != 16 or (name.startswith("zb-h1") and not name.endswith("n=8")):
                 continue
             found = row[name]
@@ -101,7 +140,7 @@ def markdown(report: Row) -> str:
             cells = [f"{row['seq_length'] // 1024}k", name, f"{base / found['makespan_ms']:.3f}", f"{100 * found['idle']:.1f} %"]
             lines.append([*cells, memory, f"{100 * found['gap']:.1f} %"])
     heads = ("s", "schedule", "times as fast as 1F1B", "idle", "memory", "above the lower bound")
-    return with_tables(PAGE, [markdown_table(heads, lines), _over_all(report), _emulations(report)])
+    return with_tables(PAGE, [markdown_table(heads, lines), _over_all(report), _emulations(report), _trained(report)])
 
 
 def _over_all(report: Row) -> list[str]:
@@ -129,19 +168,32 @@ def _emulations(report: Row) -> list[str]:
     return markdown_table(("schedule", "slices", "simulated ms", "emulated ms", "difference"), lines)
 
 
+def _trained(report: Row) -> list[str]:
+    lines, mib = [], 2**20
+    for row in report["trained"]:
+        measured, predicted = row["speed_up"], row["predicted_speed_up"]
+        interval = "" if measured["low"] is None else f" [{measured['low']:.2f}, {measured['high']:.2f}]"
+        cells = [row["name"], f"{measured['value']:.2f}{interval}", f"{predicted:.2f}", f"{measured['value'] / predicted:.1%}"]
+        lines.append([*cells, f"{row['activation_bytes'] / mib:.1f}", f"{row['predicted_activation_bytes'] / mib:.1f}"])
+    heads = ("contender", "times as fast as stock 1F1B [95 %]", "predicted", "of it", "activation MiB", "planned MiB")
+    return markdown_table(heads, lines)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="python -m tools.benchmarks.slices", description=__doc__, formatter_class=raw)
     parser.add_argument("--effort", choices=[each.value for each in Effort], default="fast", help="of ZBV without slices")
-    parser.add_argument(
-        "--rounds", type=int, default=7, help="iterations of each emulated schedule; 0: none (default %(default)s)"
-    )
+    parser.add_argument("--rounds", type=int, default=7, help="of what is emulated and trained; 0: neither (default %(default)s)")
 
     def measured(args: argparse.Namespace) -> Row:
         todo = [(p, m, length) for p in RANKS for m in (p, 2 * p) for length in LENGTHS]
         rows = [simulated(*each, Effort(args.effort)) for each in track(todo, "pipelines")]
-        return {"effort": args.effort, "rows": rows, "emulated": emulated(32768, args.rounds) if args.rounds else []}
+        measured = {
+            "emulated": emulated(32768, args.rounds) if args.rounds else [],
+            "trained": trained(args.rounds) if args.rounds else [],
+        }
+        return {"effort": args.effort, "rows": rows} | measured
 
     return run_report(parser, argv, FORMAT, measured, markdown)
 
