@@ -20,7 +20,7 @@ from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.lengths_and_links import Unequal, with_sizes
 from megatron.zerobubble.plan.costs.links import Links
 from megatron.zerobubble.plan.costs.microbatch_costs import check_tokens
-from megatron.zerobubble.plan.costs.slicing import Slicing
+from megatron.zerobubble.plan.costs.slicing import Slicing, costs_of_other_slices
 from megatron.zerobubble.plan.ir import MOST_SLICES, Placement
 from megatron.zerobubble.profiling.report import COSTS_BY_LENGTH, FORMAT, last_iteration
 
@@ -105,6 +105,8 @@ class GivenCosts:
         costs = CostModel.uniform(placement, **self.scalars) if self.of_file is None else self.of_file
         costs = self.unequal.applied(costs)
         costs.check_fits(placement, self.num_microbatches)
+        if costs.slices is not None:
+            return costs if num_slices == costs.num_slices else costs_of_other_slices(costs, num_slices)
         return costs if self.slicing is None else self.slicing.applied(costs, num_slices)
 
 
@@ -118,16 +120,19 @@ def read_costs(args: argparse.Namespace) -> GivenCosts:
         PlanError: a file that is not JSON, has no costs, or is not an object of matrices of links.
     """
     unequal, of_file, model = _read_unequal(args), None, None
-    num_slices = _read_slices(args)
     if args.costs is not None:
         of_file, model = _read_file(args.costs)
-        if model is not None and (unequal.tokens or max(num_slices) > 1):
-            if args.attention_share != 0:
-                raise ConfigError(
-                    f"--attention-share is {args.attention_share:g} and {shown(args.costs)} has measured costs by length; "
-                    "drop the share"
-                )
-            unequal = replace(unequal, model=model if unequal.tokens else None)
+    measured = None if of_file is None else of_file.slices
+    num_slices = _read_slices(args, are_measured=measured is not None)
+    if measured is not None and not measured.lengths:
+        raise ConfigError(f"{shown(args.costs)} has costs of slices and not their lengths; give a file of a run")
+    if args.costs is not None and model is not None and (unequal.tokens or max(num_slices) > 1):
+        if args.attention_share != 0:
+            raise ConfigError(
+                f"--attention-share is {args.attention_share:g} and {shown(args.costs)} has measured costs by length; "
+                "drop the share"
+            )
+        unequal = replace(unequal, model=model if unequal.tokens else None)
     names = ("forward_ms", "backward_ms", "wgrad_ms", "comm_ms", "activation_after_backward")
     return GivenCosts(
         unequal=unequal,
@@ -135,7 +140,7 @@ def read_costs(args: argparse.Namespace) -> GivenCosts:
         of_file=of_file,
         scalars={name: getattr(args, name) for name in names},
         file=args.costs,
-        slicing=None if max(num_slices) == 1 else _slicing(args, model),
+        slicing=None if max(num_slices) == 1 or measured is not None else _slicing(args, model),
         num_slices=num_slices,
     )
 
@@ -143,16 +148,17 @@ def read_costs(args: argparse.Namespace) -> GivenCosts:
 _NUMBERS_OF_SLICES = (1, 2, 4, 8, 16)
 
 
-def _read_slices(args: argparse.Namespace) -> tuple[int, ...]:
-    """The numbers of slices to plan for, and refuse the other flags about slices without any."""
+def _read_slices(args: argparse.Namespace, *, are_measured: bool) -> tuple[int, ...]:
+    """The numbers of slices to plan for, and refuse the other flags about slices without any, or where slices were measured."""
     if args.slices != "auto" and not (args.slices.isdecimal() and 1 <= int(args.slices) <= MOST_SLICES):
         raise ConfigError(f"--slices is {quoted(args.slices)}; give a number from 1 to {MOST_SLICES}, or auto")
     chosen = _NUMBERS_OF_SLICES if args.slices == "auto" else (int(args.slices),)
-    if max(chosen) == 1:
+    if max(chosen) == 1 or are_measured:
         for name in ("sequence_length", "key_share", "pass_overhead_ms"):
             if getattr(args, name):
-                flag = f"--{name.replace('_', '-')}"
-                raise ConfigError(f"{flag} is {getattr(args, name):g} and microbatches are whole; give --slices, or drop it")
+                why = f"{shown(args.costs)} has measured costs of slices" if are_measured else "microbatches are whole"
+                flag = f"--{name.replace('_', '-')} is {getattr(args, name):g}"
+                raise ConfigError(f"{flag} and {why}; {'drop it' if are_measured else 'give --slices, or drop it'}")
     elif args.sequence_length is None:
         raise ConfigError(f"--slices {args.slices} needs the tokens of a sequence: give --sequence-length")
     elif args.microbatch_tokens is not None:
