@@ -61,10 +61,30 @@ def test_slices_that_a_run_measured_say_what_others_cost(tmp_path: Path, capsys:
     assert "--key-share is 0.1 and " in capsys.readouterr().err
 
 
+def test_schedules_are_compared_over_slices(capsys: pytest.CaptureFixture[str]) -> None:
+    compare = [
+        "compare",
+        *LONG,
+        "--schedules",
+        "1f1b,zb-h1:slices=4,interleaved-1f1b:2,zbv:slices=4",
+        "--sequence-length",
+        "8192",
+    ]
+    assert main([*compare, "--json", "-"]) == 0
+    whole, cut, _, last = json.loads(capsys.readouterr().out)
+    assert [cut["schedule"], last["schedule"]] == ["zb-h1:slices=4", "zbv:slices=4"]
+    assert min(cut["speed_up"], last["speed_up"]) > 1.3
+    assert max(cut["peak_memory"], last["peak_memory"]) < 0.6 * whole["peak_memory"]
+    assert main(compare[:-2]) == 2
+    assert "slices need the tokens of a sequence" in capsys.readouterr().err
+    assert main([*compare[:-3], "1f1b,zbv", *compare[-2:]]) == 2
+    assert "microbatches are whole" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--slices", "4"], "--slices 4 needs the tokens of a sequence: give --sequence-length"),
+        (["--slices", "4"], "slices need the tokens of a sequence: give --sequence-length"),
         (["--slices", "0"], "--slices is '0'; give a number from 1 to 1024, or auto"),
         (["--slices", "x"], "--slices is 'x'; give a number from 1 to 1024, or auto"),
         (["--slices", "8", "--sequence-length", "4"], "a sequence of 4 tokens has 4 tokens, which is too few for 8 slices"),

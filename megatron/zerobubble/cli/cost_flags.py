@@ -110,8 +110,12 @@ class GivenCosts:
         return costs if self.slicing is None else self.slicing.applied(costs, num_slices)
 
 
-def read_costs(args: argparse.Namespace) -> GivenCosts:
+def read_costs(args: argparse.Namespace, *, more_slices: tuple[int, ...] = ()) -> GivenCosts:
     """Read the flags for costs, lengths and links, and take the number of microbatches from the lengths if it is not given.
+
+    Args:
+        args: parsed.
+        more_slices: numbers of slices that are planned for besides those of --slices.
 
     Raises:
         ConfigError: lengths that are not whole numbers of 1 or more, their number differs from the number of microbatches, a
@@ -123,10 +127,11 @@ def read_costs(args: argparse.Namespace) -> GivenCosts:
     if args.costs is not None:
         of_file, model = _read_file(args.costs)
     measured = None if of_file is None else of_file.slices
-    num_slices = _read_slices(args, are_measured=measured is not None)
+    num_slices = _read_slices(args, more_slices, are_measured=measured is not None)
+    most = max((*num_slices, *more_slices))
     if measured is not None and not measured.lengths:
         raise ConfigError(f"{shown(args.costs)} has costs of slices and not their lengths; give a file of a run")
-    if args.costs is not None and model is not None and (unequal.tokens or max(num_slices) > 1):
+    if args.costs is not None and model is not None and (unequal.tokens or most > 1):
         if args.attention_share != 0:
             raise ConfigError(
                 f"--attention-share is {args.attention_share:g} and {shown(args.costs)} has measured costs by length; "
@@ -140,7 +145,7 @@ def read_costs(args: argparse.Namespace) -> GivenCosts:
         of_file=of_file,
         scalars={name: getattr(args, name) for name in names},
         file=args.costs,
-        slicing=None if max(num_slices) == 1 or measured is not None else _slicing(args, model),
+        slicing=None if most == 1 or measured is not None else _slicing(args, model),
         num_slices=num_slices,
     )
 
@@ -148,19 +153,19 @@ def read_costs(args: argparse.Namespace) -> GivenCosts:
 _NUMBERS_OF_SLICES = (1, 2, 4, 8, 16)
 
 
-def _read_slices(args: argparse.Namespace, *, are_measured: bool) -> tuple[int, ...]:
+def _read_slices(args: argparse.Namespace, more: tuple[int, ...], *, are_measured: bool) -> tuple[int, ...]:
     """The numbers of slices to plan for, and refuse the other flags about slices without any, or where slices were measured."""
     if args.slices != "auto" and not (args.slices.isdecimal() and 1 <= int(args.slices) <= MOST_SLICES):
         raise ConfigError(f"--slices is {quoted(args.slices)}; give a number from 1 to {MOST_SLICES}, or auto")
     chosen = _NUMBERS_OF_SLICES if args.slices == "auto" else (int(args.slices),)
-    if max(chosen) == 1 or are_measured:
+    if max((*chosen, *more)) == 1 or are_measured:
         for name in ("sequence_length", "key_share", "pass_overhead_ms"):
             if getattr(args, name):
                 why = f"{shown(args.costs)} has measured costs of slices" if are_measured else "microbatches are whole"
                 flag = f"--{name.replace('_', '-')} is {getattr(args, name):g}"
                 raise ConfigError(f"{flag} and {why}; {'drop it' if are_measured else 'give --slices, or drop it'}")
     elif args.sequence_length is None:
-        raise ConfigError(f"--slices {args.slices} needs the tokens of a sequence: give --sequence-length")
+        raise ConfigError("slices need the tokens of a sequence: give --sequence-length")
     elif args.microbatch_tokens is not None:
         raise ConfigError(
             "--slices cuts microbatches of one length, and --microbatch-tokens gives each its own; drop one of them"

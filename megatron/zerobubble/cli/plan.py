@@ -342,11 +342,11 @@ def _draw_pareto(points: list[dict[str, Any]], target: str) -> None:
 
 def run_compare(args: argparse.Namespace) -> None:
     """`compare`: several schedules for the same costs, the first of them as the base."""
-    objective, given = Objective(args.objective), read_costs(args)
+    objective, words = Objective(args.objective), [word.strip() for word in args.schedules.split(",")]
     rows: list[dict[str, Any]] = []
     args.max_pending_backward = None
-    numbers = given.num_slices
-    chosen = {word.strip(): _contender(word.strip(), numbers) for word in args.schedules.split(",")}
+    given = read_costs(args, more_slices=tuple(n for word in words for n in _contender(word, ())[2]))
+    chosen = {word: _contender(word, given.num_slices) for word in words}
     for name, chunks, slices in chosen.values():
         if name != AUTO:
             schedule_spec(name, num_ranks=args.num_ranks, num_chunks=chunks, num_slices=max(slices))
