@@ -22,8 +22,10 @@ TOLERANCE = 1e-6
 ZB_H1 = SlicedCase("zb-h1", 2, 3, num_layers=4, num_slices=2)
 ZBV = SlicedCase("zbv", 2, 3, num_chunks=2, num_layers=4, num_slices=4)
 GRID = [
-    SlicedCase(name, num_ranks, num_microbatches, num_chunks=2 if name == "zbv" else 1, num_slices=n, llama=n == 4)
-    for name in ("1f1b", "zb-h1", "zb-h2", "zb", "zbv")
+    SlicedCase(
+        name, num_ranks, num_microbatches, num_chunks=2 if name.startswith(("zbv", "v-")) else 1, num_slices=n, llama=n == 4
+    )
+    for name in ("1f1b", "zb-h1", "zb-h2", "zb", "zbv", "v-half", "v-min")
     for num_ranks, num_microbatches in ((2, 1), (2, 3), (4, 4))
     for n in (2, 4)
 ]
@@ -64,7 +66,7 @@ OTHERS: list[Any] = [
 
 @pytest.mark.claims(
     "Schedules",
-    "slices of microbatches, 2 and 4 of each: 1F1B, ZB-H1, ZB-H2, ZB and ZBV on 2 and 4 ranks, m from 1 to 4",
+    "slices of microbatches, 2 and 4 of each: 1F1B, ZB-H1, ZB-H2, ZB, ZBV, V-Half and V-Min on 2 and 4 ranks, m from 1 to 4",
     "works, losses and gradients within 1e-6 of whole microbatches",
 )
 @pytest.mark.parametrize("case", GRID, ids=str)
