@@ -1,4 +1,4 @@
-"""The pages of interleaved 1F1B and of layouts are those of the results, which can be simulated again; README says the same."""
+"""The pages of interleaved 1F1B, of slices and of layouts are those of the results, which can be simulated again; README says the same."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from megatron.zerobubble.cli.published import read_configs
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.simulate import simulate
-from tools.benchmarks import interleaved, layouts, published_gpu
+from tools.benchmarks import interleaved, layouts, published_gpu, slices
 
 pytestmark = [
     pytest.mark.claims(
@@ -99,7 +99,7 @@ def test_readme_says_what_to_expect() -> None:
 
 
 def test_long_sequences_change_the_answer_because_w_is_small() -> None:
-    """Simulated again for m = 16; README says the same."""
+    """Without slices. Simulated again for m = 16."""
     rows = {(row["m"], row["seq_length"]): row for row in REPORT["lengths"]}
     assert list(rows) == [(m, s) for m in interleaved.MICROBATCHES for s in interleaved.LENGTHS]
     assert interleaved.long_sequences(16, 131072, interleaved.Effort.FAST) == rows[16, 131072]
@@ -110,7 +110,23 @@ def test_long_sequences_change_the_answer_because_w_is_small() -> None:
     assert rows[16, 131072]["verdict"] in interleaved.PAGE.read_text(encoding="utf-8")
     assert max(rows[m, 131072]["zbv@0.5"] for m in interleaved.MICROBATCHES) < 1
     assert longest[0] > 1
-    assert "at 128k tokens and more, where W is short and interleaved 1F1B with v = 4 wins" in README
+
+
+def test_slices_of_long_sequences() -> None:
+    """The page is that of the results, which can be simulated again, and README says the same."""
+    report = json.loads((DOCS / "data" / "slices.json").read_text(encoding="utf-8"))
+    assert slices.markdown(report) == slices.PAGE.read_text(encoding="utf-8")
+    rows = {(row["p"], row["m"], row["seq_length"]): row for row in report["rows"]}
+    assert len(rows) == 2 * len(slices.RANKS) * len(slices.LENGTHS)
+    assert slices.simulated(4, 4, 131072, slices.Effort(report["effort"])) == rows[4, 4, 131072]
+    for key, row in rows.items():
+        assert row["1f1b n=8"]["makespan_ms"] <= 1.01 * row["formula n=8"], key
+        for name in ("1f1b", "zbv"):
+            assert row[f"{name} n=8"]["makespan_ms"] < row["interleaved v=4"]["makespan_ms"], key
+    planned = [rows[8, 16, length]["zbv planned n=8"] for length in slices.LENGTHS]
+    assert max(each["memory"] for each in planned) <= slices.WITHIN + 1e-9
+    shares = [round(100 * each["idle"]) for each in planned]
+    assert f"ZBV over 8 slices idles {min(shares)} to {max(shares)} %, at a quarter of 1F1B's memory" in README
 
 
 def test_the_page_of_layouts_is_that_of_the_results() -> None:
