@@ -173,7 +173,12 @@ def _trained(report: Row) -> list[str]:
     for row in report["trained"]:
         measured, predicted = row["speed_up"], row["predicted_speed_up"]
         interval = "" if measured["low"] is None else f" [{measured['low']:.2f}, {measured['high']:.2f}]"
-        cells = [row["name"], f"{measured['value']:.2f}{interval}", f"{predicted:.2f}", f"{measured['value'] / predicted:.1%}"]
+        cells = [
+            row["name"],
+            f"{measured['value']:.2f}{interval}",
+            f"{predicted:.2f}",
+            f"{100 * measured['value'] / predicted:.0f} %",
+        ]
         lines.append([*cells, f"{row['activation_bytes'] / mib:.1f}", f"{row['predicted_activation_bytes'] / mib:.1f}"])
     heads = ("contender", "times as fast as stock 1F1B [95 %]", "predicted", "of it", "activation MiB", "planned MiB")
     return markdown_table(heads, lines)
