@@ -157,7 +157,7 @@ class Doubles {
 // Op codes per rank, one rank after the other.
 Order rows_of(const char* codes, const int* lengths, int num_ranks) {
   Order rows;
-  for (int rank = 0; rank < num_ranks; codes += lengths[rank++]) rows.emplace_back(codes, lengths[rank]);
+  for (int rank = 0; rank < num_ranks; codes += lengths[rank++]) rows.emplace_back(codes, codes + lengths[rank]);
   return rows;
 }
 

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -14,7 +13,7 @@ namespace zerobubble {
 constexpr double kCriticalShare = 0.7;
 constexpr double kRotateShare = 0.3;
 
-using Row = std::string;
+using Row = std::vector<char>;
 using Order = std::vector<Row>;
 using Changes = std::vector<std::pair<int, Row>>;
 using Critical = std::vector<std::pair<int, int>>;

@@ -114,18 +114,18 @@ class Blocks:
         name = random.choice(("view", "period", "slacks", "slacks", "slacks", "slacks", "leads", "leads", *_SCALED, *_CHOSEN))
         little = random.random() < 0.7
         if name == "period":
-            return replace(block, period=max(0.95, block.period + random.gauss(0.0, 0.03)))
+            return replace(block, period=max(0.95, block.period + _normal(random, 0.03)))
         if name in ("slacks", "leads"):
             values = list(getattr(block, name))
             index = random.randrange(len(values))
-            step = random.gauss(0.0, 0.3 if name == "slacks" else 0.5)
+            step = _normal(random, 0.3 if name == "slacks" else 0.5)
             values[index] = values[index] + step if little else getattr(other, name)[index]
             if name == "slacks":
                 values[index] = max(0.0, values[index])
             changed: dict[str, Any] = {name: tuple(values)}
             return replace(block, **changed)
         if name in _SCALED and little:
-            return replace(block, **{name: getattr(block, name) * math.exp(random.gauss(0.0, 0.15))})
+            return replace(block, **{name: getattr(block, name) * _portable(math.exp(_normal(random, 0.15)))})
         return replace(block, **{name: getattr(other, name)})
 
     def policy(self, block: Block) -> Policy:
@@ -133,7 +133,8 @@ class Blocks:
         placement = self._placement
         num_stages, chunks = placement.num_stages, placement.num_chunks
         durations, comm_ms = self._views[block.view]
-        bottleneck = max(sum(sum(durations[3 * s : 3 * s + 3]) for s in stages) for stages in placement.rank_to_stages)
+        work = [[duration for s in stages for duration in durations[3 * s : 3 * s + 3]] for stages in placement.rank_to_stages]
+        bottleneck = max(map(math.fsum, work))
         period, unit = bottleneck * block.period, bottleneck / (3 * chunks)
         hops = [a != b for a, b in itertools.pairwise(placement.stage_to_rank)]
         offsets = [0.0] * (3 * num_stages)
@@ -179,15 +180,24 @@ _CHOSEN = ("wait_weight", "memory_share")
 
 def _views(costs: CostModel, *, fused: bool) -> list[tuple[tuple[float, ...], float]]:
     true = tuple(value / costs.num_slices for value in flat_durations(replace(costs, slices=None), fused=fused))
-    mean = sum(true) / max(1, sum(duration > 0 for duration in true))
+    mean = math.fsum(true) / max(1, sum(duration > 0 for duration in true))
     even = tuple(mean if duration > 0 else 0.0 for duration in true)
     longer = tuple(value + (costs.comm_ms if index % 3 < 2 else 0.0) for index, value in enumerate(true))
     return [(true, costs.comm_ms), (even, 0.0), (longer, 0.0), (even, costs.comm_ms)]
 
 
 def _slack(random: Random) -> float:
-    return 3.0 * random.random() ** 1.5 if random.random() < 0.8 else 0.0
+    return _portable(3.0 * random.random() ** 1.5) if random.random() < 0.8 else 0.0
 
 
 def _lead(random: Random) -> float:
-    return random.gauss(0.0, 3.0) if random.random() < 0.4 else 0.0
+    return _normal(random, 3.0) if random.random() < 0.4 else 0.0
+
+
+def _normal(random: Random, deviation: float) -> float:
+    return _portable(random.gauss(0.0, deviation))
+
+
+def _portable(value: float) -> float:
+    """Without the last digits, in which the C libraries of two machines differ: the same seed draws the same blocks on all."""
+    return round(value, 9)

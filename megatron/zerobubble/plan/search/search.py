@@ -108,10 +108,10 @@ def _best_of(
         return finder.found(seed_orders)
 
     results: list[tuple[float, Order, bool]] = []
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(workers) if workers > 1 else nullcontext() as pool:
         try:
             # In the order of the seeds, so that the result does not depend on which search ends first.
-            for result in pool.map(find, range(num_searches)):
+            for result in (map if pool is None else pool.map)(find, range(num_searches)):
                 if result is not None:
                     results.append(result)
                     if result[2]:
