@@ -85,7 +85,7 @@ def opened(browser: Browser, server: Server) -> Open:
         page = context.new_page()
         logged: list[str] = []
         page.on("pageerror", lambda error: logged.append(str(error)))
-        page.on("console", lambda message: logged.append(message.text) if "400 (Bad Request)" not in message.text else None)
+        page.on("console", lambda message: logged.append(message.text))
         page.goto(f"{server.address}/?{query}")
         page.wait_for_selector(".panel .measures")
         yield page

@@ -38,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--search-seconds",
         type=float,
         default=600.0,
-        help="time limit of a search, which keeps its best plan (default %(default)s)",
+        help="time limit of a task; a search keeps its best plan (default %(default)s)",
     )
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
     return parser

@@ -7,6 +7,7 @@ others shows in their waits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import nlargest
@@ -75,8 +76,8 @@ def compare(planned: Simulation, recorded: Timeline) -> Comparison:
         others = (step for step, (a, b) in enumerate(zip(row, ran, strict=True)) if a.op != b.op)
         ranks.append(
             RankDeviation(
-                longer_passes_ms=sum(each.longer_pass_ms for each in found),
-                longer_waits_ms=sum(each.longer_wait_ms for each in found),
+                longer_passes_ms=math.fsum(each.longer_pass_ms for each in found),
+                longer_waits_ms=math.fsum(each.longer_wait_ms for each in found),
                 first_other_step=next(others, None),
             )
         )

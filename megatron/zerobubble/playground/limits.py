@@ -23,10 +23,8 @@ MAX_POINTS = 12
 MAX_BODY_BYTES = 32 * 2**20
 SILENT_SECONDS = 20.0
 """Longest pause within a request."""
-TASK_SECONDS = 60.0
-"""Time limit of tasks other than searches: reading a file, drawing, exporting."""
 WORKER_BYTES = 6 * 2**30
-"""Address space of a worker process."""
+"""Address space of the process that answers a request."""
 
 
 def number(name: str, value: object, most: float, least: float = 0.0) -> float:

@@ -31,7 +31,7 @@ _MOST_ITERATIONS = 8
 """Iterations of a trace that are shown, the last ones."""
 
 
-def open_file(body: bytes) -> Opened:
+def open_file(body: str | bytes) -> Opened:
     """Read a file for the page: ``kind`` is plan, costs, links or trace.
 
     Raises:
@@ -65,7 +65,7 @@ def _draw(result: Result) -> Drawing:
     return draw_plan(result, as_it_came(result.simulation.plan, result.simulation.costs))
 
 
-def _read(body: bytes) -> dict[str, Any]:
+def _read(body: str | bytes) -> dict[str, Any]:
     """Parse a file. Raises ConfigError if it is not a JSON object."""
     try:
         given = parse_json(body, "the file", ConfigError)

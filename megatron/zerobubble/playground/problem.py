@@ -82,7 +82,7 @@ class PlanRequest:
 _KEYS = KEYS | {field.name for field in fields(PlanRequest)} - {"unequal"}
 
 
-def read_problem(body: bytes) -> PlanRequest:
+def read_problem(body: str | bytes) -> PlanRequest:
     """Read a request.
 
     Raises:

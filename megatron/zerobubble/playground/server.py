@@ -1,12 +1,12 @@
-"""The playground's server: one page, its static files, and one endpoint per task. It keeps no state between requests.
+"""The playground's server: the files of the page, and one endpoint per task, whose answer is lines of JSON.
 
-A search streams a line of JSON whenever it has a better plan; the page stops it by closing the connection. All planning and
-parsing happens in worker processes.
+Each connection has a process, forked from the server, which has the imports done. It ends when the page hangs up, even in the
+compiled core: so a search is stopped. The server keeps no state between requests.
 
 A server on a loopback address is reachable from any page that the browser has open. Such a page can point a host name of its own
 at our address (DNS rebinding): so the Host header must be an address, `localhost`, or a name that was allowed at start. It can
 post to us without reading the response (CSRF): so the origin of a request must be our own page, and its body JSON, which another
-page cannot send without a CORS preflight. Our own page runs no scripts from elsewhere (Content-Security-Policy).
+page cannot send without a CORS preflight. The page itself says that it loads nothing from elsewhere (index.html).
 """
 
 from __future__ import annotations
@@ -15,38 +15,32 @@ import contextlib
 import ipaddress
 import json
 import mimetypes
+import os
 import re
+import resource
+import select
+import signal
 import socket
+import threading
 from collections.abc import Iterable
 from email.message import Message
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from socketserver import ForkingMixIn
+from typing import ClassVar
 
-from megatron.zerobubble.plan.objective import Objective
-from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT
-from megatron.zerobubble.plan.registry import known_schedules
-from megatron.zerobubble.plan.render.svg import COLORS, SPAN_COLORS
 from megatron.zerobubble.plan.search.core import PythonCore
 from megatron.zerobubble.plan.search.search import best_core
-from megatron.zerobubble.plan.search.search_options import Effort
 from megatron.zerobubble.playground import limits
-from megatron.zerobubble.playground.drawing import KINDS
-from megatron.zerobubble.playground.task_workers import TaskWorkers, is_error, num_searches
-from megatron.zerobubble.playground.tasks import SEARCHES, TASKS
-from megatron.zerobubble.version import __version__
+from megatron.zerobubble.playground.choices import choices
+from megatron.zerobubble.playground.tasks import TASKS, lines
 
 __all__ = ["Server"]
 
 _STATIC = Path(__file__).parent / "static"
-_TICK = b'{"event":"tick"'
-_STARTING = b'{"event":"tick","state":"running"'
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]/@\s]+)(:\d{1,5})?")
 _HEADERS = {
-    "content-security-policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
+    "content-security-policy": "frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
@@ -55,32 +49,34 @@ _HEADERS = {
 }
 
 
-class Server(ThreadingHTTPServer):
-    """Serves the page, with a thread per connection.
+class Server(ForkingMixIn, HTTPServer):
+    """Serves the page, with a process per connection.
 
     Args:
         listener: the listening socket.
-        search_seconds: time limit of a search, in seconds; the page keeps its best plan so far.
+        search_seconds: time limit of a task, in seconds; of a search the page keeps its best plan so far.
         allowed_hosts: host names besides `localhost` that browsers may use for this server.
     """
 
-    daemon_threads = True
+    max_children = 512
 
     def __init__(self, listener: socket.socket, *, search_seconds: float = 600.0, allowed_hosts: Iterable[str] = ()) -> None:
         super().__init__(listener.getsockname()[:2], _Handler, bind_and_activate=False)
         self.socket.close()
         self.socket = listener
-        self.workers = TaskWorkers(search_seconds=search_seconds)
+        self.search_seconds = search_seconds
         self.allowed = frozenset(name.lower() for name in allowed_hosts) | {"localhost"}
         # Only these are served: no request path is used as a file path.
         files = sorted(path for path in _STATIC.rglob("*") if path.is_file())
         self.files = {f"/{path.relative_to(_STATIC).as_posix()}": (path.read_bytes(), _kind(path)) for path in files}
         self.files["/"] = self.files["/index.html"]
-        self.files["/api/choices"] = json.dumps(_choices()).encode(), "application/json"
+        offered = choices(planner="server", is_compiled=best_core() is not PythonCore, num_searches=os.cpu_count() or 1)
+        self.files["/choices.json"] = json.dumps(offered).encode(), "application/json"
 
     def server_close(self) -> None:
-        """End all searches, and stop to listen."""
-        self.workers.stop()
+        """End all tasks, and stop to listen."""
+        for child in self.active_children or ():
+            os.kill(child, signal.SIGKILL)
         super().server_close()
 
 
@@ -134,8 +130,6 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(length))
         if len(body) < int(length):
             self._fail(400, "the request ended early")
-        elif task in SEARCHES:
-            self._stream(task, body)
         else:
             self._answer(task, body)
 
@@ -143,28 +137,28 @@ class _Handler(BaseHTTPRequestHandler):
     def _path(self) -> str:
         return self.path.partition("?")[0]
 
-    def _stream(self, task: str, body: bytes) -> None:
-        """Stream the lines of a search. An error in the request is the worker's first event, and becomes an HTTP status."""
-        with contextlib.closing(self.server.workers.events(task, body)) as events:
-            first = next((line for line in events if not line.startswith(_STARTING)), b"")
-            if not first or is_error(first):
-                self._begin(400, "application/json", len(first))
-                self.wfile.write(first)
-                return
-            self._begin(200, "application/x-ndjson")
-            self.wfile.write(first)
-            for line in events:
-                self.wfile.write(line)
-
     def _answer(self, task: str, body: bytes) -> None:
-        """The single answer of a short task."""
-        with contextlib.closing(self.server.workers.events(task, body)) as events:
-            line = next((line for line in events if not line.startswith(_TICK)), None)
-        if line is None:
-            self._fail(500, "the worker process ended without an answer")
-            return
-        self._begin(200 if line.startswith(b'{"event":"done"') else 400, "application/json", len(line))
-        self.wfile.write(line)
+        """Send the lines of a task, with bounded memory and time."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # they are for the server, which ends its children
+        with contextlib.suppress(ValueError, OSError):  # a lower limit is set already
+            resource.setrlimit(resource.RLIMIT_AS, (limits.WORKER_BYTES, limits.WORKER_BYTES))
+        self._begin(200, "application/x-ndjson")
+        sending = threading.Lock()
+        threading.Thread(target=self._watch, args=(sending,), daemon=True).start()
+        for line in lines(task, body):
+            with sending:
+                self.wfile.write(line.encode())
+
+    def _watch(self, sending: threading.Lock) -> None:
+        """End this process when the page hangs up, or when its time is over."""
+        seconds = self.server.search_seconds
+        readable, _, _ = select.select([self.connection], [], [], seconds)
+        with sending:
+            if not readable:
+                stopped = {"event": "stopped", "message": f"stopped at the limit of {seconds:g} s"}
+                self.wfile.write(json.dumps(stopped).encode() + b"\n")
+            os._exit(0)
 
     def _begin(self, status: int, kind: str, length: int | None = None) -> None:
         self.send_response(status)
@@ -223,32 +217,3 @@ def _is_ours(host: str, allowed: frozenset[str]) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _choices() -> dict[str, Any]:
-    """The schedules, objectives, efforts, colors and limits that the page offers."""
-    names = ("name", "title", "placement", "num_chunks", "is_searched", "takes_max_pending_backward", "description")
-    schedules = [{name: getattr(info, name) for name in names} for info in known_schedules()]
-    words = "the best of all schedules within the memory limit, 1F1B's if none is given, as in a run"
-    auto = dict(zip(names, (AUTO, AUTO, "", 0, True, False, words), strict=True))
-    objectives = [
-        {"name": objective.value, "label": objective.label.removeprefix("with ").removeprefix("the ")}
-        for objective in reversed(Objective)
-    ]
-    return {
-        "version": __version__,
-        "schedules": [*schedules, auto],
-        "objectives": objectives,
-        "auto_memory_limit": AUTO_MEMORY_LIMIT,
-        "num_searches": num_searches(),
-        "efforts": ["drawn", *(effort.value for effort in Effort)],
-        "kinds": [{"name": kind.value, "colors": COLORS[kind]} for kind in KINDS],
-        "spans": {activity.value: color for activity, color in SPAN_COLORS.items()},
-        "is_compiled": best_core() is not PythonCore,
-        "limits": {
-            "ranks": limits.MAX_RANKS,
-            "microbatches": limits.MAX_MICROBATCHES,
-            "chunks": limits.MAX_STAGES_PER_RANK,
-            "body_bytes": limits.MAX_BODY_BYTES,
-        },
-    }

@@ -1,4 +1,4 @@
-"""The tasks of a worker process, as generators of events.
+"""The tasks that the page asks for, as generators of events.
 
 An event is an object with ``event``: ``started`` (the request is valid), ``best`` and ``point`` (intermediate results of a
 search), ``times`` (at its end, the iteration times with either kind of optimizer step, each of a plan made for it), ``done`` (the
@@ -32,7 +32,7 @@ from megatron.zerobubble.playground.recorded import read_trace
 Event = dict[str, Any]
 
 
-def run_task(name: str, body: bytes) -> Iterator[Event]:
+def run_task(name: str, body: str | bytes) -> Iterator[Event]:
     """Yield the events of a task. A user error is an ``error`` event."""
     try:
         yield from TASKS[name](body)
@@ -44,7 +44,7 @@ def run_task(name: str, body: bytes) -> Iterator[Event]:
         yield {"event": "error", "message": "the file is nested too deeply for the playground"}
 
 
-def _search(body: bytes) -> Iterator[Event]:
+def _search(body: str | bytes) -> Iterator[Event]:
     problem = read_problem(body)
     yield {"event": "started", "seconds": seconds_by_effort(problem)}
     shown, share = None, share_of_climb(problem)
@@ -72,7 +72,7 @@ def _search(body: bytes) -> Iterator[Event]:
     yield {"event": "times", "spent": 1.0, "times_ms": times}
 
 
-def _pareto(body: bytes) -> Iterator[Event]:
+def _pareto(body: str | bytes) -> Iterator[Event]:
     problem = read_problem(body)
     if not problem.memory_limits:
         raise ConfigError(f"memory_limits is empty; give 1 to {MAX_POINTS} numbers")
@@ -91,11 +91,11 @@ def _pareto(body: bytes) -> Iterator[Event]:
         yield event
 
 
-def _open(body: bytes) -> Iterator[Event]:
+def _open(body: str | bytes) -> Iterator[Event]:
     yield {"event": "done", **open_file(body)}
 
 
-def _show(body: bytes) -> Iterator[Event]:
+def _show(body: str | bytes) -> Iterator[Event]:
     """The drawing of a plan sent by the page, with the flags for an objective."""
     given = read_object(body)
     result = plan_result(*_plan_of(given))
@@ -106,13 +106,13 @@ def _show(body: bytes) -> Iterator[Event]:
     yield {"event": "done", "drawing": drawing, "flags": words}
 
 
-def _export(body: bytes) -> Iterator[Event]:
+def _export(body: str | bytes) -> Iterator[Event]:
     given = read_object(body)
     form = choice(Export, "form", given.get("form"))
     yield {"event": "done", **export(plan_result(*_plan_of(given)).simulation, form)._asdict()}
 
 
-def _compare(body: bytes) -> Iterator[Event]:
+def _compare(body: str | bytes) -> Iterator[Event]:
     """Compare a trace with a plan."""
     given = read_object(body)
     trace = given.get("trace")
@@ -132,7 +132,7 @@ def _plan_of(given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return text, read_object(text)
 
 
-TASKS: dict[str, Callable[[bytes], Iterator[Event]]] = {
+TASKS: dict[str, Callable[[str | bytes], Iterator[Event]]] = {
     "search": _search,
     "pareto": _pareto,
     "open": _open,
@@ -146,6 +146,6 @@ SEARCHES = frozenset({"search", "pareto"})
 """Tasks that stream intermediate results and can be stopped at any time."""
 
 
-def encode(event: Event) -> bytes:
-    """Encode an event as one line of JSON."""
-    return json.dumps(event, separators=(",", ":")).encode() + b"\n"
+def lines(name: str, body: str | bytes) -> Iterator[str]:
+    """The events of a task, each as a line of JSON."""
+    return (json.dumps(event, separators=(",", ":")) + "\n" for event in run_task(name, body))

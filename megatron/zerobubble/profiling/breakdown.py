@@ -18,6 +18,7 @@ A recording has both, a simulation (which has no waits) only the phases: there t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -144,7 +145,7 @@ def link_times(timeline: Timeline) -> dict[tuple[int, int], float]:
 
 
 def _time_in(row: Row, *kinds: OpKind) -> float:
-    return sum(timed.end_ms - timed.start_ms for timed in row if timed.op.kind in kinds)
+    return math.fsum(timed.end_ms - timed.start_ms for timed in row if timed.op.kind in kinds)
 
 
 def _phases(row: Row) -> dict[str, float]:
@@ -194,4 +195,4 @@ def _sent_at(timeline: Timeline) -> dict[Message, float]:
 
 
 def _total(spans: Sequence[Span], activity: Activity) -> float:
-    return sum(span.end_ms - span.start_ms for span in spans if span.activity is activity)
+    return math.fsum(span.end_ms - span.start_ms for span in spans if span.activity is activity)

@@ -1,40 +1,78 @@
-// Requests to the planner on the server.
+// Questions to the planner: to the server of the page, or, where the page is plain files, to workers that run it in the browser.
 
-const JSON_TYPE = { "content-type": "application/json" };
+import { queued } from "./queue.js";
+import { fromServer } from "./server.js";
+import { Workers } from "./workers.js";
+
+const TICK_MS = 400;
+const SEARCHES = new Set(["search", "pareto"]);
+let planner = null;
 
 /** The schedules, options, colors and limits that the page offers. */
 export async function choices() {
-  return (await fetch("api/choices")).json();
+  const offered = await (await fetch("choices.json")).json();
+  offered.num_searches ??= navigator.hardwareConcurrency;
+  const isOurs = offered.planner === "worker";
+  // The last worker is for short tasks: a file opens while searches run.
+  planner = { lines: fromServer, turns: new Turns(offered.num_searches) };
+  if (isOurs) planner.lines = new Workers(offered.num_searches + 1).lines;
+  if (isOurs) navigator.serviceWorker?.register("service-worker.js");
+  return offered;
 }
 
 /** Run a task that has one answer. Throws an Error with the planner's message. */
 export async function ask(task, body, signal) {
-  const response = await post(task, body, signal);
-  const answer = await response.json();
-  if (!response.ok) throw new Error(answer.message);
-  return answer;
+  for await (const event of listen(task, body, signal)) if (event.event === "done") return event;
+  throw new Error("the planner ended without an answer");
 }
 
-/** Run a search and yield its events as they arrive. Aborting the signal also ends the search on the server. */
+/** Run a task and yield its events, and a tick where there is none for a while. Aborting the signal ends the task. */
 export async function* listen(task, body, signal) {
-  const response = await post(task, body, signal);
-  if (!response.ok) throw new Error((await response.json()).message);
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  for (;;) {
-    const { done, value } = await reader.read();
-    if (done) return;
-    const lines = (rest + value).split("\n");
-    rest = lines.pop();
-    for (const line of lines) {
-      const event = JSON.parse(line);
+  const begin = performance.now();
+  const text = typeof body === "string" ? body : JSON.stringify(body);
+  const turns = SEARCHES.has(task) ? planner.turns : null;
+  let hasTurn = false;
+  async function* answers() {
+    await turns?.take(signal);
+    hasTurn = true;
+    yield* planner.lines(task, text, signal);
+  }
+  const lines = answers();
+  try {
+    for (let next = lines.next(); ; ) {
+      const found = await Promise.race([next, pause(TICK_MS)]);
+      if (found?.done) return;
+      if (found) (next = lines.next()).catch(() => {}); // it may fail after nobody waits for it
+      const tick = { event: "tick", state: hasTurn ? "running" : "queued", elapsed_s: (performance.now() - begin) / 1000 };
+      const event = found ? JSON.parse(found.value) : tick;
       if (event.event === "error") throw new Error(event.message);
       yield event;
     }
+  } finally {
+    lines.return();
+    if (hasTurn) turns?.give();
   }
 }
 
-function post(task, body, signal) {
-  const text = typeof body === "string" ? body : JSON.stringify(body);
-  return fetch(`api/${task}`, { method: "POST", headers: JSON_TYPE, body: text, signal });
+/** How many searches may run at once; the others wait for their turn. */
+class Turns {
+  constructor(count) {
+    this.free = count;
+    this.waiting = [];
+  }
+
+  async take(signal) {
+    if (this.free > 0) this.free--;
+    else await queued(this.waiting, signal);
+  }
+
+  give() {
+    const next = this.waiting.shift();
+    if (next) next();
+    else this.free++;
+  }
+}
+
+function pause(ms) {
+  return new Promise((resolve) => setTimeout(resolve, ms, null));
 }

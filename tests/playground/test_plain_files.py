@@ -1,0 +1,149 @@
+"""The page from plain files: the planner runs in the browser, finds what the native one finds, and asks nobody."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.playground.tasks import run_task
+from tests.playground.conftest import ROOT, Server
+from tests.playground.pages import Open, cells, drop
+from tools.docs.playground_app import build
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+MIB = 2**20
+POLICY = "content-security-policy"
+MEASURED = {"forward_ms": 18.5, "backward_ms": 18.1, "wgrad_ms": 9.3, "comm_ms": 0.6, "activation_after_backward": 0.37}
+SMALL = {"num_ranks": 4, "num_microbatches": 8, "effort": "fast"}
+# Every method of the core, and random blocks that have been the same on one C library only.
+PROBLEMS: list[dict[str, Any]] = [
+    SMALL | {"schedule": "v-half", "times": MEASURED},
+    SMALL | {"schedule": "zbv", "times": MEASURED, "num_microbatches": 24},
+    SMALL | {"schedule": "zb", "num_microbatches": 13, "memory_limit": 1.2, "objective": "span", "seed": 7},
+    SMALL | {"schedule": "v-min", "times": MEASURED, "seed": 3},
+    SMALL | {"schedule": "zbv", "microbatch_tokens": {"mean": 4096, "variation": 0.6, "seed": 1}, "attention_share": 0.3},
+    SMALL | {"schedule": "zb-h1", "links": {"latency_ms": [[0, 1, 2, 3], [1, 0, 1, 2], [2, 1, 0, 1], [3, 2, 1, 0]]}},
+    SMALL | {"schedule": "auto", "num_ranks": 2, "num_microbatches": 5, "times": MEASURED},
+]
+IN_PAGE = """async (problems) => {
+  const { choices, listen } = await import("./js/api.js");
+  await choices();
+  const found = [];
+  for (const problem of problems) {
+    const events = [];
+    for await (const event of listen("search", problem)) if (event.event !== "tick") events.push(event);
+    found.push(events);
+  }
+  return found;
+}"""
+
+pytestmark = pytest.mark.claims(
+    "Planning and measuring",
+    "the playground as plain files: the planner and its core as WebAssembly in a worker, the native core's plans bit for bit, "
+    "stopped searches, offline after the first visit, no request to elsewhere",
+    "works, Chromium",
+    also=("playground",),
+)
+
+
+@pytest.fixture(scope="module")
+def app(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files; without a browser none are built."""
+    pytest.importorskip("ziglang")
+    folder = tmp_path_factory.mktemp("app")
+    build(folder, ROOT / ".pyodide")
+    return folder
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def server(app: Path) -> Iterator[Server]:
+    """A web server that knows nothing but files, in a folder, as the documentation site has it."""
+    running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(app.parent)))
+    thread = threading.Thread(target=running.serve_forever)
+    thread.start()
+    yield Server(address=f"http://127.0.0.1:{running.server_port}/{app.name}", port=running.server_port, pid=0)
+    running.shutdown()
+    thread.join()
+    running.server_close()
+
+
+def is_kept(page: Page) -> None:
+    """Wait until the service worker answers for the page."""
+    page.wait_for_function("() => navigator.serviceWorker.controller?.state === 'activated'")
+
+
+def test_plans_are_those_of_the_native_core(opened: Open) -> None:
+    with opened("p=2&m=2&effort=drawn") as page:
+        found = page.evaluate(IN_PAGE, PROBLEMS)
+    for problem, events in zip(PROBLEMS, found, strict=True):
+        native = [json.loads(json.dumps(event)) for event in run_task("search", json.dumps(problem))]
+        assert events == native, problem
+        assert events[-1]["event"] == "times"
+
+
+def test_the_page_works_without_a_network_after_the_first_visit(opened: Open, server: Server) -> None:
+    with opened("p=4&m=6&s=zbv") as page:
+        asked: list[str] = []
+        policies: list[str | None] = []
+        page.context.on("request", lambda request: asked.append(request.url))
+        page.on("response", lambda each: policies.append(each.headers.get(POLICY)) if "/worker.js" in each.url else None)
+        page.reload()
+        is_kept(page)
+        page.wait_for_selector("main[aria-busy=false]")
+        reached = cells(page, "bubble")
+        page.context.set_offline(True)
+        page.reload()
+        page.wait_for_selector("main[aria-busy=false]")
+        assert cells(page, "bubble") == reached
+        page.fill("[name=m]", "9")
+        page.wait_for_function("before => !document.querySelector('#metrics').innerText.includes(before)", arg=reached[0])
+        assert len(asked) > 40
+        assert all(address.startswith(f"{server.address}/") for address in asked)
+        assert (policies[-1] or "").startswith("default-src 'none'; script-src 'self'"), "a worker does not have its page's"
+
+
+def test_a_stopped_search_keeps_the_best_so_far_and_the_next_one_begins(opened: Open) -> None:
+    with opened("p=8&m=24&f=18.5&b=18.1&w=9.3&c=0.6&a=0.37&effort=max&s=v-half") as page:
+        page.wait_for_selector(".slot .stop:not([hidden])")
+        text = build_plan("zbv", num_ranks=2, num_microbatches=3).to_json()
+        drop(page, "plan.json", text)
+        page.wait_for_selector(".panel:has-text('plan.json'), .slot:has-text('plan.json')")
+        page.locator(".slot .stop").first.click()
+        page.wait_for_selector(".slot .status:has-text('stopped; this is the best so far')")
+        page.select_option("[name=effort]", "drawn")
+        page.wait_for_selector("main[aria-busy=false]")
+        assert float(cells(page, "bubble")[0].split()[0]) < 30
+
+
+def test_a_planner_that_cannot_be_loaded_is_reported_and_other_sites_are_out_of_reach(browser: Browser, server: Server) -> None:
+    with browser.new_context(service_workers="block") as context:
+        page = context.new_page()
+        logged: list[str] = []
+        page.on("console", lambda message: logged.append(message.text))
+        page.route("**/snapshot.bin", lambda route: route.fulfill(status=404))
+        page.goto(f"{server.address}/?p=2&m=2")
+        page.wait_for_selector(".slot.wrong:has-text('the planner cannot be loaded: vendor/pyodide/snapshot.bin')")
+        assert page.evaluate("() => fetch('http://127.0.0.1:9/').catch(({ message }) => message)") == "Failed to fetch"
+        assert any("violates the following Content Security Policy" in message for message in logged)
+
+
+def test_the_files_stay_small(app: Path) -> None:
+    sizes = {path.relative_to(app).as_posix(): path.stat().st_size for path in app.rglob("*") if path.is_file()}
+    assert sum(sizes.values()) < 24 * MIB
+    assert sizes["core.wasm"] < 64 * 1024
+    assert sizes["vendor/pyodide/snapshot.bin"] < 9 * MIB
