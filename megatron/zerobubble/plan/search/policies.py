@@ -200,4 +200,4 @@ def _normal(random: Random, deviation: float) -> float:
 
 def _portable(value: float) -> float:
     """Without the last digits, in which the C libraries of two machines differ: the same seed draws the same blocks on all."""
-    return round(value, 9)
+    return round(value * 2**30) / 2**30
