@@ -115,12 +115,13 @@ bench: setup  ## benchmark the executor's overhead per op
 playground: setup  ## plan schedules in the browser, on this machine only
 	$(BIN)/zerobubble playground $(PLAYGROUND)
 
-docs: setup  ## build the documentation site into site/; warnings are errors
+docs: setup  ## build the documentation site with the playground into site/, with npm and node; warnings are errors
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/docs.txt
 	$(BIN)/python -m tools.docs.flags --check
 	$(BIN)/python -m tools.docs.tested --check
 	$(BIN)/python -m tools.docs.wrap --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python -m tools.docs.playground_app site/playground-app
 
 dist: setup  ## build the sdist and this Python's wheel into dist/
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/release.txt

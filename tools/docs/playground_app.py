@@ -2,7 +2,7 @@
 
 Beside the files that `zerobubble playground` serves, there are Pyodide (CPython as WebAssembly, from its npm package), a snapshot
 of its memory in which the planner is imported, and the planner's compiled core as a side module of it, which `ctypes` loads as it
-loads the native one. Nothing is loaded from elsewhere. The build needs npm, node and the packages of requirements/release.txt.
+loads the native one. Nothing is loaded from elsewhere. The build needs npm, node and the packages of requirements/dev.txt.
 """
 
 from __future__ import annotations

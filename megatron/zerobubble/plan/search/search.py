@@ -22,6 +22,7 @@ from __future__ import annotations
 import importlib
 import logging
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -47,6 +48,7 @@ from megatron.zerobubble.plan.search.search_progress import Progress
 logger = logging.getLogger(__name__)
 
 _COMPILED_EVALUATIONS_PER_S = 1.5e8
+_WEBASSEMBLY_EVALUATIONS_PER_S = 6e7
 _PYTHON_EVALUATIONS_PER_S = 1.5e6
 
 
@@ -124,7 +126,9 @@ def _best_of(
 
 def evaluations_per_second() -> float:
     """Op evaluations per second of a search with the core that is installed here, on one CPU core of 2024."""
-    return _PYTHON_EVALUATIONS_PER_S if best_core() is PythonCore else _COMPILED_EVALUATIONS_PER_S
+    if best_core() is PythonCore:
+        return _PYTHON_EVALUATIONS_PER_S
+    return _WEBASSEMBLY_EVALUATIONS_PER_S if sys.platform == "emscripten" else _COMPILED_EVALUATIONS_PER_S
 
 
 @cache
