@@ -45,7 +45,7 @@ def ask(
 
 
 def events(body: bytes) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in body.splitlines()]
+    return [json.loads(line) for line in body.splitlines() if line]
 
 
 def workers(server: Server) -> int:
@@ -56,6 +56,7 @@ def workers(server: Server) -> int:
 def test_a_search_tells_what_it_has_as_it_goes(server: Server) -> None:
     status, headers, body = ask(server, "/api/search", SMALL)
     assert status == 200
+    assert body.endswith(b"}\n\n"), "complete"
     assert headers["content-type"].startswith("application/x-ndjson")
     best = [event for event in events(body) if event["event"] == "best"]
     assert best[-1]["spent"] < 1.0, "a search for the other kind of optimizer step follows"
@@ -195,6 +196,17 @@ def test_hanging_up_ends_the_search(server: Server) -> None:
     while workers(server) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert workers(server) == 0
+
+
+def test_an_answer_that_is_cut_off_is_not_complete(server: Server) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request("POST", "/api/search", json.dumps(LONG).encode(), JSON)
+    response = connection.getresponse()
+    assert json.loads(response.readline())["event"] == "started"
+    for child in psutil.Process(server.pid).children():
+        child.kill()
+    assert not response.read().endswith(b"\n\n")
+    connection.close()
 
 
 @pytest.fixture

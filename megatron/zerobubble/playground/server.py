@@ -138,7 +138,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self.path.partition("?")[0]
 
     def _answer(self, task: str, body: bytes) -> None:
-        """Send the lines of a task, with bounded memory and time."""
+        """Send the lines of a task, with bounded memory and time, and an empty line: the answer is complete."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # they are for the server, which ends its children
         with contextlib.suppress(ValueError, OSError):  # a lower limit is set already
@@ -149,6 +149,8 @@ class _Handler(BaseHTTPRequestHandler):
         for line in lines(task, body):
             with sending:
                 self.wfile.write(line.encode())
+        with sending:
+            self.wfile.write(b"\n")
 
     def _watch(self, sending: threading.Lock) -> None:
         """End this process when the page hangs up, or when its time is over."""
@@ -157,7 +159,7 @@ class _Handler(BaseHTTPRequestHandler):
         with sending:
             if not readable:
                 stopped = {"event": "stopped", "message": f"stopped at the limit of {seconds:g} s"}
-                self.wfile.write(json.dumps(stopped).encode() + b"\n")
+                self.wfile.write(json.dumps(stopped).encode() + b"\n\n")
             os._exit(0)
 
     def _begin(self, status: int, kind: str, length: int | None = None) -> None:

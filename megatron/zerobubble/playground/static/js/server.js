@@ -1,6 +1,6 @@
 // The planner on the server that `zerobubble playground` runs.
 
-/** Yield the lines of a task. Aborting the signal also ends it on the server. */
+/** Yield the lines of a task; an empty line ends a complete answer. Aborting the signal also ends it on the server. */
 export async function* fromServer(task, body, signal) {
   const headers = { "content-type": "application/json" };
   const response = await fetch(`api/${task}`, { method: "POST", headers, body, signal });
@@ -8,9 +8,12 @@ export async function* fromServer(task, body, signal) {
   let rest = "";
   for (;;) {
     const { done, value } = await reader.read();
-    if (done) return;
+    if (done) throw new Error("the server ended before it had answered; out of memory is likely, and its terminal may say more");
     const lines = (rest + value).split("\n");
     rest = lines.pop();
-    yield* lines;
+    for (const line of lines) {
+      if (!line) return;
+      yield line;
+    }
   }
 }

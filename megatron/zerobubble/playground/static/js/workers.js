@@ -31,8 +31,8 @@ export class Workers {
         while (!arrived.length) await new Promise((resolve) => (wake = resolve));
         const message = arrived.shift();
         if (message.isAborted) throw signal.reason;
+        if (message.failure) throw new Error(message.failure); // and end this worker: its memory may be broken
         isOver = message.isOver;
-        if (message.failure) throw new Error(message.failure);
         if (message.line) yield message.line;
       }
     } finally {
