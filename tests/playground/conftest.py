@@ -87,7 +87,7 @@ def opened(browser: Browser, server: Server) -> Open:
         page.on("pageerror", lambda error: logged.append(str(error)))
         page.on("console", lambda message: logged.append(message.text))
         page.goto(f"{server.address}/?{query}")
-        page.wait_for_selector(".panel .measures")
+        page.wait_for_selector(".panel .chart")
         yield page
         assert logged == []
         context.close()

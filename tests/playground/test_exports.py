@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+import ast
+import inspect
 import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
 
+from megatron.zerobubble import add_zero_bubble_args, install
 from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Plan
@@ -16,7 +20,7 @@ from megatron.zerobubble.plan.planner import Result
 from megatron.zerobubble.plan.registry import build_plan, initial_plan, known_schedules
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.playground.drawing import draw_plan
-from megatron.zerobubble.playground.exports import Export, export, flags, stem_of
+from megatron.zerobubble.playground.exports import Export, commands, export, flags, stem_of
 from megatron.zerobubble.playground.recorded import read_trace
 from tests.training.test_arguments import settings
 
@@ -75,3 +79,25 @@ def test_a_drawing_has_the_simulators_values() -> None:
     assert [max(rank["held"]) for rank in drawn["ranks"]] == list(simulation.peak_memory)
     assert drawn["metrics"]["num_messages"] == 2 * 6 * 8, "two chunks, three boundaries each, both directions, eight microbatches"
     assert drawn["metrics"]["relative_messages"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("name", "objective"), [("1f1b", Objective.SPAN), ("zbv", Objective.SPAN), ("zb-interleaved", Objective.MAKESPAN)]
+)
+def test_the_calls_and_commands_are_taken_by_what_they_are_for(name: str, objective: Objective) -> None:
+    plan = result(name).simulation.plan
+    ways = commands(plan, objective)
+    (call,) = ast.parse(ways["a loop of your own"]).body
+    assert isinstance(call, ast.Expr)
+    assert isinstance(call.value, ast.Call)
+    options = {each.arg: ast.literal_eval(each.value) for each in call.value.keywords}
+    inspect.signature(install).bind(**options)
+    assert options.pop("plan") == f"{stem_of(plan)}.json"
+    assert options == ({"optimizer_post_validation": True} if objective is Objective.SPAN else {})
+    before, after = ways["zerobubble run"].replace("\\\n", "").split("SCRIPT ITS FLAGS")
+    parser = argparse.ArgumentParser()
+    add_zero_bubble_args(parser)
+    ours = before.split("megatron.zerobubble.run")[1].split()
+    assert parser.parse_args(ours).zero_bubble_load_plan == f"{stem_of(plan)}.json"
+    assert "--pipeline-model-parallel-size 4" in after
+    assert ("--num-virtual-stages-per-pipeline-rank 2" in after) is (plan.placement.num_chunks == 2)

@@ -48,7 +48,7 @@ def search(**changes: Any) -> list[dict[str, Any]]:
     """The drawings of a search."""
     events = list(run_task("search", json.dumps(GOOD | changes).encode()))
     assert events[-1]["event"] == "times", events[-1]
-    return [event["drawing"] | {"flags": event["flags"]} for event in events if "drawing" in event]
+    return [event["drawing"] | {"commands": event["commands"]} for event in events if "drawing" in event]
 
 
 def test_lengths_and_links_become_the_costs_of_every_microbatch() -> None:
@@ -105,7 +105,7 @@ def test_without_a_search_the_page_shows_what_a_run_would_plan(name: str) -> Non
     options = SearchOptions(objective=Objective.MAKESPAN, budget=ITERATION_BUDGET)
     plan = MicrobatchPlanner(spec, 6, options=options).plan(costs)
     assert Plan.from_json(drawn["plan"]) == plan
-    assert drawn["flags"] == []
+    assert drawn["commands"] == {}
     own = simulate(build_plan(name, num_ranks=2, num_microbatches=6), costs)
     assert drawn["metrics"]["came_idle_share"] == pytest.approx(own.idle_share)
     assert drawn["metrics"]["idle_share"] == pytest.approx(simulate(plan, costs).idle_share)
@@ -150,7 +150,7 @@ def test_links_alone_are_shown_and_the_plan_is_for_them() -> None:
     drawn = search(microbatch_tokens=None, links=LINKS)[-1]
     assert drawn["lengths"][0] == "links of 0.500 to 1.000 ms per mean message between neighboring ranks"
     assert json.loads(drawn["plan"])["costs"]["links"]["latency_ms"] == LINKS["latency_ms"]
-    assert drawn["flags"], "a run may load it: its microbatches are equal"
+    assert drawn["commands"], "a run may load it: its microbatches are equal"
 
 
 def test_a_file_of_links_is_opened() -> None:

@@ -30,6 +30,7 @@ def test_lengths_are_planned_for_and_shown_and_the_link_restores_them(opened: Op
         assert page.locator("[name=m]").get_attribute("readonly") is not None
         page.wait_for_selector("main[aria-busy=false]")
         assert page.locator("[name=effort] option").first.inner_text() == "hand-written, microbatches assigned"
+        page.locator(".take-along summary").click()
         with page.expect_download() as waiting:
             page.get_by_role("button", name="Plan", exact=True).click()
         waiting.value.save_as(tmp_path / "plan.json")
@@ -52,8 +53,7 @@ def test_lengths_are_planned_for_and_shown_and_the_link_restores_them(opened: Op
             .inner_text()
             .startswith(f"F of slot 0: microbatch {first} of the data, {TOKENS[first]} tokens, rank 0")
         )
-        page.locator(".panel summary.button").click()
-        assert "is not loaded" in page.locator(".flags-box .popover").inner_text()
+        assert "is not loaded" in page.locator(".take-along .popover").inner_text()
         reached = page.locator("#metrics").inner_text()
         with opened(page.url.partition("?")[2]) as other:
             other.wait_for_selector("main[aria-busy=false]")
@@ -126,6 +126,7 @@ def test_a_plan_for_unequal_microbatches_is_opened_and_planned_for_again(opened:
     with opened(LIST) as page:
         page.wait_for_selector("main[aria-busy=false]")
         shown = cells(page, IDLE)[0]
+        page.locator(".take-along summary").click()
         with page.expect_download() as waiting:
             page.get_by_role("button", name="Plan", exact=True).click()
         waiting.value.save_as(tmp_path / "plan.json")

@@ -1,8 +1,9 @@
-"""Exports of a plan: files for other tools, and flags for pretrain_gpt.py."""
+"""Exports of a plan: files for other tools, and the commands that run it."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron.zerobubble.plan.costs.cost_model import CostModel
@@ -68,3 +69,34 @@ def flags(plan: Plan, objective: Objective, costs: CostModel | None = None) -> l
     if objective is Objective.SPAN:
         words.append("--enable-optimizer-post-validation")
     return words
+
+
+def commands(plan: Plan, objective: Objective, costs: CostModel | None = None) -> dict[str, str]:
+    """Three ways to run a plan, by what takes them: a script's flags, a call in a loop, a command around a script.
+
+    Empty for a plan for unequal microbatches, as `flags`.
+    """
+    words = flags(plan, objective, costs)
+    if not words:
+        return {}
+    file = f"{stem_of(plan)}.json"
+    is_optimistic = objective is Objective.SPAN
+    chunks = plan.placement.num_chunks
+    sizes = [word for word in words if not word.startswith(("--zero-bubble", "--enable"))]
+    if chunks > 1 and plan.placement.name != "loop":
+        sizes.insert(1, f"--num-virtual-stages-per-pipeline-rank {chunks}")
+    ours = [word for word in words if word not in sizes]
+    call = f"megatron.zerobubble.install(plan={file!r}{', optimizer_post_validation=True' if is_optimistic else ''})"
+    if chunks > 1:
+        call += f"  # the loop builds {chunks} model chunks per rank"
+    run = f"torchrun --nproc-per-node {plan.num_ranks} -m megatron.zerobubble.run"
+    return {
+        "pretrain_gpt.py": _continued(words),
+        "a loop of your own": call,
+        "zerobubble run": _continued([run, *ours, "SCRIPT ITS FLAGS", *sizes]),
+    }
+
+
+def _continued(words: Sequence[str]) -> str:
+    """A command over several lines."""
+    return " \\\n    ".join(words)

@@ -21,7 +21,7 @@ from megatron.zerobubble.plan.render.plan_summary import title
 from megatron.zerobubble.plan.simulate import Simulation
 from megatron.zerobubble.playground.deviations import compare
 from megatron.zerobubble.playground.drawing import draw_plan
-from megatron.zerobubble.playground.exports import Export, export, flags
+from megatron.zerobubble.playground.exports import Export, commands, export
 from megatron.zerobubble.playground.ladder import climb, for_other_objective, pareto, seconds_by_effort, share_of_climb
 from megatron.zerobubble.playground.length_fields import as_it_came
 from megatron.zerobubble.playground.limits import MAX_POINTS, choice
@@ -61,7 +61,7 @@ def _search(body: str | bytes) -> Iterator[Event]:
             drawing = draw_plan(rung.result, own[key])
             derived = problem.derived_from(plan.placement)
             event["drawing"] = drawing | {"derived_from": derived, "memory_limit": problem.memory_limit}
-            event["flags"] = flags(plan, problem.objective, costs)
+            event["commands"] = commands(plan, problem.objective, costs)
         shown = rung.result
         yield event
     assert shown is not None
@@ -96,14 +96,14 @@ def _open(body: str | bytes) -> Iterator[Event]:
 
 
 def _show(body: str | bytes) -> Iterator[Event]:
-    """The drawing of a plan sent by the page, with the flags for an objective."""
+    """The drawing of a plan sent by the page, with the commands for an objective."""
     given = read_object(body)
     result = plan_result(*_plan_of(given))
     simulation = result.simulation
     objective = choice(Objective, "objective", given.get("objective", DEFAULT_OBJECTIVE.value))
-    words = flags(simulation.plan, objective, simulation.costs)
+    ways = commands(simulation.plan, objective, simulation.costs)
     drawing = draw_plan(result, as_it_came(simulation.plan, simulation.costs))
-    yield {"event": "done", "drawing": drawing, "flags": words}
+    yield {"event": "done", "drawing": drawing, "commands": ways}
 
 
 def _export(body: str | bytes) -> Iterator[Event]:

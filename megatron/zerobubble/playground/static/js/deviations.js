@@ -71,7 +71,7 @@ export class Deviations {
         make(
           "button",
           { type: "button", click: () => this.jump(trace.key, each.rank, each.step) },
-          `rank ${each.rank}, ${each.op}: ${milliseconds(each.lost_ms)}`,
+          `${inWords(each.op)}, rank ${each.rank}: ${milliseconds(each.lost_ms)}`,
         ),
         ` pass ${signed(each.longer_pass_ms, milliseconds)}, wait before it ${signed(each.longer_wait_ms, milliseconds)}; ` +
           `planned at ${milliseconds(each.planned_start_ms)}, ran at ${milliseconds(each.start_ms)}`,
@@ -83,6 +83,12 @@ export class Deviations {
       make("ol", { class: "largest" }, ...items),
     );
   }
+}
+
+/** The text of an op, such as 2B4, in words. */
+function inWords(op) {
+  const [, stage, kind, microbatch] = /^(\d+)(\D+)(\d+)$/.exec(op) ?? [];
+  return stage === undefined ? op : `${kind} of microbatch ${microbatch}, stage ${stage}`;
 }
 
 /** Fill a select with the slots. The user's choice stays; without one, `usual` is selected. */

@@ -1,40 +1,39 @@
-// Downloads: plan, SVG, PNG, trace and flags. The server renders all but the PNG, which is the SVG painted on a canvas.
+// What can be taken along of a plan: the plan, SVG, PNG, trace, and the commands that run it. The planner renders all but the
+// PNG, which is the SVG painted on a canvas, in the colors of the page. An SVG is light or dark as its reader prefers.
 
 import { ask } from "./api.js";
 import { make } from "./dom.js";
 
 const MOST_PX = 8192;
 
-/** Buttons for one plan: `shown` is {drawing, flags}; `fail` is called with an error message. */
-export function actions(shown, fail) {
+/** Buttons and commands for one plan: `shown` is {drawing, commands}; `fail` is called with an error message. */
+export function takeAlong(shown, fail) {
   const { plan, schedule, num_ranks: p, num_microbatches: m } = shown.drawing;
   const stem = `${/^[a-z0-9-]+$/.test(schedule) ? schedule : "plan"}-p${p}-m${m}`;
   const guarded = (action) => () => action().catch((error) => fail(error.message));
-  const flags = make("pre", { class: "flags", tabindex: 0, "aria-label": "flags" }, (shown.flags ?? []).join(" \\\n"));
-  const popover = make(
+  const button = (text, action) => make("button", { type: "button", click: guarded(action) }, text);
+  const ways = Object.entries(shown.commands ?? {}).flatMap(([name, text]) => [
+    make("div", { class: "heading" }, make("span", { class: "hint" }, `For ${name}, with ${stem}.json beside it:`), button("Copy", () => copy(text))),
+    make("pre", { class: "flags", tabindex: 0, "aria-label": `for ${name}` }, text),
+  ]);
+  const none = make("p", { class: "hint" }, "A plan for unequal microbatches is not loaded: a run has others in every iteration.");
+  return make(
     "details",
-    { class: "flags-box" },
-    make("summary", { class: "button" }, "Flags"),
+    { class: "take-along" },
+    make("summary", { class: "button" }, "Take along"),
     make(
       "div",
       { class: "popover" },
-      ...(shown.flags?.length
-        ? [
-            make("p", { class: "hint" }, `For pretrain_gpt.py, beside the saved ${stem}.json:`),
-            flags,
-            make("button", { type: "button", click: guarded(() => copy(flags.textContent)) }, "Copy flags"),
-          ]
-        : [make("p", { class: "hint" }, "A plan for unequal microbatches is not loaded: a run has others in every iteration.")]),
+      make(
+        "div",
+        { class: "row", role: "group", "aria-label": "Download" },
+        button("Plan", async () => save(`${stem}.json`, plan, "application/json")),
+        button("SVG", () => saveFrom(plan, "svg")),
+        button("PNG", () => savePng(plan, stem)),
+        button("Trace", () => saveFrom(plan, "trace")),
+      ),
+      ...(ways.length ? ways : shown.commands ? [none] : []),
     ),
-  );
-  return make(
-    "div",
-    { class: "row actions", role: "group", "aria-label": "Download" },
-    make("button", { type: "button", click: guarded(async () => save(`${stem}.json`, plan, "application/json")) }, "Plan"),
-    make("button", { type: "button", click: guarded(() => saveFrom(plan, "svg")) }, "SVG"),
-    make("button", { type: "button", click: guarded(() => savePng(plan, stem)) }, "PNG"),
-    make("button", { type: "button", click: guarded(() => saveFrom(plan, "trace")) }, "Trace"),
-    shown.flags ? popover : null,
   );
 }
 
@@ -51,7 +50,9 @@ async function saveFrom(plan, form) {
 
 async function savePng(plan, stem) {
   const { text } = await ask("export", { plan, form: "svg" });
-  const address = URL.createObjectURL(new Blob([text], { type: "image/svg+xml" }));
+  const media = document.documentElement.dataset.theme === "dark" ? "@media all" : "@media not all";
+  const themed = text.replace("@media(prefers-color-scheme:dark)", media);
+  const address = URL.createObjectURL(new Blob([themed], { type: "image/svg+xml" }));
   try {
     const image = new Image();
     image.src = address;

@@ -4,13 +4,13 @@ import { ask, choices as askChoices } from "./api.js";
 import { Deviations } from "./deviations.js";
 import { byId, debounced, make } from "./dom.js";
 import { acceptFiles } from "./files.js";
-import { results } from "./metrics.js";
+import { results, verdict } from "./metrics.js";
 import { brief, roughly } from "./numbers.js";
 import { Pareto } from "./pareto.js";
 import { Slot } from "./slot.js";
 import { Stages } from "./stages.js";
 import { CHOICES, LISTS, MOST_SLOTS, NUMBERS, fromQuery, slot as slotConfig, toQuery } from "./state.js";
-import { actions, copy } from "./downloads.js";
+import { copy, takeAlong } from "./downloads.js";
 import { Timelines } from "./timelines.js";
 import { Unequal, adopted, adoptedLinks } from "./unequal.js";
 
@@ -101,6 +101,11 @@ class Playground {
     byId("link").addEventListener("click", () =>
       copy(location.href).then(() => this.notify("The link is copied.", "good"), (error) => this.notify(error.message)),
     );
+    byId("more").addEventListener("click", () => this.more(byId("more").getAttribute("aria-expanded") === "false"));
+    document.querySelector(".skip").addEventListener("click", (event) => {
+      event.preventDefault(); // the address is the state of the form
+      this.form.focus();
+    });
     this.listenToTheme();
     acceptFiles({
       mostBytes: this.choices.limits.body_bytes,
@@ -204,22 +209,31 @@ class Playground {
   show() {
     const shown = this.slots
       .filter(({ drawing }) => drawing)
-      .map(({ key, letter, name, drawing, flags, trace, limit, isOpened }) => {
-        return { key, letter: letter.textContent, name: isOpened ? name : titleOf(drawing), drawing, flags, trace, limit };
+      .map(({ key, letter, name, drawing, commands, trace, limit, isOpened }) => {
+        return { key, letter: letter.textContent, name: isOpened ? name : titleOf(drawing), drawing, commands, trace, limit };
       });
-    const panels = shown.map(({ key, letter, drawing, flags, limit }) => ({
+    const panels = shown.map(({ key, letter, drawing, commands, limit }) => ({
       key,
       letter,
       drawing,
       limit,
-      actions: actions({ drawing, flags }, (message) => this.notify(message)),
+      actions: takeAlong({ drawing, commands }, (message) => this.notify(message)),
     }));
     this.updateBusy();
     this.timelines.show(panels);
     const base = shown.find(({ key }) => key === this.baseline?.key) ?? shown[0];
+    const sentence = shown.length ? verdict(shown, base, this.state.objective) : "";
+    if (byId("verdict").textContent !== sentence) byId("verdict").textContent = sentence;
     byId("metrics").replaceChildren(...this.mistakes(), ...(shown.length ? results(shown, base) : []));
     this.offerBaselines(shown, base);
     this.deviations.offer(shown);
+  }
+
+  /** Show all metrics, or only the first ones. */
+  more(isOpen) {
+    byId("more").setAttribute("aria-expanded", String(isOpen));
+    byId("more").textContent = isOpen ? "Less" : "More";
+    byId("metrics").classList.toggle("all", isOpen);
   }
 
   /** Why schedules are not shown, once for all that have the same reason: their own messages may be out of sight. */
@@ -318,8 +332,8 @@ class Playground {
     slot.render();
     this.keepLink();
     try {
-      const { drawing, flags } = await ask("show", { plan: point.plan, objective: this.state.objective });
-      slot.adopt({ drawing: { ...drawing, derived_from: point.derived_from }, flags });
+      const { drawing, commands } = await ask("show", { plan: point.plan, objective: this.state.objective });
+      slot.adopt({ drawing: { ...drawing, derived_from: point.derived_from }, commands });
       slot.setStatus(`plan of the Pareto front at memory limit ${point.memory_limit}`);
     } catch (error) {
       slot.fail(error.message);

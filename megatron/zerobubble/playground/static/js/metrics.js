@@ -1,33 +1,38 @@
 // The metrics of all schedules side by side. Only columns of the baseline's problem are compared with it: the same p, m and costs.
 
 import { make, table } from "./dom.js";
-import { milliseconds, number, percent } from "./numbers.js";
+import { gibibytes, milliseconds, number, percent } from "./numbers.js";
 
 const TOLERANCE = 1e-6;
+const TIE = 1e-3;
 
 /** Iteration time for an objective: of the plan that was made for it, if there was such a search, else of the plan on the page. */
 const time = (m, objective) => m.times_ms?.[objective] ?? m[`${objective}_ms`];
 const peak = (m) => Math.max(...m.peak_memory);
+const times = (value) => `${value.toFixed(2)}×`;
 
 /**
- * Label, value from the metrics and the baseline's (undefined: unknown), format, which value is the best: least, most, or none;
- * and whether the row is left out where no plan has a value, because all microbatches and links are equal.
+ * Label, value of a drawing and the baseline's metrics (undefined: unknown), format, which value is the best: least, most, or none.
+ * The first ones are always there, all others after "More". A row where no plan has a value is left out.
  */
-const ROWS = [
-  ["speed-up, synchronous optimizer", (m, base) => base && time(base, "makespan") / time(m, "makespan"), (value) => `${value.toFixed(2)}×`, "most"],
-  ["speed-up with post-validation", (m, base) => base && time(base, "span") / time(m, "span"), (value) => `${value.toFixed(2)}×`, "most"],
-  ["iteration time with the synchronous optimizer (makespan)", (m) => m.makespan_ms, milliseconds, "least"],
-  ["makespan above its lower bound", (m) => m.makespan_gap, percent, ""],
-  ["iteration time with post-validation (span)", (m) => m.span_ms, milliseconds, "least"],
-  ["span above its lower bound", (m) => m.span_gap, percent, ""],
-  ["bubble rate", (m) => m.bubble_rate, percent, "least"],
-  ["bubble rate, lower bound", (m) => m.bound_bubble_rate, percent, ""],
-  ["idle share of the makespan", (m) => m.idle_share, percent, "least", true],
-  ["idle share in its own order with the data as it came", (m) => m.came_idle_share, percent, "", true],
-  ["speed-up over its own order with the data as it came", (m) => m.came_makespan_ms / m.makespan_ms, (value) => `${value.toFixed(2)}×`, "", true],
-  ["peak activation memory (1.0 = 1F1B on rank 0)", peak, number, "least"],
-  ["P2P messages per iteration", (m) => m.num_messages, (value) => value.toLocaleString("en"), "least"],
-  ["P2P messages relative to 1F1B", (m) => m.relative_messages, (value) => `${value.toFixed(2)}×`, ""],
+const FIRST = [
+  ["speed-up, synchronous optimizer", ({ metrics: m }, base) => base && time(base, "makespan") / time(m, "makespan"), times, "most"],
+  ["speed-up with post-validation", ({ metrics: m }, base) => base && time(base, "span") / time(m, "span"), times, "most"],
+  ["bubble rate", ({ metrics: m }) => m.bubble_rate, percent, "least"],
+  ["memory of the fullest rank", (drawing) => fullest(drawing)?.bytes, gibibytes, "least"],
+  ["peak activation memory (1.0 = 1F1B on rank 0)", ({ metrics: m }) => peak(m), number, "least"],
+];
+const MORE = [
+  ["iteration time with the synchronous optimizer (makespan)", ({ metrics: m }) => m.makespan_ms, milliseconds, "least"],
+  ["makespan above its lower bound", ({ metrics: m }) => m.makespan_gap, percent, ""],
+  ["iteration time with post-validation (span)", ({ metrics: m }) => m.span_ms, milliseconds, "least"],
+  ["span above its lower bound", ({ metrics: m }) => m.span_gap, percent, ""],
+  ["bubble rate, lower bound", ({ metrics: m }) => m.bound_bubble_rate, percent, ""],
+  ["idle share of the makespan", ({ metrics: m }) => m.idle_share, percent, "least"],
+  ["idle share in its own order with the data as it came", ({ metrics: m }) => m.came_idle_share, percent, ""],
+  ["speed-up over its own order with the data as it came", ({ metrics: m }) => m.came_makespan_ms / m.makespan_ms, times, ""],
+  ["P2P messages per iteration", ({ metrics: m }) => m.num_messages, (value) => value.toLocaleString("en"), "least"],
+  ["P2P messages relative to 1F1B", ({ metrics: m }) => m.relative_messages, times, ""],
 ];
 
 /** Why two drawings cannot be compared, in words; "" if they can. */
@@ -44,22 +49,80 @@ export function difference({ problem: one }, { problem: other }) {
 
 /** The results of `shown`, a list of {letter, name, drawing}; `base` is the one that the others are compared with. */
 export function results(shown, base) {
-  const apart = new Map(shown.map((each) => [each, difference(each.drawing, base.drawing)]));
+  const apart = apartFrom(shown, base);
   const alike = shown.filter((each) => !apart.get(each));
   const head = ["", ...shown.map((each) => `${each.letter}  ${each.name}${each === base ? " (baseline)" : ""}`)];
-  const isUnequal = shown.some(({ drawing }) => drawing.metrics.idle_share !== undefined);
-  const rows = ROWS.filter((row) => isUnequal || !row[4]).map(([name, take, write, wanted]) => {
-    const values = new Map(shown.map((each) => [each, known(take(each.drawing.metrics, apart.get(each) ? null : base.drawing.metrics))]));
-    const best = bestOf(alike.map((each) => values.get(each)), wanted);
-    return [name, ...shown.map((each) => cell(values.get(each), write, best, alike.length > 1 && alike.includes(each), wanted))];
-  });
-  const others = alike.filter((each) => each !== base);
+  const hasBytes = shown.some(({ drawing }) => drawing.memory);
+  const rows = (list) =>
+    list.flatMap(([name, take, write, wanted]) => {
+      const values = new Map(shown.map((each) => [each, known(take(each.drawing, apart.get(each) ? null : base.drawing.metrics))]));
+      if ([...values.values()].every((value) => value === undefined)) return [];
+      const best = bestOf(alike.map((each) => values.get(each)), wanted);
+      return [[name, ...shown.map((each) => cell(values.get(each), write, best, alike.length > 1 && alike.includes(each), wanted, each))]];
+    });
+  const first = rows(FIRST.filter((_, at) => at !== (hasBytes ? 4 : 3)));
+  const whole = table("Metrics of the schedules", head, [...first, ...rows([...(hasBytes ? FIRST.slice(4) : []), ...MORE])]);
+  whole.querySelectorAll("tbody tr").forEach((row, at) => row.classList.toggle("further", at >= first.length));
   return [
-    ...others.map((each) => make("p", { class: "speed" }, sentence(each, base))),
     ...shown.filter((each) => apart.get(each)).map((each) => make("p", { class: "apart" }, `${titled(each)} is not compared with ${titled(base)}: ${apart.get(each)}.`)),
-    make("div", { class: "scroll" }, table("Metrics of the schedules", head, rows)),
+    make("div", { class: "scroll" }, whole),
     ...shown.flatMap((each) => caveats(each.drawing).map((text) => make("p", { class: "hint" }, `${each.letter}: ${text}.`))),
   ];
+}
+
+function apartFrom(shown, base) {
+  return new Map(shown.map((each) => [each, difference(each.drawing, base.drawing)]));
+}
+
+/**
+ * One sentence about the best schedule. The fastest one is the best; of those that are as fast the one with the fewest messages,
+ * of those the one with the least memory.
+ */
+export function verdict(shown, base, objective) {
+  const apart = apartFrom(shown, base);
+  const alike = shown.filter((each) => !apart.get(each));
+  const measures = [(each) => time(each.drawing.metrics, objective), (each) => each.drawing.metrics.num_messages, (each) => peak(each.drawing.metrics)];
+  const [best, ...rest] = ranked(alike, measures);
+  const misfit = fullest(best.drawing)?.excess > 0 ? ` It does not fit: ${misfits(best.drawing)}.` : "";
+  if (shown.length === 1) return `${titled(base)} takes ${milliseconds(measures[0](base))}, with a bubble of ${percent(base.drawing.metrics.bubble_rate)}.${misfit}`;
+  if (!rest.length) return `Nothing is compared with ${titled(base)}: see below.`;
+  if (best === base) return `No schedule here is better than ${titled(base)}.${misfit}`;
+  const tied = rest.find((each) => isTie(measures[0](each), measures[0](best)));
+  const because = tied && tied !== base ? ` ${titled(tied)} is as fast, ${costs(tied, best)}.` : "";
+  return `${sentence(best, base, objective)}${misfit}${because}`;
+}
+
+/** Ordered by the first measure, those that tie in it by the second, and so on. */
+function ranked(list, [first, ...others]) {
+  if (list.length < 2 || !first) return list;
+  const least = Math.min(...list.map(first));
+  const tied = list.filter((each) => isTie(first(each), least));
+  const behind = list.filter((each) => !tied.includes(each));
+  return [...ranked(tied, others), ...ranked(behind, [first, ...others])];
+}
+
+function isTie(one, other) {
+  return Math.abs(one - other) <= TIE * Math.max(Math.abs(one), Math.abs(other));
+}
+
+/** What a schedule that is as fast as another one needs more than that. */
+function costs(each, best) {
+  const [mine, theirs] = [each.drawing.metrics, best.drawing.metrics];
+  const messages = ratio(mine.num_messages, theirs.num_messages);
+  return `with ${messages} times the messages and ${ratio(peak(mine), peak(theirs))} times the memory`;
+}
+
+/** The rank of a drawing that needs most bytes, {rank, bytes, excess}; undefined if bytes are not known. */
+export function fullest({ memory, metrics }) {
+  if (!memory) return undefined;
+  const bytes = metrics.peak_memory.map((held, rank) => memory.static_bytes[rank] + held * memory.unit_bytes);
+  const rank = bytes.indexOf(Math.max(...bytes));
+  return { rank, bytes: bytes[rank], excess: bytes[rank] - memory.device_bytes };
+}
+
+function misfits(drawing) {
+  const { rank, bytes } = fullest(drawing);
+  return `rank ${rank} needs ${gibibytes(bytes)}, and the GPU has ${gibibytes(drawing.memory.device_bytes)}`;
 }
 
 /** What is not measured about a drawing. */
@@ -82,13 +145,18 @@ function known(value) {
   return Number.isFinite(value) ? value : undefined;
 }
 
-function sentence(each, base) {
+function ratio(one, other) {
+  return other > 0 ? (one / other).toFixed(2) : "–";
+}
+
+function sentence(each, base, objective) {
   const [mine, theirs] = [each.drawing.metrics, base.drawing.metrics];
-  const ratio = (one, other) => (other > 0 ? (one / other).toFixed(2) : "–");
-  return (
-    `${titled(each)} is ${ratio(time(theirs, "makespan"), time(mine, "makespan"))} times as fast as ${titled(base)}, ` +
-    `${ratio(time(theirs, "span"), time(mine, "span"))} with post-validation, at ${ratio(peak(mine), peak(theirs))} times its memory.`
-  );
+  const faster = (which) => ratio(time(theirs, which), time(mine, which));
+  const both =
+    objective === "span"
+      ? `${faster("span")} times as fast as ${titled(base)} with post-validation, ${faster("makespan")} without`
+      : `${faster("makespan")} times as fast as ${titled(base)}, ${faster("span")} with post-validation`;
+  return `${titled(each)} is ${both}, at ${ratio(peak(mine), peak(theirs))} times its memory.`;
 }
 
 function bestOf(values, wanted) {
@@ -96,8 +164,10 @@ function bestOf(values, wanted) {
   return wanted === "most" ? Math.max(...numbers) : Math.min(...numbers);
 }
 
-function cell(value, write, best, isCompared, wanted) {
+function cell(value, write, best, isCompared, wanted, { drawing }) {
   if (value === undefined) return "–";
   const isBest = isCompared && wanted && Math.abs(value - best) <= 1e-9 * Math.max(Math.abs(best), 1e-9);
-  return make(isBest ? "strong" : "span", {}, write(value));
+  const isMisfit = write === gibibytes && fullest(drawing).excess > 0;
+  const text = isMisfit ? `${write(value)}: does not fit ${write(drawing.memory.device_bytes)}` : write(value);
+  return make(isBest ? "strong" : "span", isMisfit ? { class: "bad" } : {}, text);
 }

@@ -19,6 +19,12 @@ export function percent(share) {
   return Math.abs(value) < 0.005 ? "0 %" : `${value.toFixed(Math.min(2, decimals(value, DIGITS - 1)))} %`;
 }
 
+/** Bytes in GiB. */
+export function gibibytes(bytes) {
+  const value = bytes / 2 ** 30;
+  return `${value.toFixed(value < 10 ? 2 : 1)} GiB`;
+}
+
 function decimals(value, digits) {
   const rounded = Number(Math.abs(value).toPrecision(digits)); // 9.9999 is written as 10.00
   return Math.max(0, digits - 1 - Math.floor(Math.log10(rounded)));

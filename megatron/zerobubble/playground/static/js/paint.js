@@ -4,6 +4,7 @@
 const DIGIT = 0.58; // width of a digit, as a share of the font size
 const PADDING = 2;
 const LEAST_FONT = 7;
+const SLACK = 1e-6; // of a memory limit
 
 /** Index of the first value of an ascending list that is above `limit`. */
 export function firstAbove(values, limit) {
@@ -41,7 +42,7 @@ export function paintPasses(context, drawing, view, ink, kinds, spanColors) {
     paintBoxes(line, rank, view, column, colors.kinds);
     const top = Math.round(index * step * ratio);
     for (let y = top; y < top + Math.round(view.rowHeight * ratio); y++) pixels.data.set(line, y * pixels.width);
-    if (size) collect(rank, index * step + view.rowHeight / 2 + 0.5, view, size, numbers, Boolean(drawing.slots));
+    if (size) collect(rank, index * step + view.rowHeight / 2 + 0.5, view, size, numbers);
   });
   flush(context, pixels, view.left, ratio);
   context.textAlign = "center";
@@ -71,13 +72,9 @@ function paintBoxes(line, { starts, ends, kinds, chunks }, view, column, colors)
   }
 }
 
-/**
- * The font size at which the largest microbatch number fits into every box in sight; 0 if there is none: all numbers or none.
- * Unequal microbatches have their numbers where they fit: the shortest one would take those of all others.
- */
-function numberSize({ ranks, num_microbatches: count, slots }, view) {
-  if (view.rowHeight < 11) return 0;
-  if (slots) return Math.max(LEAST_FONT, view.fontSize);
+/** The font size at which the largest microbatch number fits into every box in sight, at least the smallest that can be read. */
+function numberSize({ ranks, num_microbatches: count }, view) {
+  if (view.rowHeight < LEAST_FONT + 2) return 0;
   let least = Infinity;
   for (const { starts, ends } of ranks) {
     for (let i = firstAbove(ends, view.from); i < starts.length && starts[i] <= view.to; i++) {
@@ -85,53 +82,56 @@ function numberSize({ ranks, num_microbatches: count, slots }, view) {
     }
   }
   const size = Math.min(view.fontSize, Math.floor((least - PADDING) / (DIGIT * String(count - 1).length)));
-  return size >= LEAST_FONT ? size : 0;
+  return Math.max(LEAST_FONT, size);
 }
 
-/** The microbatch numbers, in the middle of what is in sight of their boxes. */
-function collect({ starts, ends, chunks, microbatches }, y, view, size, numbers, isUneven) {
+/** The microbatch numbers where they fit, in the middle of what is in sight of their boxes. */
+function collect({ starts, ends, chunks, microbatches }, y, view, size, numbers) {
   for (let i = firstAbove(ends, view.from); i < starts.length && starts[i] <= view.to; i++) {
     const from = Math.max(view.left, view.x(starts[i]));
     const to = Math.min(view.left + view.width, view.x(ends[i]));
     const text = String(microbatches[i]);
-    const isCut = isUneven || to - from < view.x(ends[i]) - view.x(starts[i]); // by the edge of the chart, or short
-    if (isCut && to - from < DIGIT * size * text.length + PADDING) continue;
-    if (ends[i] > starts[i]) numbers.push({ text, x: (from + to) / 2, y, isLater: chunks[i] > 0 });
+    if (to - from < DIGIT * size * text.length + PADDING) continue;
+    numbers.push({ text, x: (from + to) / 2, y, isLater: chunks[i] > 0 });
   }
 }
 
 /**
- * Paint the activation memory of each rank as a staircase; `emphasis` is the selected rank, or -1.
+ * Paint the memory of each rank as a staircase, red where it is above `most`; `emphasis` is the selected rank, or -1; `y` is the
+ * height of a rank's memory, `of` the memory itself, by what the rank holds.
  * It goes into a buffer of pixels: thousands of steps per rank are too many to stroke in a frame, and steps need no smoothing.
  */
-export function paintMemory(context, drawing, view, ink, y, emphasis) {
+export function paintMemory(context, drawing, view, ink, y, emphasis, most, of) {
   const ratio = context.getTransform().a;
   const pixels = buffer(Math.round(view.width * ratio), context.canvas.height);
   const column = (time) => Math.round((view.x(time) - view.left) * ratio);
-  const row = (held) => Math.round(y(held) * ratio);
   const order = drawing.ranks.map((_, index) => index).sort((one, other) => (one === emphasis) - (other === emphasis));
   for (const index of order) {
     const share = drawing.ranks.length < 2 ? 0 : index / (drawing.ranks.length - 1);
-    const color = packed(ink.ranks(share), emphasis < 0 || index === emphasis ? 255 : 50);
+    const alpha = emphasis < 0 || index === emphasis ? 255 : 50;
+    const [color, above] = [packed(ink.ranks(share), alpha), packed(ink.bad, alpha)];
     const thick = Math.max(1, Math.round(ratio * (index === emphasis ? 2 : 1)));
-    stair(pixels, drawing.ranks[index], view, column, row, color, thick);
+    const row = (held) => Math.round(y(of(held, index)) * ratio);
+    stair(pixels, drawing.ranks[index], view, column, row, (held) => (of(held, index) > most + SLACK ? above : color), thick);
   }
   flush(context, pixels, view.left, ratio);
 }
 
-function stair(pixels, { steps, held }, view, column, row, color, thick) {
+function stair(pixels, { steps, held }, view, column, row, colorOf, thick) {
   const begin = firstAbove(steps, view.from);
   let at = 0;
-  let level = row(begin > 0 ? held[begin - 1] : 0);
+  let value = begin > 0 ? held[begin - 1] : 0;
+  let level = row(value);
   for (let i = begin; i < steps.length && steps[i] <= view.to; i++) {
     const x = column(steps[i]);
     const next = row(held[i]);
-    block(pixels, at, x + thick, level, level + thick, color);
-    block(pixels, x, x + thick, Math.min(level, next), Math.max(level, next) + thick, color);
+    block(pixels, at, x + thick, level, level + thick, colorOf(value));
+    block(pixels, x, x + thick, Math.min(level, next), Math.max(level, next) + thick, colorOf(Math.max(value, held[i])));
     at = x;
     level = next;
+    value = held[i];
   }
-  block(pixels, at, column(view.end), level, level + thick, color);
+  block(pixels, at, column(view.end), level, level + thick, colorOf(value));
 }
 
 function block({ data, width, height }, left, right, top, bottom, color) {
@@ -176,7 +176,7 @@ export function paintAxis(context, ticks, view, ink, height) {
   for (const tick of ticks.values) {
     const x = Math.round(view.x(tick)) + 0.5;
     context.beginPath();
-    context.moveTo(x, 0);
+    context.moveTo(x, view.top ?? 0);
     context.lineTo(x, height + 3);
     context.stroke();
     context.fillText(ticks.format(tick), x, height + 5);

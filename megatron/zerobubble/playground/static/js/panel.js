@@ -4,10 +4,13 @@ import { make, table } from "./dom.js";
 import { milliseconds, number } from "./numbers.js";
 import { firstAbove, paintAxis, paintMemory, paintPasses } from "./paint.js";
 
-const MEMORY_HEIGHT = 96;
-const MEMORY_TOP = 10;
-const AXIS = 22;
-const ROW_HEIGHTS = [[8, 22], [16, 18], [32, 14], [64, 9]];
+const AXIS = 20;
+const MEMORY_TOP = 18; // of its title
+/** Ranks, and the height of a row: so that two timelines of few ranks are in sight at once. */
+const ROWS = { wide: [[8, 17], [16, 12], [32, 11], [64, 8]], narrow: [[8, 13], [16, 11], [32, 9], [64, 6]] };
+const MEMORY_HEIGHT = { wide: 84, narrow: 66 };
+const NARROW = matchMedia("(max-width: 820px)");
+const GIB = 2 ** 30;
 const FONT = "system-ui, sans-serif";
 
 export class Panel {
@@ -35,13 +38,13 @@ export class Panel {
     );
     this.chart.panel = this;
     this.emphasis = -1;
-    const title = make("h3", {}, make("span", { class: "letter" }, shown.letter), this.drawing.headline);
+    const title = make("h3", { title: this.drawing.headline }, this.drawing.headline);
+    const measures = make("p", { class: "measures", title: this.drawing.measures }, this.drawing.measures);
     const lines = (this.drawing.lines ?? []).map((line) => make("li", {}, line));
     this.element = make(
       "article",
       { class: "panel", "data-slot": shown.key },
-      make("div", { class: "heading" }, title, shown.actions),
-      make("p", { class: "measures" }, this.drawing.measures),
+      make("div", { class: "heading" }, make("span", { class: "letter" }, shown.letter), title, measures, shown.actions),
       this.drawing.lengths?.length ? make("p", { class: "measures lengths" }, this.drawing.lengths.join("; ")) : null,
       this.drawing.slots ? this.slots() : null,
       lines.length ? make("details", {}, make("summary", {}, "Report of the run"), make("ul", {}, ...lines)) : null,
@@ -51,7 +54,29 @@ export class Panel {
   }
 
   get rowHeight() {
-    return ROW_HEIGHTS.find(([ranks]) => this.drawing.num_ranks <= ranks)[1];
+    return ROWS[NARROW.matches ? "narrow" : "wide"].find(([ranks]) => this.drawing.num_ranks <= ranks)[1];
+  }
+
+  get memoryHeight() {
+    return MEMORY_HEIGHT[NARROW.matches ? "narrow" : "wide"];
+  }
+
+  /** The memory of a rank that holds so much activation memory: in GiB if its bytes are known, else in units of 1F1B's on rank 0. */
+  memoryOf(held, rank) {
+    const { memory } = this.drawing;
+    return memory ? (memory.static_bytes[rank] + held * memory.unit_bytes) / GIB : held;
+  }
+
+  /** What the dashed line in the memory means: {value, text}; null: there is none. */
+  get line() {
+    const { memory } = this.drawing;
+    if (memory) return { value: memory.device_bytes / GIB, text: `the GPU's ${number(memory.device_bytes / GIB)} GiB` };
+    const { limit } = this.shown;
+    return limit === null || limit === undefined ? null : { value: limit, text: `limit ${limit.toFixed(2)}` };
+  }
+
+  get mostMemory() {
+    return Math.max(this.line?.value ?? 0, ...this.drawing.table.map(({ peak_memory: peak }, rank) => this.memoryOf(peak, rank)));
   }
 
   get gap() {
@@ -130,9 +155,10 @@ export class Panel {
   }
 
   paintHeld(view, ink, most, ticks) {
-    const context = prepare(this.memory, view.left + view.width, MEMORY_HEIGHT + 4);
-    const y = (held) => MEMORY_HEIGHT - (held / (most || 1)) * (MEMORY_HEIGHT - MEMORY_TOP);
-    paintAxis(context, { ...ticks, format: () => "" }, view, ink, MEMORY_HEIGHT - 3);
+    const height = this.memoryHeight;
+    const context = prepare(this.memory, view.left + view.width, height + 4);
+    const y = (value) => height - (value / (most || 1)) * (height - MEMORY_TOP);
+    paintAxis(context, { ...ticks, format: () => "" }, { ...view, top: MEMORY_TOP }, ink, height - 3);
     context.textAlign = "right";
     context.textBaseline = "middle";
     for (const value of d3.ticks(0, most || 1, 3)) {
@@ -141,17 +167,39 @@ export class Panel {
       context.fillStyle = ink.line;
       context.fillRect(view.left, Math.round(y(value)), view.width, 1);
     }
-    this.clipped(context, view, MEMORY_HEIGHT + 4, () => {
-      paintMemory(context, this.drawing, view, ink, y, this.emphasis);
-      if (this.shown.limit === null || this.shown.limit === undefined) return;
+    const { line } = this;
+    this.clipped(context, view, height + 4, () => {
+      paintMemory(context, this.drawing, view, ink, y, this.emphasis, line?.value ?? Infinity, (held, rank) => this.memoryOf(held, rank));
+      if (!line) return;
       context.setLineDash([6, 4]);
       context.strokeStyle = ink.bad;
       context.beginPath();
-      context.moveTo(view.left, y(this.shown.limit));
-      context.lineTo(view.left + view.width, y(this.shown.limit));
+      context.moveTo(view.left, y(line.value));
+      context.lineTo(view.left + view.width, y(line.value));
       context.stroke();
       context.setLineDash([]);
     });
+    this.paintTitle(context, view, ink, line);
+  }
+
+  /** The title of the memory, and the legend of its colors. */
+  paintTitle(context, view, ink, line) {
+    const last = this.drawing.num_ranks - 1;
+    const title = this.drawing.memory ? "memory, GiB" : NARROW.matches ? "activation memory" : "activation memory, 1 = 1F1B on rank 0";
+    const entries = [[ink.ranks(0), "rank 0"], ...(last ? [[ink.ranks(1), `rank ${last}`]] : []), ...(line ? [[ink.bad, line.text]] : [])];
+    context.font = view.axisFont;
+    context.textBaseline = "middle";
+    context.textAlign = "left";
+    context.fillStyle = ink.soft;
+    context.fillText(title, view.left, 7);
+    let x = view.left + context.measureText(title).width + 16;
+    for (const [color, text] of entries) {
+      context.fillStyle = color;
+      context.fillRect(x, 6, 12, 3);
+      context.fillStyle = ink.soft;
+      context.fillText(text, x + 16, 7);
+      x += 28 + context.measureText(text).width;
+    }
   }
 
   clipped(context, view, height, action) {
@@ -192,8 +240,15 @@ export class Panel {
       `${name} of ${this.microbatch(row.microbatches[index])}`,
       `rank ${rank}, stage ${row.stages[index]}${chunk}`,
       `${milliseconds(row.starts[index])} to ${milliseconds(row.ends[index])}`,
-      `activation memory ${number(row.held[index])} of 1F1B's`,
+      this.memoryText(rank, index),
     ];
+  }
+
+  /** The memory of a rank after a pass. */
+  memoryText(rank, index) {
+    const held = this.drawing.ranks[rank].held[index];
+    const whole = this.drawing.memory ? `, ${number(this.memoryOf(held, rank))} GiB with weights, gradients and optimizer state` : "";
+    return `activation memory ${number(held)} of 1F1B's${whole}`;
   }
 
   /** Frame a pass, or nothing. Returns where it is: {left, top, bottom} in px of the chart. */

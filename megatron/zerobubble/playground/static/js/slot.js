@@ -12,7 +12,7 @@ export class Slot {
   constructor(key, choices, config, { changed, arrived, started, removed }) {
     Object.assign(this, { key, choices, config, changed, arrived, started });
     this.drawing = null;
-    this.flags = null;
+    this.commands = null;
     this.error = "";
     this.verdict = "";
     this.controller = null;
@@ -161,10 +161,10 @@ export class Slot {
     this.adopt({ drawing: this.file.drawings[index] });
   }
 
-  adopt({ drawing, flags }) {
+  adopt({ drawing, commands }) {
     this.drawing = drawing;
     if (!this.isOpened) this.showLimit();
-    this.flags = flags ?? null;
+    this.commands = commands ?? null;
     this.error = "";
     this.arrived();
   }

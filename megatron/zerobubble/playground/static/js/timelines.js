@@ -87,7 +87,7 @@ export class Timelines {
     const extent = [[LEFT, 0], [LEFT + width, 100]];
     this.zoom.extent(extent).translateExtent(extent);
     const length = Math.max(...this.panels.map(({ drawing }) => drawing.length_ms)) || 1;
-    const most = Math.max(...this.panels.map((panel) => Math.max(panel.shown.limit ?? 0, ...panel.drawing.table.map((r) => r.peak_memory))));
+    const most = Math.max(...this.panels.map((panel) => panel.mostMemory));
     const x = this.transform.rescaleX(d3.scaleLinear([0, length], [LEFT, LEFT + width]));
     const count = Math.max(2, Math.floor(width / 90));
     const ticks = { values: x.ticks(count), format: x.tickFormat(count) };
