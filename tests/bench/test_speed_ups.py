@@ -190,8 +190,8 @@ def test_the_page_has_the_verdict_on_top_and_opens_the_playground(tmp_path: Path
     assert page.index("zbv is 2.00 times as fast as a&lt;b") < page.index("<table>")
     assert "prefers-color-scheme:dark" in page
     link = html.unescape(re.findall(r"href='([^']+)'", page)[0])
-    assert link.startswith(f"http://127.0.0.1:{DEFAULT_PORT}/?")
-    state = parse_qs(urlsplit(link).query)
+    assert link.startswith(f"http://127.0.0.1:{DEFAULT_PORT}/#")
+    state = parse_qs(urlsplit(link).fragment)
     assert {name: state[name] for name in ("p", "m", "c")} == {"p": ["2"], "m": ["6"], "c": ["0.5"]}
     assert [len(each.split("_")) for each in state["t"][0].split("~")] == [4] * 5
     opened = open_file((tmp_path / "bench.json").read_bytes())

@@ -76,7 +76,7 @@ def test_the_form_plans_and_the_link_restores_it_in_another_page(opened: Open) -
         times = CostModel.uniform(plan.placement, backward_ms=1.5, comm_ms=0.1)
         assert cells(page, "iteration time with the synchronous optimizer")[0] == f"{simulate(plan, times).makespan_ms:.2f} ms"
         reached = page.locator("#metrics").inner_text()
-        with opened(page.url.partition("?")[2]) as other:
+        with opened(page.url.partition("#")[2]) as other:
             other.wait_for_selector("main[aria-busy=false]")
             assert other.locator("#metrics").inner_text() == reached
             assert other.locator("#baseline option:checked").inner_text() == "B: ZBV"
@@ -126,7 +126,7 @@ def test_files_are_opened_and_a_trace_is_compared_with_its_plan(opened: Open) ->
         assert page.input_value("[name=m]") == "6"
         page.locator("#stages-table input").nth(0).fill("2")
         page.locator("#stages-table input").nth(0).blur()
-        page.wait_for_function("() => location.search.includes('t=2_')")
+        page.wait_for_function("() => location.hash.includes('t=2_')")
         drop(page, "costs.json", json.dumps(CostModel.uniform(run.plan.placement, forward_ms=4).to_json()))
         page.wait_for_function("() => document.querySelector('#stages-table input').value === '2'")
         page.wait_for_selector("#notes:has-text('costs.json')")
@@ -156,7 +156,7 @@ def test_mistakes_are_reported_where_they_were_made(opened: Open) -> None:
         page.wait_for_selector(".panel")
         assert page.locator(".slot.wrong").count() == 0
     with opened() as page:
-        page.goto(page.url.partition("?")[0] + "?p=900&m=4&s=zbv&effort=nonsense&b=x&t=1_2~3")
+        page.goto(page.url.partition("#")[0] + "?p=900&m=4&s=zbv&effort=nonsense&b=x&t=1_2~3")
         page.wait_for_selector(".slot.wrong:has-text('num_ranks is 900')")
 
 

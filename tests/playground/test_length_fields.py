@@ -155,7 +155,7 @@ def test_links_alone_are_shown_and_the_plan_is_for_them() -> None:
 
 def test_a_file_of_links_is_opened() -> None:
     opened = open_file(json.dumps(FASTER).encode())
-    assert opened == {"kind": "links", "links": FASTER | {"message_bytes": [0.0]}, "num_ranks": 2}
+    assert opened == {"kind": "links", "links": FASTER | {"message_bytes": [0.0]}, "num_ranks": 2, "verdict": ""}
     with pytest.raises(UserError, match="num_ranks is 65; the playground takes whole numbers from 1 to 64"):
         open_file(json.dumps({"latency_ms": [[0.0] * 65] * 65}).encode())
     with pytest.raises(UserError, match="latency_ms has 2 rows of 1 numbers"):

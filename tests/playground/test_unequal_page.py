@@ -55,7 +55,7 @@ def test_lengths_are_planned_for_and_shown_and_the_link_restores_them(opened: Op
         )
         assert "is not loaded" in page.locator(".take-along .popover").inner_text()
         reached = page.locator("#metrics").inner_text()
-        with opened(page.url.partition("?")[2]) as other:
+        with opened(page.url.partition("#")[2]) as other:
             other.wait_for_selector("main[aria-busy=false]")
             assert other.locator("#metrics").inner_text() == reached
             assert other.input_value("[name=tokens]").split() == [str(count) for count in TOKENS]
@@ -86,7 +86,7 @@ def test_links_are_planned_for_and_shown_and_the_link_restores_them(opened: Open
         page.wait_for_selector(".lengths:has-text('links of 0.100 to 2.000 ms')")
         page.wait_for_selector("main[aria-busy=false]")
         reached = page.locator("#metrics").inner_text()
-        with opened(page.url.partition("?")[2]) as other:
+        with opened(page.url.partition("#")[2]) as other:
             other.wait_for_selector("main[aria-busy=false]")
             assert other.locator("#metrics").inner_text() == reached
             assert other.input_value("[name=latency]").splitlines()[1] == "0.1 0 2 1"
@@ -118,7 +118,7 @@ def test_mistakes_in_lengths_and_links_are_reported_in_one_line(opened: Open) ->
         page.select_option("[name=links]", "matrix")
         page.fill("[name=latency]", "0 1 1\n1 0 1\n1 1 0")
         page.wait_for_selector(".slot.wrong:has-text('latency_ms of 3 ranks and num_ranks is 2')")
-        page.goto(f"{page.url.partition('?')[0]}?p=1e9&m=1e9&links=nodes&lengths=list&s=zbv")
+        page.goto(f"{page.url.partition('#')[0]}?p=1e9&m=1e9&links=nodes&lengths=list&s=zbv")
         page.wait_for_selector(".slot.wrong .status:has-text('num_ranks is 1000000000; the playground takes')")
 
 

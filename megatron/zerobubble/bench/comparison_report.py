@@ -200,7 +200,7 @@ def _link(table: Table, costs: Mapping[str, Any]) -> str:
     lists = "~".join("_".join(f"{value:.5g}" for value in costs[kind]) for kind in kinds)
     state = {"p": table.pipeline_size, "m": table.num_microbatches, "c": f"{costs['comm_ms']:.4g}", "t": lists}
     return (
-        f"<p><a href='{escape(_PLAYGROUND + '?' + urlencode(state))}'>Plan other schedules with these pass times</a> while "
+        f"<p><a href='{escape(_PLAYGROUND + '#' + urlencode(state))}'>Plan other schedules with these pass times</a> while "
         "<code>zerobubble playground</code> runs, or drop bench.json on its page.</p>"
     )
 

@@ -27,6 +27,7 @@ from megatron.zerobubble.playground.limits import (
     number,
     whole,
 )
+from megatron.zerobubble.playground.models.problem import ModelProblem, read_model
 
 _SCALARS = ("forward_ms", "backward_ms", "wgrad_ms", "comm_ms", "activation_after_backward")
 
@@ -53,6 +54,8 @@ class PlanRequest:
     """Uniform costs per rank and microbatch, as for `CostModel.uniform`; ignored with `stages`."""
     stages: CostModel | None
     """Costs per stage; for placements with fewer stages the costs of consecutive stages are added up."""
+    model: ModelProblem | None
+    """A model in place of times, which then are only those that replace its estimates. With `stages` only its bytes count."""
     unequal: Unequal
     """Lengths of the microbatches, for which the times are those of the mean length, and links, instead of one latency."""
 
@@ -65,7 +68,13 @@ class PlanRequest:
         """The costs for a placement. Raises PlanError if they cannot be derived from the table without guessing."""
         return self.unequal.applied(self._mean_costs(placement))
 
+    def memory(self, placement: Placement) -> dict[str, Any] | None:
+        """What turns a plan's memory into bytes; None without a model."""
+        return None if self.model is None else self.model.memory(placement, self.num_microbatches)
+
     def _mean_costs(self, placement: Placement) -> CostModel:
+        if self.stages is None and self.model is not None:
+            return self.model.costs_of(placement)
         if self.stages is None:
             return CostModel.uniform(placement, **self.times)
         if self.stages.num_stages % placement.num_stages == 0:
@@ -99,6 +108,7 @@ def read_problem(body: str | bytes) -> PlanRequest:
         schedule_info(shown(name))
     num_microbatches = whole("num_microbatches", given.get("num_microbatches"), 1, MAX_MICROBATCHES)
     unequal = read_unequal(given, num_ranks, num_microbatches)
+    times = _times(given.get("times", {}))
     return PlanRequest(
         num_ranks=num_ranks,
         num_microbatches=num_microbatches,
@@ -110,8 +120,9 @@ def read_problem(body: str | bytes) -> PlanRequest:
         objective=choice(Objective, "objective", given.get("objective", DEFAULT_OBJECTIVE.value)),
         effort=None if given.get("effort", "drawn") == "drawn" else choice(Effort, "effort", given["effort"]),
         seed=whole("seed", given.get("seed"), 0, 2**31) if "seed" in given else 0,
-        times=_times(given.get("times", {})),
+        times=times,
         stages=None if given.get("stages") is None else read_stages(given["stages"]),
+        model=None if given.get("model") is None else read_model(given["model"], times),
         unequal=unequal,
     )
 

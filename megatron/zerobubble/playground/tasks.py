@@ -25,6 +25,7 @@ from megatron.zerobubble.playground.exports import Export, commands, export
 from megatron.zerobubble.playground.ladder import climb, for_other_objective, pareto, seconds_by_effort, share_of_climb
 from megatron.zerobubble.playground.length_fields import as_it_came
 from megatron.zerobubble.playground.limits import MAX_POINTS, choice
+from megatron.zerobubble.playground.models.problem import offers
 from megatron.zerobubble.playground.opened_files import open_file, plan_result
 from megatron.zerobubble.playground.problem import read_object, read_problem
 from megatron.zerobubble.playground.recorded import read_trace
@@ -61,6 +62,7 @@ def _search(body: str | bytes) -> Iterator[Event]:
             drawing = draw_plan(rung.result, own[key])
             derived = problem.derived_from(plan.placement)
             event["drawing"] = drawing | {"derived_from": derived, "memory_limit": problem.memory_limit}
+            event["drawing"]["memory"] = problem.memory(plan.placement)
             event["commands"] = commands(plan, problem.objective, costs)
         shown = rung.result
         yield event
@@ -87,8 +89,23 @@ def _pareto(body: str | bytes) -> Iterator[Event]:
                 "num_chunks": plan.placement.num_chunks,
             }
             event |= {"metrics": metrics, "derived_from": problem.derived_from(plan.placement)}
+            event["memory"] = problem.memory(plan.placement)
             event["plan"] = plan.to_json(costs=costs.to_json(), metrics=metrics)
         yield event
+
+
+def _offers(_body: str | bytes) -> Iterator[Event]:
+    """The models that the page offers."""
+    yield {"event": "done", **offers()}
+
+
+def _figures(body: str | bytes) -> Iterator[Event]:
+    """What the times of the form are for a model, and its costs per stage."""
+    problem = read_problem(body)
+    if problem.model is None:
+        raise ConfigError("the request needs 'model'")
+    costs = problem.model.costs_of(Placement.v(problem.num_ranks))
+    yield {"event": "done", "figures": problem.model.figures(problem.num_ranks), "stages": costs.to_json()}
 
 
 def _open(body: str | bytes) -> Iterator[Event]:
@@ -135,6 +152,8 @@ def _plan_of(given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 TASKS: dict[str, Callable[[str | bytes], Iterator[Event]]] = {
     "search": _search,
     "pareto": _pareto,
+    "offers": _offers,
+    "figures": _figures,
     "open": _open,
     "show": _show,
     "export": _export,

@@ -5,10 +5,11 @@ import { Deviations } from "./deviations.js";
 import { byId, debounced, make } from "./dom.js";
 import { acceptFiles } from "./files.js";
 import { results, verdict } from "./metrics.js";
+import { FIGURES, ModelForm } from "./model.js";
 import { brief, roughly } from "./numbers.js";
 import { Pareto } from "./pareto.js";
 import { Slot } from "./slot.js";
-import { Stages } from "./stages.js";
+import { Stages, uniform } from "./stages.js";
 import { CHOICES, LISTS, MOST_SLOTS, NUMBERS, fromQuery, slot as slotConfig, toQuery } from "./state.js";
 import { copy, takeAlong } from "./downloads.js";
 import { Timelines } from "./timelines.js";
@@ -17,9 +18,9 @@ import { Unequal, adopted, adoptedLinks } from "./unequal.js";
 const WAIT_MS = 250;
 
 class Playground {
-  constructor(choices) {
+  constructor(choices, offers) {
     this.choices = choices;
-    this.state = fromQuery(location.search, choices);
+    this.state = fromQuery(location.hash.slice(1) || location.search, choices);
     this.form = byId("form");
     this.slots = [];
     this.numKeys = 0;
@@ -37,8 +38,14 @@ class Playground {
     );
     this.stages = new Stages(
       { box: byId("stages-table"), fill: byId("stages-fill"), clear: byId("stages-clear"), note: byId("stages-note") },
-      { state: this.state, numStages: () => this.numStages(), changed: () => this.changed() },
+      { state: this.state, usual: () => this.usualStages(), changed: () => this.changed() },
     );
+    this.model = new ModelForm(byId("model"), offers, {
+      state: this.state,
+      changed: () => this.adoptModel(),
+      adopted: () => this.render(),
+      fail: (message) => this.notify(message),
+    });
     this.unequal = new Unequal(this.form, { state: this.state, drawnTokens: () => this.drawnTokens() });
     this.fillForm();
     for (const config of this.state.slots) this.addSlot(config);
@@ -46,6 +53,7 @@ class Playground {
     this.listen();
     this.keepLink();
     this.runAll(this.slots);
+    this.model.estimate();
   }
 
   fillForm() {
@@ -60,6 +68,14 @@ class Playground {
   render() {
     for (const name of [...NUMBERS, ...CHOICES, ...LISTS]) this.form[name].value = this.state[name];
     this.unequal.render();
+    this.model.render();
+    this.showSources();
+  }
+
+  /** Say of each figure how sure it is. */
+  showSources() {
+    for (const badge of this.form.querySelectorAll("[data-source]")) badge.textContent = this.model.source(badge.dataset.source);
+    byId("remark").textContent = this.model.remark;
   }
 
   /** Write beside each effort how long its searches take for the schedules and the size that are chosen now. */
@@ -82,7 +98,7 @@ class Playground {
   listen() {
     this.form.addEventListener("submit", (event) => event.preventDefault());
     this.form.addEventListener("input", (event) => {
-      if (event.target.name) this.take();
+      if (event.target.name) this.take(event.target.name);
     });
     byId("add").addEventListener("click", () => {
       const names = new Set(this.slots.map(({ config }) => config.schedule));
@@ -127,8 +143,8 @@ class Playground {
     });
   }
 
-  /** Copy the form into the state. A value that the browser rejects is left out until it is valid. */
-  take() {
+  /** Copy the form into the state after a field changed. A value that the browser rejects is left out until it is valid. */
+  take(changed) {
     this.state.lengths = this.form.lengths.value;
     this.state.links = this.form.links.value;
     for (const name of LISTS) this.state[name] = this.form[name].value;
@@ -142,7 +158,19 @@ class Playground {
     this.state.objective = this.form.objective.value;
     this.state.effort = this.form.effort.value;
     this.notify("");
+    if (this.state.model && changed in FIGURES && !this.state.own.includes(changed)) this.state.own += changed;
+    if (this.state.model && (changed === "p" || changed === "m")) this.model.estimate();
+    this.model.render();
+    this.showSources();
     return this.changed();
+  }
+
+  /** A model was chosen or changed. */
+  adoptModel() {
+    this.notify("");
+    this.render();
+    this.stages.render();
+    this.changed();
   }
 
   /** The problem has changed: plan all slots again that are not files. */
@@ -203,7 +231,7 @@ class Playground {
     const planned = this.slots.filter((slot) => !slot.isOpened);
     this.state.slots = planned.map(({ config }) => config);
     this.state.baseline = Math.max(0, planned.indexOf(this.baseline));
-    history.replaceState(null, "", `?${toQuery(this.state)}`);
+    history.replaceState(null, "", `${location.pathname}#${toQuery(this.state)}`);
   }
 
   show() {
@@ -224,7 +252,7 @@ class Playground {
     const base = shown.find(({ key }) => key === this.baseline?.key) ?? shown[0];
     const sentence = shown.length ? verdict(shown, base, this.state.objective) : "";
     if (byId("verdict").textContent !== sentence) byId("verdict").textContent = sentence;
-    byId("metrics").replaceChildren(...this.mistakes(), ...(shown.length ? results(shown, base) : []));
+    byId("metrics").replaceChildren(...this.mistakes(), ...(shown.length ? results(shown, base, this.model.error) : []));
     this.offerBaselines(shown, base);
     this.deviations.offer(shown);
   }
@@ -254,10 +282,11 @@ class Playground {
     if (base) select.value = base.key;
   }
 
-  /** Rows of a new table of costs: the most stages of any schedule; costs of fewer stages are derived from them. */
-  numStages() {
+  /** The costs of a new table, with the most stages of any schedule; costs of fewer stages are derived from them. */
+  async usualStages() {
+    if (this.state.model) return this.model.stages();
     const planned = this.slots.filter(({ drawing }) => drawing?.num_ranks === this.state.p);
-    return Math.max(this.state.p, ...planned.map(({ drawing }) => drawing.costs.forward_ms.length));
+    return uniform(this.state, Math.max(this.state.p, ...planned.map(({ drawing }) => drawing.costs.forward_ms.length)));
   }
 
   /** The lengths of a plan on the page, as the data came; none if all are equal. */
@@ -270,11 +299,15 @@ class Playground {
   opened(answer, name, text) {
     if (answer.kind === "costs") return this.adoptCosts(answer, name);
     if (answer.kind === "links") return this.adoptLinks(answer, name);
+    if (answer.kind === "model") {
+      this.model.open(answer.layers);
+      return this.notify(`${name}: ${answer.verdict}.`, "good");
+    }
     const isTrace = answer.kind === "trace";
     this.place().open({ name, drawings: answer.drawings, trace: isTrace ? text : null });
     const { num_ranks, num_microbatches, costs, attention_share } = answer.drawings[answer.drawings.length - 1];
     const given = { num_ranks, num_microbatches, costs, attention_share };
-    this.notify(`${name}: opened.`, "good", ["Plan for its costs", () => this.adoptCosts(given, name)]);
+    this.notify(`${name}: ${answer.verdict || "opened"}.`, "good", ["Plan for its costs", () => this.adoptCosts(given, name)]);
     this.keepLink();
     return undefined;
   }
@@ -293,9 +326,9 @@ class Playground {
   }
 
   /** Plan with measured costs. */
-  adoptCosts({ costs, num_ranks: p, num_microbatches: m, attention_share: share, schedule, from }, name) {
+  adoptCosts({ costs, num_ranks: p, num_microbatches: m, attention_share: share, schedule, from, verdict: said }, name) {
     const { comm_ms: c, microbatches, links, ...kinds } = costs;
-    Object.assign(this.state, p ? { p } : {}, m ? { m } : {}, adopted({ microbatches, links, comm_ms: brief(c) }, share, m));
+    Object.assign(this.state, { model: null, own: "" }, p ? { p } : {}, m ? { m } : {}, adopted({ microbatches, links, comm_ms: brief(c) }, share, m));
     this.render();
     byId("stages").open = true;
     const isPlanned = this.slots.some((each) => !each.isOpened && each.config.schedule === schedule);
@@ -308,7 +341,7 @@ class Playground {
       target.render();
     }
     const lost = microbatches && !microbatches.tokens ? "; it has no lengths of its microbatches, so their means count" : "";
-    this.notify(`${name}: times of ${kinds.forward_ms.length} stages${from ? ` from ${from}` : ""}${lost}.`, "good");
+    this.notify(`${name}: times of ${kinds.forward_ms.length} stages${from ? ` from ${from}` : ""}${lost}.${said ? ` ${said}.` : ""}`, "good");
     this.stages.set(kinds);
   }
 
@@ -333,7 +366,7 @@ class Playground {
     this.keepLink();
     try {
       const { drawing, commands } = await ask("show", { plan: point.plan, objective: this.state.objective });
-      slot.adopt({ drawing: { ...drawing, derived_from: point.derived_from }, commands });
+      slot.adopt({ drawing: { ...drawing, derived_from: point.derived_from, memory: point.memory }, commands });
       slot.setStatus(`plan of the Pareto front at memory limit ${point.memory_limit}`);
     } catch (error) {
       slot.fail(error.message);
@@ -352,6 +385,6 @@ function titleOf({ title, placement, num_chunks: v }) {
   return placement === "loop" && v > 1 ? `${title}, v = ${v}` : title;
 }
 
-const choices = await askChoices();
+const [choices, offers] = await Promise.all([askChoices(), ask("offers", {})]);
 byId("version").textContent = `megatron-zerobubble ${choices.version}${choices.is_compiled ? "" : "; without the compiled core searches take 50 times longer"}`;
-new Playground(choices);
+new Playground(choices, offers);

@@ -47,8 +47,11 @@ export function difference({ problem: one }, { problem: other }) {
   return Object.keys(one).every((key) => Array.isArray(one[key]) || same(key)) ? "" : "other costs";
 }
 
-/** The results of `shown`, a list of {letter, name, drawing}; `base` is the one that the others are compared with. */
-export function results(shown, base) {
+/**
+ * The results of `shown`, a list of {letter, name, drawing}; `base` is the one that the others are compared with; `error`: how far times
+ * may be off, as a share.
+ */
+export function results(shown, base, error = 0) {
   const apart = apartFrom(shown, base);
   const alike = shown.filter((each) => !apart.get(each));
   const head = ["", ...shown.map((each) => `${each.letter}  ${each.name}${each === base ? " (baseline)" : ""}`)];
@@ -57,8 +60,10 @@ export function results(shown, base) {
     list.flatMap(([name, take, write, wanted]) => {
       const values = new Map(shown.map((each) => [each, known(take(each.drawing, apart.get(each) ? null : base.drawing.metrics))]));
       if ([...values.values()].every((value) => value === undefined)) return [];
+      const isTime = write === milliseconds && error;
+      const told = isTime ? (value) => `${write(value)} ± ${100 * error} %` : write;
       const best = bestOf(alike.map((each) => values.get(each)), wanted);
-      return [[name, ...shown.map((each) => cell(values.get(each), write, best, alike.length > 1 && alike.includes(each), wanted, each))]];
+      return [[name, ...shown.map((each) => cell(values.get(each), told, best, alike.length > 1 && alike.includes(each), wanted, each))]];
     });
   const first = rows(FIRST.filter((_, at) => at !== (hasBytes ? 4 : 3)));
   const whole = table("Metrics of the schedules", head, [...first, ...rows([...(hasBytes ? FIRST.slice(4) : []), ...MORE])]);
@@ -66,6 +71,7 @@ export function results(shown, base) {
   return [
     ...shown.filter((each) => apart.get(each)).map((each) => make("p", { class: "apart" }, `${titled(each)} is not compared with ${titled(base)}: ${apart.get(each)}.`)),
     make("div", { class: "scroll" }, whole),
+    ...(error ? [make("p", { class: "hint" }, `Times are estimated from the model, ± ${100 * error} %, until a run is profiled: drop its report.json.`)] : []),
     ...shown.flatMap((each) => caveats(each.drawing).map((text) => make("p", { class: "hint" }, `${each.letter}: ${text}.`))),
   ];
 }

@@ -1,7 +1,7 @@
 // One timeline: passes, memory under them, and both as a table and as text for readers who cannot see a canvas.
 
 import { make, table } from "./dom.js";
-import { milliseconds, number } from "./numbers.js";
+import { brief, milliseconds, number } from "./numbers.js";
 import { firstAbove, paintAxis, paintMemory, paintPasses } from "./paint.js";
 
 const AXIS = 20;
@@ -70,7 +70,7 @@ export class Panel {
   /** What the dashed line in the memory means: {value, text}; null: there is none. */
   get line() {
     const { memory } = this.drawing;
-    if (memory) return { value: memory.device_bytes / GIB, text: `the GPU's ${number(memory.device_bytes / GIB)} GiB` };
+    if (memory) return { value: memory.device_bytes / GIB, text: `the GPU's ${brief(memory.device_bytes / GIB)} GiB` };
     const { limit } = this.shown;
     return limit === null || limit === undefined ? null : { value: limit, text: `limit ${limit.toFixed(2)}` };
   }

@@ -7,12 +7,12 @@ import { TABLE_KINDS } from "./state.js";
 const HEADS = ["stage", "F ms", "B ms", "W ms", "M_B", "M_W"];
 
 export class Stages {
-  /** `parts`: {box, fill, clear, note}; `numStages()` is the number of rows of a new table. */
-  constructor(parts, { state, numStages, changed }) {
+  /** `parts`: {box, fill, clear, note}; `usual()` promises the costs of a new table. */
+  constructor(parts, { state, usual, changed }) {
     Object.assign(this, parts);
     this.state = state;
     this.changed = changed;
-    this.fill.addEventListener("click", () => this.set(uniform(state, numStages())));
+    this.fill.addEventListener("click", async () => this.set(await usual()));
     this.clear.addEventListener("click", () => this.set(null));
     this.render();
   }
@@ -50,7 +50,7 @@ export class Stages {
 }
 
 /** Uniform costs: the times of a rank are split evenly over its stages. */
-function uniform(state, numStages) {
+export function uniform(state, numStages) {
   const share = state.p / numStages;
   const all = (value) => new Array(numStages).fill(round(value * share));
   return {

@@ -1,5 +1,6 @@
-// The state of the form, and its encoding in the query string of a link.
+// The state of the form, and its encoding in the hash of a link, which no server sees.
 
+import { FIGURES, request } from "./model.js";
 import { countOf, unequal } from "./unequal.js";
 
 export const MOST_SLOTS = 3;
@@ -19,7 +20,7 @@ export const LISTS = Object.keys(TEXTS);
 
 /** The state of a new page. */
 export function defaults() {
-  return { ...SCALARS, ...WORDS, ...TEXTS, table: null, baseline: 0, slots: [slot("1f1b"), slot("zbv")] };
+  return { ...SCALARS, ...WORDS, ...TEXTS, model: null, own: "", table: null, baseline: 0, slots: [slot("1f1b"), slot("zbv")] };
 }
 
 /** A schedule to plan. With `limit` null the memory limit is the schedule's own. */
@@ -27,22 +28,25 @@ export function slot(schedule, limit = null, chunks = null, pending = "") {
   return { schedule, limit, chunks, pending };
 }
 
-/** The query string that restores a state, without the values that equal the defaults. */
+/** The hash that restores a state, without the values that equal the defaults. */
 export function toQuery(state) {
   const query = new URLSearchParams();
   for (const [name, usual] of Object.entries({ ...SCALARS, ...WORDS })) {
-    if (state[name] !== usual) query.set(name, String(state[name]));
+    const isEstimated = state.model && name in FIGURES && !state.own.includes(name);
+    if (state[name] !== usual && !isEstimated) query.set(name, String(state[name]));
   }
   for (const name of LISTS) if (state[name].trim()) query.set(name, packed(state[name]));
   for (const { schedule, limit, chunks, pending } of state.slots) {
     query.append("s", [schedule, limit ?? "", chunks ?? "", pending].join("~").replace(/~+$/, ""));
   }
+  if (state.model) query.set("model", JSON.stringify(state.model));
+  if (state.model && state.own) query.set("own", state.own);
   if (state.baseline) query.set("base", String(state.baseline));
   if (state.table) query.set("t", TABLE_KINDS.map((kind) => state.table[kind].join("_")).join("~"));
   return query.toString();
 }
 
-/** The state in a query string. Invalid values become defaults; the server checks the rest. */
+/** The state in the hash of an address. Invalid values become defaults; the server checks the rest. */
 export function fromQuery(search, { schedules, objectives, efforts }) {
   const query = new URLSearchParams(search);
   const state = defaults();
@@ -62,6 +66,8 @@ export function fromQuery(search, { schedules, objectives, efforts }) {
   }
   const baseline = numberOr(query.get("base"), 0);
   state.baseline = baseline in state.slots ? baseline : 0;
+  state.model = readModel(query.get("model"));
+  state.own = state.model ? (query.get("own") ?? "").replace(/[^fbwca]/g, "") : "";
   state.table = readTable(query.get("t"));
   return state;
 }
@@ -79,7 +85,9 @@ export function problem(state, { schedule, limit, chunks, pending }) {
     max_pending_backward: pending || null,
     ...unequal(state),
   };
+  if (state.model) Object.assign(body, { model: state.model, times: request(state).times });
   if (state.table) return { ...body, stages: { ...state.table, comm_ms: state.c } };
+  if (state.model) return body;
   const times = {
     forward_ms: state.f,
     backward_ms: state.b,
@@ -93,6 +101,16 @@ export function problem(state, { schedule, limit, chunks, pending }) {
 /** A list or a matrix for an address: its numbers joined by _, its lines by ~. */
 function packed(text) {
   return text.trim().split("\n").map((line) => line.trim().split(/[\s,;]+/).join("_")).join("~");
+}
+
+/** An object of numbers and names, or with layers; the planner checks the rest. */
+function readModel(text) {
+  try {
+    const model = JSON.parse(text ?? "null");
+    return model && typeof model === "object" && !Array.isArray(model) ? model : null;
+  } catch {
+    return null;
+  }
 }
 
 function readTable(text) {

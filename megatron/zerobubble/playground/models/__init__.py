@@ -1,0 +1,1 @@
+"""Problems from a model: presets, estimates of times and bytes from sizes, and layer files."""

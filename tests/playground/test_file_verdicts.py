@@ -1,0 +1,67 @@
+"""The sentence about an opened file: the run, the plan, 1F1B, and the rank with the most work."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron.zerobubble.plan.bounds.certificate import certificate
+from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.objective import Objective
+from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.plan.render.chrome_trace import render_trace
+from megatron.zerobubble.plan.simulate import simulate
+from megatron.zerobubble.playground.models.presets import layered
+from megatron.zerobubble.playground.opened_files import open_file
+from megatron.zerobubble.profiling.report import report, reports_to_json
+from tests.profiling.support import run_as_simulated
+
+UNEVEN = replace(
+    CostModel.uniform(Placement.v(2), forward_ms=40.0, backward_ms=40.0, wgrad_ms=40.0), forward_ms=(200.0, 20.0, 20.0, 20.0)
+)
+
+
+def opened(body: Any) -> dict[str, Any]:
+    return open_file((body if isinstance(body, str) else json.dumps(body)).encode())
+
+
+@pytest.mark.parametrize("kind", ["report", "trace"])
+def test_a_recorded_run_is_set_beside_its_plan_1f1b_and_the_rank_with_most_work(kind: str) -> None:
+    run = run_as_simulated(build_plan("zbv", num_ranks=2, num_microbatches=6), UNEVEN)
+    found = opened(reports_to_json([report(run)]) if kind == "report" else render_trace([run]))
+    fused = build_plan("1f1b", num_ranks=2, num_microbatches=6)
+    took, classic = report(run).makespan_ms, simulate(fused, UNEVEN.merged(2)).makespan_ms
+    assert found["verdict"] == (
+        f"your run took {took:,.0f} ms; the plan takes {took:,.0f} ms; 1F1B would take {classic:,.0f} ms; "
+        "rank 0 has 2.5 times rank 1's work: balance the stages"
+    )
+
+
+def test_a_comparison_has_the_times_of_its_contenders() -> None:
+    rows = [{"name": "stock", "ms": {"value": 3607.2}}, {"name": "zbv", "ms": {"value": 3150}}, {"name": "lost", "ms": None}, 7]
+    costs = CostModel.uniform(Placement.v(2), forward_ms=40.0)
+    found = opened({"contenders": rows, "num_ranks": 2, "num_microbatches": 6, "costs": costs.to_json()})
+    assert found["verdict"].startswith("stock 3,607 ms, zbv 3,150 ms; 1F1B would take ")
+    for odd in (None, 3, [[1]], [{"name": 3, "ms": {"value": "x"}}], [{"name": "a", "ms": {"value": float("nan")}}]):
+        body = {"contenders": odd, "num_ranks": 2, "num_microbatches": 6, "costs": costs.to_json()}
+        assert opened(body)["verdict"].startswith("1F1B would take ")
+
+
+def test_a_certificate_is_checked_when_it_is_opened() -> None:
+    plan = build_plan("zb-h1", num_ranks=3, num_microbatches=6)
+    body = certificate(simulate(plan, CostModel.uniform(plan.placement)), Objective.MAKESPAN, None)
+    found = opened(body)
+    assert (found["kind"], found["drawings"][0]["schedule"]) == ("plan", "zb-h1")
+    assert found["verdict"].startswith("the certificate holds: no plan within 1 of 1F1B's memory takes ")
+    assert opened(body | {"objective_ms": 1.0})["verdict"].startswith("the certificate does not hold: its objective_ms is 1")
+    assert opened({"format": body["format"], "plan": body["plan"]})["verdict"].startswith("the certificate does not hold")
+
+
+def test_layers_are_a_model() -> None:
+    found = opened(layered("Kimi-K2").to_json())
+    assert (found["kind"], found["verdict"]) == ("model", "61 layers")
+    assert found["layers"] == layered("Kimi-K2").to_json()

@@ -1,0 +1,121 @@
+"""A model on the page, in a real browser: presets, assumptions, figures of one's own, memory in GiB; and files that mean harm."""
+
+from __future__ import annotations
+
+import json
+
+from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.plan.render.chrome_trace import render_trace
+from megatron.zerobubble.playground.models.presets import layered
+from tests.playground.pages import SMALL, Open, cells, drop
+from tests.profiling.support import as_recorded
+
+
+def test_a_published_model_fills_the_form_and_says_so(opened: Open) -> None:
+    with opened(SMALL) as page:
+        page.select_option("#model > select", "6.2B")
+        page.wait_for_function("() => document.querySelector('[name=p]').value === '8'")
+        assert [page.input_value(f"[name={name}]") for name in "mfbwca"] == [
+            "24",
+            "29.718",
+            "29.444",
+            "19.927",
+            "0.527",
+            "0.4324",
+        ]
+        assert page.locator("[data-source=f]").inner_text() == "published"
+        page.fill("[name=f]", "30")
+        assert page.locator("[data-source=f]").inner_text() == ""
+        assert page.input_value("#model > select") == "by hand"
+
+
+def test_a_model_is_planned_in_gib_and_what_does_not_fit_is_said(opened: Open) -> None:
+    with opened("effort=drawn&s=1f1b&s=zbv") as page:
+        page.select_option("#model > select", "Llama-3-8B")
+        page.wait_for_selector("#metrics tr:has-text('memory of the fullest rank')")
+        page.wait_for_selector("main[aria-busy=false]")
+        page.wait_for_function("() => document.querySelector('[name=f]').value !== '1'")
+        assert page.locator("[data-source=f]").inner_text() == "assumed"
+        assert cells(page, "iteration time with the synchronous optimizer")[0].endswith("± 15 %")
+        assert page.locator("#metrics .bad").count() == 0
+        page.locator("#model-sizes summary").click()
+        page.fill("#model-sizes label:has-text('GPU memory, GiB') input", "30")
+        page.locator("#model-sizes label:has-text('GPU memory, GiB') input").blur()
+        page.wait_for_selector("#metrics .bad:has-text('does not fit 30.0 GiB')")
+        page.wait_for_selector("#verdict:has-text('It does not fit: rank 0 needs')")
+        before = page.input_value("[name=w]")
+        page.fill("[name=w]", "20")
+        assert page.locator("[data-source=w]").inner_text() == "entered"
+        page.fill("[name=p]", "16")
+        page.wait_for_selector(".panel h3:has-text('16 pipeline ranks')")
+        page.wait_for_selector("main[aria-busy=false]")
+        assert page.input_value("[name=w]") == "20"
+        assert before != "20"
+        page.select_option("#model-sizes select >> nth=0", label="by their work")
+        page.wait_for_selector("main[aria-busy=false]")
+        page.wait_for_timeout(400)
+        page.wait_for_selector("main[aria-busy=false]")
+        reached = page.locator("#metrics").inner_text()
+        with opened(page.url.partition("#")[2]) as other:
+            other.wait_for_selector("main[aria-busy=false]")
+            other.wait_for_function("() => document.querySelector('[data-source=w]').textContent === 'entered'")
+            assert other.locator("#metrics").inner_text() == reached
+            assert other.input_value("[name=w]") == "20"
+        page.locator("#stages summary").click()
+        page.click("#stages-fill")
+        page.wait_for_selector("#stages-table tbody tr:nth-child(32)")
+
+
+def test_layers_of_a_file_are_a_model(opened: Open) -> None:
+    with opened(SMALL) as page:
+        drop(page, "layers.json", json.dumps(layered("Kimi-K2").to_json()))
+        page.wait_for_selector("#notes:has-text('layers.json: 61 layers.')")
+        page.wait_for_selector("#metrics tr:has-text('memory of the fullest rank')")
+        page.wait_for_function("() => document.querySelector('[data-source=f]').textContent === 'measured'")
+        assert page.input_value("#model > select") == "layers of a file"
+
+
+EVIL = "<img src=x onerror=window.harmed=1>"
+
+
+def test_nothing_out_of_a_file_becomes_markup(opened: Open) -> None:
+    plan = build_plan("zbv", num_ranks=4, num_microbatches=6)
+    text = plan.to_json(costs=CostModel.uniform(plan.placement).to_json())
+    trace = json.loads(render_trace([as_recorded("zbv", 4, 6)]))
+    for event in trace["traceEvents"]:
+        if event.get("cat") == "iteration":
+            event["args"]["schedule"] = EVIL
+    bench = {"contenders": [{"name": EVIL, "ms": {"value": 3.0}}], "num_ranks": 4, "num_microbatches": 6}
+    bench |= {"costs": CostModel.uniform(plan.placement).to_json(), "schedule": EVIL}
+    layers = layered("Kimi-K2").to_json()
+    files = {
+        "plan": json.loads(text) | {"schedule": EVIL},
+        "trace": trace,
+        "bench": bench,
+        "certificate": {
+            "format": "zerobubble-certificate/1",
+            "plan": json.loads(text),
+            EVIL: EVIL,
+            "objective": EVIL,
+            "bound": {},
+        },
+        "layers": layers | {"layers": [EVIL]},
+        "kinds": layers | {"kinds": {EVIL: 3}},
+        "unknown": {EVIL: EVIL, "format": EVIL},
+        "links": {"latency_ms": EVIL},
+        "costs": {"costs": {"forward_ms": EVIL}},
+    }
+    with opened(SMALL) as page:
+        for name, body in files.items():
+            drop(page, f"{EVIL}{name}.json", json.dumps(body))
+            page.wait_for_function("name => document.querySelector('#notes').textContent.includes(name)", arg=f"{name}.json")
+            assert EVIL in page.locator("#notes").inner_text()
+        page.wait_for_selector("#deviations:not([hidden])")
+        page.evaluate(
+            "name => (location.hash = `p=4&m=6&effort=drawn&model=${encodeURIComponent(JSON.stringify({preset: name}))}`)", EVIL
+        )
+        page.reload()
+        page.wait_for_selector(".slot.wrong:has-text('onerror')")
+        assert page.locator("img").count() == 0
+        assert page.evaluate("window.harmed") is None
