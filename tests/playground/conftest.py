@@ -79,10 +79,11 @@ def opened(browser: Browser, server: Server) -> Open:
     """A page in a context of its own, which fails the test if it logs anything to the console."""
 
     @contextmanager
-    def open_page(query: str = SMALL, **options: Any) -> Iterator[Page]:
+    def open_page(query: str = SMALL, script: str = "", **options: Any) -> Iterator[Page]:
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, "accept_downloads": True} | options)
         context.set_default_timeout(WAIT_MS)
         page = context.new_page()
+        page.add_init_script(script)
         logged: list[str] = []
         page.on("pageerror", lambda error: logged.append(str(error)))
         page.on("console", lambda message: logged.append(message.text))

@@ -82,6 +82,7 @@ def draw_recorded(timeline: Timeline) -> Drawing:
         "metrics": metrics | _sent(plan.placement, plan.num_microbatches),
         "lines": [line.strip() for line in seen.lines()],
         "spans": spans,
+        "text": text_of(timeline.rows),
         "iteration": timeline.iteration,
         "plan": plan.to_json(costs=costs.to_json(), metrics=seen.simulation.metrics()),
     }
@@ -118,8 +119,12 @@ def _draw(plan: Plan, rows: Sequence[Sequence[TimedOp]], costs: CostModel) -> Dr
         "slots": drawn_slots(plan, costs),
         "costs": costs.to_json(),
         "attention_share": attention_share(costs),
-        "text": render_text(rows, max_width=_TEXT_OPS),
     }
+
+
+def text_of(rows: Sequence[Sequence[TimedOp]]) -> str:
+    """A timeline in letters."""
+    return render_text(rows, max_width=_TEXT_OPS)
 
 
 def _problem(plan: Plan, costs: CostModel) -> dict[str, Any]:

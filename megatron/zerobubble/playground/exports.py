@@ -12,6 +12,7 @@ from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import known_schedules
 from megatron.zerobubble.plan.render.plan_summary import plan_svg, plan_trace, title
 from megatron.zerobubble.plan.simulate import Simulation
+from megatron.zerobubble.playground.drawing import text_of
 
 _SVG_WIDTH_PX = 1600
 _SVG_MOST_PX = 24_000
@@ -23,6 +24,8 @@ class Export(enum.Enum):
 
     SVG = "svg"
     TRACE = "trace"
+    TEXT = "text"
+    """Read by the page, for readers who cannot see a canvas."""
 
 
 class TextFile(NamedTuple):
@@ -38,6 +41,8 @@ def export(simulation: Simulation, form: Export) -> TextFile:
     stem = stem_of(simulation.plan)
     if form is Export.TRACE:
         return TextFile(f"{stem}.trace.json", "application/json", plan_trace(simulation))
+    if form is Export.TEXT:
+        return TextFile(f"{stem}.txt", "text/plain", text_of(simulation.rows))
     width = max(_SVG_WIDTH_PX, min(_SVG_MOST_PX, _PX_PER_PASS * max(map(len, simulation.rows))))
     svg = plan_svg(simulation, title(simulation.plan.schedule), width_px=width)
     return TextFile(f"{stem}.svg", "image/svg+xml", svg)

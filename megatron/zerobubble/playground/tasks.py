@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 from megatron.zerobubble.errors import ConfigError, UserError
-from megatron.zerobubble.messages import one_line
+from megatron.zerobubble.messages import one_line, quoted
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.objective import DEFAULT_OBJECTIVE, Objective
 from megatron.zerobubble.plan.planner import AUTO
@@ -94,6 +95,31 @@ def _pareto(body: str | bytes) -> Iterator[Event]:
         yield event
 
 
+def _curve(body: str | bytes) -> Iterator[Event]:
+    """Speed-ups of hand-written orders over a baseline, for several numbers of microbatches."""
+    given = read_object(body)
+    counts, requests = given.get("counts"), given.get("problems")
+    for name, values in (("counts", counts), ("problems", requests)):
+        if not isinstance(values, list) or len(values) > MAX_POINTS:
+            raise ConfigError(f"{name} must be a list of at most {MAX_POINTS}, got {quoted(values)}")
+    yield {"event": "started"}
+    for count in counts or ():
+        base, *times = (_drawn_ms(request, count) for request in (given.get("baseline"), *(requests or ())))
+        ratios = [base / time if base and time else None for time in times]
+        yield {"event": "point", "num_microbatches": count, "speed_ups": ratios}
+
+
+def _drawn_ms(request: object, num_microbatches: object) -> float | None:
+    """The iteration time of a request without a search, for another number of microbatches; None if there is no such plan."""
+    if not isinstance(request, dict):
+        raise ConfigError(f"a problem must be an object, got {quoted(request)}")
+    problem = read_problem(json.dumps(request | {"num_microbatches": num_microbatches, "effort": "drawn"}).encode())
+    with suppress(UserError):
+        *_, last = climb(problem)
+        return problem.objective.of(last.result.simulation)
+    return None
+
+
 def _offers(_body: str | bytes) -> Iterator[Event]:
     """The models that the page offers."""
     yield {"event": "done", **offers()}
@@ -152,6 +178,7 @@ def _plan_of(given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 TASKS: dict[str, Callable[[str | bytes], Iterator[Event]]] = {
     "search": _search,
     "pareto": _pareto,
+    "curve": _curve,
     "offers": _offers,
     "figures": _figures,
     "open": _open,
@@ -161,7 +188,7 @@ TASKS: dict[str, Callable[[str | bytes], Iterator[Event]]] = {
 }
 """Name of the endpoint -> task."""
 
-SEARCHES = frozenset({"search", "pareto"})
+SEARCHES = frozenset({"search", "pareto", "curve"})
 """Tasks that stream intermediate results and can be stopped at any time."""
 
 

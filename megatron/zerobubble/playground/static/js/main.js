@@ -1,6 +1,7 @@
 // The page: a form, up to three slots with a search each, and their results.
 
 import { ask, choices as askChoices } from "./api.js";
+import { Curve } from "./curve.js";
 import { Deviations } from "./deviations.js";
 import { byId, debounced, make } from "./dom.js";
 import { acceptFiles } from "./files.js";
@@ -8,9 +9,12 @@ import { results, verdict } from "./metrics.js";
 import { FIGURES, ModelForm } from "./model.js";
 import { brief, roughly } from "./numbers.js";
 import { Pareto } from "./pareto.js";
+import { Playback } from "./playback.js";
+import { slide } from "./sliders.js";
 import { Slot } from "./slot.js";
 import { Stages, uniform } from "./stages.js";
 import { CHOICES, LISTS, MOST_SLOTS, NUMBERS, fromQuery, slot as slotConfig, toQuery } from "./state.js";
+import { firstStory, tell } from "./stories.js";
 import { copy, takeAlong } from "./downloads.js";
 import { Timelines } from "./timelines.js";
 import { Unequal, adopted, adoptedLinks } from "./unequal.js";
@@ -20,14 +24,19 @@ const WAIT_MS = 250;
 class Playground {
   constructor(choices, offers) {
     this.choices = choices;
+    this.offers = offers;
     this.state = fromQuery(location.hash.slice(1) || location.search, choices);
     this.form = byId("form");
     this.slots = [];
+    this.rest = [];
     this.numKeys = 0;
     this.waiting = new Set();
     this.runWaiting = debounced(() => this.runAll([...this.waiting]), WAIT_MS);
     const root = byId("timelines");
-    this.timelines = new Timelines({ root, legend: byId("legend"), tip: byId("tip"), announcer: byId("announcer") }, choices);
+    const parts = { root, legend: byId("legend"), tip: byId("tip"), announcer: byId("announcer"), summed: byId("sums") };
+    this.timelines = new Timelines(parts, choices);
+    this.playback = new Playback({ button: byId("play"), time: byId("time") }, (share) => this.timelines.showUntil(share));
+    this.curve = new Curve(byId("curve"));
     this.deviations = new Deviations(
       { root: byId("deviations"), plans: byId("deviations-plan"), traces: byId("deviations-trace"), result: byId("deviations-result") },
       (key, rank, step) => this.timelines.jump(key, rank, step),
@@ -47,13 +56,56 @@ class Playground {
       fail: (message) => this.notify(message),
     });
     this.unequal = new Unequal(this.form, { state: this.state, drawnTokens: () => this.drawnTokens() });
+    this.sliders = [
+      slide(this.form.p, "pipeline ranks", () => choices.limits.ranks),
+      slide(this.form.m, "microbatches", () => choices.limits.microbatches),
+      slide(this.form.w, "W", () => Math.max(2 * this.state.f, this.state.w) || 1),
+    ];
     this.fillForm();
+    this.listen();
+    this.begin();
+  }
+
+  /** Plan what the state has. */
+  begin() {
     for (const config of this.state.slots) this.addSlot(config);
     this.baseline = this.slots[this.state.baseline];
-    this.listen();
+    tell(byId("story"), this.state, this.offers.shapes, () => {
+      this.state.story = 0;
+      byId("story").hidden = true;
+      this.keepLink();
+    });
     this.keepLink();
-    this.runAll(this.slots);
+    // The first picture as soon as possible: the other searches begin when it is there.
+    const [first, ...rest] = this.slots;
+    this.rest = rest;
+    for (const slot of rest) this.waiting.add(slot);
+    this.runAll([first]);
     this.model.estimate();
+  }
+
+  /** Begin the searches that waited for the first picture. */
+  runRest() {
+    const { rest } = this;
+    this.rest = [];
+    if (rest.length) this.runAll(rest.filter((slot) => this.waiting.has(slot)));
+  }
+
+  /** The address was changed by a link of the page or by hand: begin again with it. */
+  again() {
+    for (const slot of this.slots) {
+      slot.cancel();
+      slot.element.remove();
+    }
+    this.slots = [];
+    this.rest = [];
+    this.waiting.clear();
+    Object.assign(this.state, fromQuery(location.hash.slice(1), this.choices));
+    this.notify("");
+    this.render();
+    this.stages.render();
+    this.pareto.outdate();
+    this.begin();
   }
 
   fillForm() {
@@ -70,6 +122,7 @@ class Playground {
     this.unequal.render();
     this.model.render();
     this.showSources();
+    for (const follow of this.sliders) follow();
   }
 
   /** Say of each figure how sure it is. */
@@ -114,6 +167,15 @@ class Playground {
     byId("zoom-in").addEventListener("click", () => this.timelines.scaleBy(1.6));
     byId("zoom-out").addEventListener("click", () => this.timelines.scaleBy(1 / 1.6));
     byId("fit").addEventListener("click", () => this.timelines.fit());
+    byId("critical").addEventListener("click", () => {
+      const isCritical = byId("critical").getAttribute("aria-pressed") === "false";
+      byId("critical").setAttribute("aria-pressed", String(isCritical));
+      this.timelines.light({ isCritical });
+    });
+    byId("find").addEventListener("input", () => this.timelines.light({ microbatch: this.found }));
+    byId("find").addEventListener("keydown", (event) => event.key === "Enter" && this.found !== null && this.timelines.nextOf(this.found));
+    byId("learn").href = firstStory(this.offers.shapes);
+    window.addEventListener("hashchange", () => this.again());
     byId("link").addEventListener("click", () =>
       copy(location.href).then(() => this.notify("The link is copied.", "good"), (error) => this.notify(error.message)),
     );
@@ -162,6 +224,7 @@ class Playground {
     if (this.state.model && (changed === "p" || changed === "m")) this.model.estimate();
     this.model.render();
     this.showSources();
+    for (const follow of this.sliders) follow();
     return this.changed();
   }
 
@@ -199,7 +262,10 @@ class Playground {
   addSlot(config) {
     const slot = new Slot(`slot-${this.numKeys++}`, this.choices, config, {
       changed: () => this.changed([slot]),
-      arrived: () => this.show(),
+      arrived: () => {
+        this.show();
+        this.runRest();
+      },
       started: () => this.estimate(),
       removed: () => this.removeSlot(slot),
     });
@@ -213,6 +279,8 @@ class Playground {
     slot.cancel();
     slot.element.remove();
     this.slots = this.slots.filter((each) => each !== slot);
+    this.waiting.delete(slot);
+    this.runRest();
     if (this.baseline === slot) this.baseline = this.slots[0];
     this.count();
     this.estimate();
@@ -255,6 +323,20 @@ class Playground {
     byId("metrics").replaceChildren(...this.mistakes(), ...(shown.length ? results(shown, base, this.model.error) : []));
     this.offerBaselines(shown, base);
     this.deviations.offer(shown);
+    if (!this.slots.some(({ controller }) => controller)) this.drawCurve();
+  }
+
+  /** The speed-up over m of all schedules that are planned, against the baseline if it is. */
+  drawCurve() {
+    const planned = this.slots.filter((slot) => !slot.isOpened && slot !== this.baseline);
+    const configs = planned.map(({ config, letter }) => ({ ...config, letter: letter.textContent }));
+    this.curve.update(this.state, configs, this.baseline?.isOpened ? null : this.baseline?.config);
+  }
+
+  /** The microbatch that is looked for; null: none. */
+  get found() {
+    const text = byId("find").value.trim();
+    return /^\d+$/.test(text) ? Number(text) : null;
   }
 
   /** Show all metrics, or only the first ones. */

@@ -2,9 +2,11 @@
 
 import { make, table } from "./dom.js";
 import { gibibytes, milliseconds, number, percent } from "./numbers.js";
+import { explained } from "./words.js";
 
 const TOLERANCE = 1e-6;
 const TIE = 1e-3;
+const UNEVEN = 1.2;
 
 /** Iteration time for an objective: of the plan that was made for it, if there was such a search, else of the plan on the page. */
 const time = (m, objective) => m.times_ms?.[objective] ?? m[`${objective}_ms`];
@@ -63,7 +65,7 @@ export function results(shown, base, error = 0) {
       const isTime = write === milliseconds && error;
       const told = isTime ? (value) => `${write(value)} ± ${100 * error} %` : write;
       const best = bestOf(alike.map((each) => values.get(each)), wanted);
-      return [[name, ...shown.map((each) => cell(values.get(each), told, best, alike.length > 1 && alike.includes(each), wanted, each))]];
+      return [[make("span", {}, ...explained(name)), ...shown.map((each) => cell(values.get(each), told, best, alike.length > 1 && alike.includes(each), wanted, each))]];
     });
   const first = rows(FIRST.filter((_, at) => at !== (hasBytes ? 4 : 3)));
   const whole = table("Metrics of the schedules", head, [...first, ...rows([...(hasBytes ? FIRST.slice(4) : []), ...MORE])]);
@@ -132,15 +134,24 @@ function misfits(drawing) {
 }
 
 /** What is not measured about a drawing. */
-export function caveats({ derived_from: given, costs, memory_is_assumed: isAssumed, memory_limit: limit, metrics }) {
+export function caveats(drawing) {
+  const { derived_from: given, costs, memory_is_assumed: isAssumed, memory_limit: limit, metrics } = drawing;
   const stages = costs.forward_ms.length;
-  const found = [];
+  const found = imbalance(drawing);
   if (given) found.push(`costs of ${stages} stages, derived from those of ${given}: each is the sum of ${given / stages} consecutive ones`);
   if (isAssumed) found.push("activation memory is not in the trace; this assumes equal stages that keep all of it until W");
   if (metrics.came_peak_memory > (limit ?? Infinity)) {
     found.push(`its own order with the data as it came needs ${number(metrics.came_peak_memory)} of 1F1B's memory, more than the limit`);
   }
   return found;
+}
+
+/** The rank with the most work, if it has much more than another one. */
+function imbalance({ table: ranks }) {
+  const work = ranks.map(({ busy_ms: busy }) => busy);
+  const [most, least] = [Math.max(...work), Math.min(...work)];
+  const at = (value) => work.indexOf(value);
+  return most > UNEVEN * least ? [`rank ${at(most)} has ${ratio(most, least)} times rank ${at(least)}'s work: divide the layers by their work`] : [];
 }
 
 function titled({ letter, name }) {

@@ -6,6 +6,7 @@ import { brief } from "./numbers.js";
 
 /** The form's figures by the names of a request. */
 export const FIGURES = { f: "forward_ms", b: "backward_ms", w: "wgrad_ms", c: "comm_ms", a: "activation_after_backward" };
+const EXPERTS = ["moe_router_topk", "moe_ffn_hidden_size", "expert_parallel_size"];
 const HAND = "by hand";
 const OWN = "own sizes";
 const FILE = "layers of a file";
@@ -45,7 +46,10 @@ export class ModelForm {
   }
 
   number(name, { least, most, is_whole: isWhole }) {
-    const input = make("input", { type: "number", min: least, max: most, step: isWhole ? 1 : "any", required: true });
+    const input =
+      isWhole && most === 1
+        ? make("select", {}, make("option", { value: 0 }, "no"), make("option", { value: 1 }, "yes"))
+        : make("input", { type: "number", min: least, max: most, step: isWhole ? 1 : "any", required: true });
     input.addEventListener("change", () => {
       if (!input.checkValidity()) return this.fail(`${name}: ${input.validationMessage}`);
       return this.set(name, Number(input.value));
@@ -137,7 +141,7 @@ export class ModelForm {
     this.balanced.value = model.is_balanced;
     this.device.value = model.device_gib;
     for (const [size, input] of Object.entries(this.inputs)) {
-      input.closest("label").hidden = !(size in model);
+      input.closest("label").hidden = !(size in model) || (EXPERTS.includes(size) && !model.num_experts);
       input.value = model[size] ?? "";
     }
     const fits = (gpu) => Object.entries(gpu).every(([size, value]) => !(size in model) || model[size] === value);

@@ -4,6 +4,7 @@
 const DIGIT = 0.58; // width of a digit, as a share of the font size
 const PADDING = 2;
 const LEAST_FONT = 7;
+const FADED = 50; // of 255
 const SLACK = 1e-6; // of a memory limit
 
 /** Index of the first value of an ascending list that is above `limit`. */
@@ -20,9 +21,10 @@ export function firstAbove(values, limit) {
 
 /**
  * Paint the passes of all ranks.
- * `view`: {x: time -> px, from, to: times in sight, left, width, rowHeight, gap}; `ink`: colors of the theme.
+ * `view`: {x: time -> px, from, to: times in sight, left, width, rowHeight, gap}; `ink`: colors of the theme; `isLit(rank, index)`:
+ * which passes are not faded, null: all.
  */
-export function paintPasses(context, drawing, view, ink, kinds, spanColors) {
+export function paintPasses(context, drawing, view, ink, kinds, spanColors, isLit) {
   const ratio = context.getTransform().a;
   const step = view.rowHeight + view.gap;
   const pixels = buffer(Math.round(view.width * ratio), Math.round(drawing.num_ranks * step * ratio));
@@ -30,6 +32,7 @@ export function paintPasses(context, drawing, view, ink, kinds, spanColors) {
   const colors = {
     idle: packed(ink.idle),
     kinds: kinds.map((kind) => kind.colors.map((color) => packed(color))),
+    faded: kinds.map((kind) => kind.colors.map((color) => packed(color, FADED))),
     spans: Object.fromEntries(Object.entries(spanColors).map(([activity, color]) => [activity, packed(color)])),
   };
   const size = numberSize(drawing, view);
@@ -39,7 +42,7 @@ export function paintPasses(context, drawing, view, ink, kinds, spanColors) {
     line.fill(0);
     if (rank.starts.length) span(line, column(rank.starts[0]), column(rank.ends[rank.ends.length - 1]), colors.idle);
     paintSpans(line, drawing.spans?.[index] ?? [], column, colors.spans);
-    paintBoxes(line, rank, view, column, colors.kinds);
+    paintBoxes(line, rank, view, column, colors, isLit && ((i) => isLit(index, i)));
     const top = Math.round(index * step * ratio);
     for (let y = top; y < top + Math.round(view.rowHeight * ratio); y++) pixels.data.set(line, y * pixels.width);
     if (size) collect(rank, index * step + view.rowHeight / 2 + 0.5, view, size, numbers);
@@ -63,12 +66,12 @@ function paintSpans(line, spans, column, colors) {
   }
 }
 
-function paintBoxes(line, { starts, ends, kinds, chunks }, view, column, colors) {
+function paintBoxes(line, { starts, ends, kinds, chunks }, view, column, colors, isLit) {
   for (let i = firstAbove(ends, view.from); i < starts.length && starts[i] <= view.to; i++) {
     const from = column(starts[i]);
     const to = column(ends[i]);
     // A pixel between boxes keeps them apart if they are wide enough.
-    span(line, from, to - from > 3 ? to - 1 : Math.max(to, from + 1), colors[kinds[i]][chunks[i] > 0 ? 1 : 0]);
+    span(line, from, to - from > 3 ? to - 1 : Math.max(to, from + 1), (isLit && !isLit(i) ? colors.faded : colors.kinds)[kinds[i]][chunks[i] > 0 ? 1 : 0]);
   }
 }
 

@@ -1,6 +1,8 @@
 // One timeline: passes, memory under them, and both as a table and as text for readers who cannot see a canvas.
 
+import { ask } from "./api.js";
 import { make, table } from "./dom.js";
+import { Passes } from "./follow.js";
 import { brief, milliseconds, number } from "./numbers.js";
 import { firstAbove, paintAxis, paintMemory, paintPasses } from "./paint.js";
 
@@ -10,6 +12,7 @@ const MEMORY_TOP = 18; // of its title
 const ROWS = { wide: [[8, 17], [16, 12], [32, 11], [64, 8]], narrow: [[8, 13], [16, 11], [32, 9], [64, 6]] };
 const MEMORY_HEIGHT = { wide: 84, narrow: 66 };
 const NARROW = matchMedia("(max-width: 820px)");
+const BIG = 2 ** 24; // more than a rank has passes
 const GIB = 2 ** 30;
 const FONT = "system-ui, sans-serif";
 
@@ -23,6 +26,9 @@ export class Panel {
     this.passes = make("canvas", { class: "passes", "aria-hidden": "true" });
     this.memory = make("canvas", { class: "memory", "aria-hidden": "true" });
     this.mark = make("div", { class: "mark", hidden: true });
+    this.cover = make("div", { class: "cover", hidden: true });
+    this.range = make("div", { class: "range", hidden: true });
+    this.arrows = d3.create("svg").attr("class", "arrows").attr("aria-hidden", "true");
     this.chart = make(
       "div",
       {
@@ -34,7 +40,10 @@ export class Panel {
       },
       this.passes,
       this.memory,
+      this.range,
+      this.arrows.node(),
       this.mark,
+      this.cover,
     );
     this.chart.panel = this;
     this.emphasis = -1;
@@ -51,6 +60,21 @@ export class Panel {
       this.chart,
       this.alternative(),
     );
+  }
+
+  /** Lookups of the passes; built when they are needed. */
+  get passesBy() {
+    this.lookups ??= new Passes(this.drawing, this.kinds.map(({ name }) => name));
+    return this.lookups;
+  }
+
+  /** Which passes are not faded: those of a microbatch, or of the critical path. null: all. */
+  lit({ microbatch, isCritical }) {
+    if (isCritical) {
+      this.critical ??= new Set(this.passesBy.criticalPath().map(({ rank, index }) => rank * BIG + index));
+      return (rank, index) => this.critical.has(rank * BIG + index);
+    }
+    return microbatch === null ? null : (rank, index) => this.drawing.ranks[rank].microbatches[index] === microbatch;
   }
 
   get rowHeight() {
@@ -90,8 +114,9 @@ export class Panel {
   /** The table of ranks, and the timeline in letters; built when it is opened, as it may be long. */
   alternative() {
     const details = make("details", { class: "alternative" }, make("summary", {}, "As a table and as text"));
-    details.addEventListener("toggle", () => {
+    details.addEventListener("toggle", async () => {
       if (!details.open || details.children.length > 1) return;
+      const text = make("pre", { tabindex: 0, "aria-label": "the timeline in letters" });
       const rows = this.drawing.table.map((rank, index) => [
         `rank ${index}`,
         number(rank.peak_memory),
@@ -105,8 +130,10 @@ export class Panel {
       const head = ["", "peak activation memory", "live microbatches", "pending W", "busy ms", "idle ms", "starts after ms", "ends before ms"];
       details.append(
         make("div", { class: "scroll" }, table(`Ranks of timeline ${this.shown.letter}`, head, rows)),
-        make("pre", { tabindex: 0, "aria-label": "the timeline in letters" }, this.drawing.text),
+        text,
       );
+      const { plan } = this.drawing;
+      text.textContent = this.drawing.text ?? (await ask("export", { plan, form: "text" })).text;
     });
     return details;
   }
@@ -131,7 +158,7 @@ export class Panel {
   }
 
   /** Paint under a scale `x` (time -> px of the chart), between `left` and `left + width`. */
-  paint(x, left, width, ink, mostMemory, ticks) {
+  paint(x, left, width, ink, mostMemory, ticks, shown) {
     const rows = this.rowsHeight;
     const view = {
       x,
@@ -149,9 +176,36 @@ export class Panel {
     this.view = view;
     const passes = prepare(this.passes, left + width, rows + AXIS);
     paintAxis(passes, ticks, view, ink, rows);
-    this.clipped(passes, view, rows, () => paintPasses(passes, this.drawing, view, ink, this.kinds, this.spans));
+    this.clipped(passes, view, rows, () => paintPasses(passes, this.drawing, view, ink, this.kinds, this.spans, this.lit(shown)));
     this.labels(passes, left, ink);
     this.paintHeld(view, ink, mostMemory, ticks);
+    const [from, to] = (shown.range?.panel === this ? shown.range.times : [0, 0]).map((time) => Math.max(left, Math.min(left + width, x(time))));
+    this.range.hidden = to <= from;
+    Object.assign(this.range.style, { left: `${from}px`, width: `${to - from}px` });
+    this.showUntil(shown.time);
+  }
+
+  /** Cover what is after a time; null: nothing. */
+  showUntil(time) {
+    this.cover.hidden = time === null;
+    if (time !== null) this.cover.style.left = `${Math.max(this.view.left, this.view.x(time))}px`;
+  }
+
+  /** Draw the chain of a pass, and arrows from what it needs and to what needs it; null: none. */
+  follow(place) {
+    this.arrows.selectAll("path").remove();
+    if (!place) return;
+    const { x, left, width } = this.view;
+    const height = (rank) => rank * (this.rowHeight + this.gap) + this.rowHeight / 2;
+    const clip = (px) => Math.max(left - 9, Math.min(left + width + 9, px));
+    const end = ({ rank, index }) => [clip(x(this.drawing.ranks[rank].ends[index])), height(rank)];
+    const start = ({ rank, index }) => [clip(x(this.drawing.ranks[rank].starts[index])), height(rank)];
+    const passes = this.passesBy;
+    const chain = passes.chain(place).flatMap((each) => [start(each), end(each)]);
+    this.arrows.append("path").attr("class", "chain").attr("d", d3.line()(chain));
+    const input = passes.input(place);
+    const pairs = [...(input ? [[input, place]] : []), ...passes.outputs(place).map((output) => [place, output])];
+    for (const [one, other] of pairs) this.arrows.append("path").attr("class", "arrow").attr("d", arrow(end(one), start(other)));
   }
 
   paintHeld(view, ink, most, ticks) {
@@ -257,6 +311,7 @@ export class Panel {
     const emphasis = place === null ? -1 : place.rank;
     const changed = emphasis !== this.emphasis;
     this.emphasis = emphasis;
+    this.follow(place);
     if (place === null) return { changed };
     const { starts, ends } = this.drawing.ranks[place.rank];
     const { x, left, width } = this.view;
@@ -272,6 +327,13 @@ export class Panel {
     });
     return { changed, left: from, top, bottom: top + this.rowHeight };
   }
+}
+
+/** A line with a head at its end. */
+function arrow([x1, y1], [x2, y2]) {
+  const angle = Math.atan2(y2 - y1, x2 - x1);
+  const head = (turn) => `M${x2},${y2}L${x2 - 7 * Math.cos(angle + turn)},${y2 - 7 * Math.sin(angle + turn)}`;
+  return `M${x1},${y1}L${x2},${y2}${head(0.45)}${head(-0.45)}`;
 }
 
 /** Size a canvas for the screen's pixels, and empty it. */

@@ -20,7 +20,7 @@ export const LISTS = Object.keys(TEXTS);
 
 /** The state of a new page. */
 export function defaults() {
-  return { ...SCALARS, ...WORDS, ...TEXTS, model: null, own: "", table: null, baseline: 0, slots: [slot("1f1b"), slot("zbv")] };
+  return { ...SCALARS, ...WORDS, ...TEXTS, model: null, own: "", story: 0, table: null, baseline: 0, slots: [slot("1f1b"), slot("zbv")] };
 }
 
 /** A schedule to plan. With `limit` null the memory limit is the schedule's own. */
@@ -41,6 +41,7 @@ export function toQuery(state) {
   }
   if (state.model) query.set("model", JSON.stringify(state.model));
   if (state.model && state.own) query.set("own", state.own);
+  if (state.story) query.set("story", String(state.story));
   if (state.baseline) query.set("base", String(state.baseline));
   if (state.table) query.set("t", TABLE_KINDS.map((kind) => state.table[kind].join("_")).join("~"));
   return query.toString();
@@ -68,6 +69,7 @@ export function fromQuery(search, { schedules, objectives, efforts }) {
   state.baseline = baseline in state.slots ? baseline : 0;
   state.model = readModel(query.get("model"));
   state.own = state.model ? (query.get("own") ?? "").replace(/[^fbwca]/g, "") : "";
+  state.story = numberOr(query.get("story"), 0);
   state.table = readTable(query.get("t"));
   return state;
 }

@@ -1,19 +1,23 @@
 // Up to three timelines below each other on one time axis: zooming and panning apply to all of them.
 
 import { beforePaint, make } from "./dom.js";
+import { sums } from "./follow.js";
+import { milliseconds, percent } from "./numbers.js";
 import { Panel } from "./panel.js";
+import { word } from "./words.js";
 
 const LEFT = 34;
 const MOST_ZOOM = 4000;
 const ZOOM_STEP = 1.6;
 
 export class Timelines {
-  /** `parts`: elements {root, legend, tip, announcer}; `choices`: the colors. */
+  /** `parts`: elements {root, legend, tip, announcer, summed}; `choices`: the colors. */
   constructor(parts, choices) {
     Object.assign(this, parts);
     this.choices = choices;
     this.panels = [];
     this.selected = null;
+    this.shown = { microbatch: null, isCritical: false, range: null, time: null };
     this.transform = d3.zoomIdentity;
     this.repaint = beforePaint(() => this.paint());
     this.zoom = d3
@@ -31,13 +35,14 @@ export class Timelines {
     this.root.addEventListener("pointerleave", () => this.choose(null));
     this.root.addEventListener("click", (event) => this.point(event));
     this.root.addEventListener("keydown", (event) => this.key(event));
+    this.root.addEventListener("pointerdown", (event) => this.selectRange(event));
     this.root.addEventListener("focusout", () => this.choose(null));
   }
 
   /** A plain wheel scrolls the page, which may be longer than the window. */
   isOurs(event) {
     if (!event.target.closest(".chart")) return false;
-    return event.type === "wheel" ? event.ctrlKey || event.metaKey : !event.ctrlKey && !event.button;
+    return event.type === "wheel" ? event.ctrlKey || event.metaKey : !event.ctrlKey && !event.shiftKey && !event.button;
   }
 
   /** Show a list of {key, letter, drawing, limit, actions}. Panels that have not changed are kept. */
@@ -49,6 +54,7 @@ export class Timelines {
       return isSame ? old : new Panel(shown, this.choices.kinds, this.choices.spans);
     });
     if (this.selected && !this.panels.includes(this.selected.panel)) this.choose(null);
+    if (this.shown.range && !this.panels.includes(this.shown.range.panel)) this.setRange(null);
     const elements = this.panels.map((panel) => panel.element);
     if (elements.length !== this.root.children.length || elements.some((element, i) => element !== this.root.children[i])) {
       this.root.replaceChildren(...elements);
@@ -74,10 +80,10 @@ export class Timelines {
     const names = { F: "F forward", B: "B dgrad (input)", W: "W wgrad (weights)", BW: "BW full backward (B+W)" };
     const entries = [...kinds].sort().map((kind) => {
       const { name, colors } = this.choices.kinds[kind];
-      return make("span", {}, ...(hasChunks ? colors : colors.slice(0, 1)).map(swatch), names[name]);
+      return make("span", {}, ...(hasChunks ? colors : colors.slice(0, 1)).map(swatch), word(name, names[name]));
     });
     for (const activity of spans) entries.push(make("span", {}, swatch(this.choices.spans[activity]), activity));
-    if (hasChunks) entries.push(make("span", { class: "soft" }, "light: first chunk of a rank, dark: later chunks"));
+    if (hasChunks) entries.push(make("span", { class: "soft" }, "light: first ", word("chunk"), " of a rank, dark: later ones"));
     this.legend.replaceChildren(...entries);
   }
 
@@ -86,13 +92,13 @@ export class Timelines {
     const width = Math.max(60, this.panels[0].chart.clientWidth - LEFT - 8);
     const extent = [[LEFT, 0], [LEFT + width, 100]];
     this.zoom.extent(extent).translateExtent(extent);
-    const length = Math.max(...this.panels.map(({ drawing }) => drawing.length_ms)) || 1;
+    const length = this.length || 1;
     const most = Math.max(...this.panels.map((panel) => panel.mostMemory));
     const x = this.transform.rescaleX(d3.scaleLinear([0, length], [LEFT, LEFT + width]));
     const count = Math.max(2, Math.floor(width / 90));
     const ticks = { values: x.ticks(count), format: x.tickFormat(count) };
     const ink = theme(this.root);
-    for (const panel of this.panels) panel.paint(x, LEFT, width, ink, most, ticks);
+    for (const panel of this.panels) panel.paint(x, LEFT, width, ink, most, ticks, this.shown);
     if (this.selected) this.frame();
   }
 
@@ -128,6 +134,76 @@ export class Timelines {
     const most = document.documentElement.clientWidth - this.tip.offsetWidth - 8;
     this.tip.style.left = `${Math.max(8, Math.min(box.left + left, most)) + window.scrollX}px`;
     this.tip.style.top = `${box.top + bottom + 6 + window.scrollY}px`;
+  }
+
+  /** Change what is shown of the passes: {microbatch, isCritical}. */
+  light(change) {
+    Object.assign(this.shown, change);
+    this.repaint();
+  }
+
+  /** Go to the next pass of a microbatch after the selected one, in the first timeline or the one with the selected pass. */
+  nextOf(microbatch) {
+    const panel = this.selected?.panel ?? this.panels[0];
+    if (!panel) return;
+    const passes = panel.drawing.ranks.flatMap(({ microbatches, starts }, rank) =>
+      microbatches.flatMap((each, index) => (each === microbatch ? [{ rank, index, start: starts[index] }] : [])),
+    );
+    passes.sort((one, other) => one.start - other.start || one.rank - other.rank);
+    const at = passes.findIndex(({ rank, index }) => rank === this.selected?.rank && index === this.selected?.index);
+    if (passes.length) this.goTo(panel, passes[(at + 1) % passes.length]);
+  }
+
+  /** Select a range of time with Shift and the mouse. */
+  selectRange(event) {
+    const panel = event.target.closest(".chart")?.panel;
+    if (!panel || !event.shiftKey || event.button) return;
+    const time = ({ clientX }) => {
+      const { x, left, width } = panel.view;
+      const px = clientX - panel.chart.getBoundingClientRect().left;
+      return Math.max(0, Math.min(panel.drawing.length_ms, x.invert(Math.max(left, Math.min(left + width, px)))));
+    };
+    const from = time(event);
+    const move = (moved) => this.setRange({ panel, times: [from, time(moved)].sort((one, other) => one - other) });
+    const done = () => this.root.removeEventListener("pointermove", move);
+    this.root.addEventListener("pointermove", move);
+    window.addEventListener("pointerup", done, { once: true });
+    this.setRange(null);
+    event.preventDefault();
+  }
+
+  /** Mark a range of time {panel, times} and give its sums; null: none. */
+  setRange(range) {
+    this.shown.range = range;
+    this.summed.textContent = "";
+    if (range) {
+      const [from, to] = range.times;
+      const { idle, ...kinds } = sums(range.panel.drawing, range.panel.kinds.map(({ name }) => name), range.times);
+      const whole = range.panel.drawing.num_ranks * (to - from) || 1;
+      const parts = Object.entries({ ...kinds, idle }).map(([name, ms]) => `${name} ${milliseconds(ms)} (${percent(ms / whole)})`);
+      this.summed.textContent = `${range.panel.shown.letter}, ${milliseconds(from)} to ${milliseconds(to)}, all ranks: ${parts.join(", ")}`;
+    }
+    this.repaint();
+  }
+
+  /** Begin or end the range at the selected pass. */
+  edge(isEnd) {
+    if (!this.selected) return;
+    const { panel, rank, index } = this.selected;
+    const { starts, ends } = panel.drawing.ranks[rank];
+    const [from, to] = this.shown.range?.panel === panel ? this.shown.range.times : [0, panel.drawing.length_ms];
+    const times = isEnd ? [Math.min(from, ends[index]), ends[index]] : [starts[index], Math.max(to, starts[index])];
+    this.setRange({ panel, times });
+  }
+
+  get length() {
+    return Math.max(0, ...this.panels.map(({ drawing }) => drawing.length_ms));
+  }
+
+  /** Show the timelines until a share of the longest; 1: all. */
+  showUntil(share) {
+    this.shown.time = share >= 1 ? null : share * this.length;
+    for (const panel of this.panels) if (panel.view) panel.showUntil(this.shown.time);
   }
 
   key(event) {
@@ -181,7 +257,7 @@ export class Timelines {
     panel.chart.focus({ preventScroll: true });
     const { starts, ends } = panel.drawing.ranks[rank];
     const shown = 24 * Math.max(ends[index] - starts[index], panel.drawing.length_ms / MOST_ZOOM);
-    const length = Math.max(...this.panels.map(({ drawing }) => drawing.length_ms));
+    const { length } = this;
     d3.select(this.root).call(this.zoom.scaleTo, clamp(length / shown, MOST_ZOOM));
     this.paint();
     this.goTo(panel, { rank, index });
@@ -217,6 +293,12 @@ const ZOOMS = {
   "=": (lines) => lines.scaleBy(ZOOM_STEP),
   "-": (lines) => lines.scaleBy(1 / ZOOM_STEP),
   0: (lines) => lines.fit(),
+  w: (lines) => lines.scaleBy(ZOOM_STEP),
+  s: (lines) => lines.scaleBy(1 / ZOOM_STEP),
+  a: (lines) => lines.panBy(0.2),
+  d: (lines) => lines.panBy(-0.2),
+  "[": (lines) => lines.edge(false),
+  "]": (lines) => lines.edge(true),
 };
 
 function clamp(value, most) {

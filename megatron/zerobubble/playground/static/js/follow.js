@@ -1,0 +1,88 @@
+// What a pass depends on: its inputs, the chain of its microbatch, and the critical path of a whole timeline.
+
+const EARLIER = 1e-4; // ms: times are rounded to 1e-5
+
+/** Lookups of a drawing's passes by stage, kind and microbatch; `names`: the kinds' names in the order of their indices. */
+export class Passes {
+  constructor(drawing, names) {
+    this.drawing = drawing;
+    this.names = names;
+    this.numStages = drawing.costs.forward_ms.length;
+    this.places = new Map();
+    drawing.ranks.forEach(({ kinds, stages, microbatches }, rank) => {
+      kinds.forEach((kind, index) => this.places.set(this.key(stages[index], names[kind], microbatches[index]), { rank, index }));
+    });
+  }
+
+  key(stage, name, microbatch) {
+    return (this.names.indexOf(name) * this.numStages + stage) * this.drawing.num_microbatches + microbatch;
+  }
+
+  /** A pass as {stage, name, microbatch}. */
+  at({ rank, index }) {
+    const { kinds, stages, microbatches } = this.drawing.ranks[rank];
+    return { stage: stages[index], name: this.names[kinds[index]], microbatch: microbatches[index] };
+  }
+
+  get(stage, name, microbatch) {
+    return this.places.get(this.key(stage, name, microbatch)) ?? null;
+  }
+
+  backward(stage, microbatch) {
+    return this.get(stage, "B", microbatch) ?? this.get(stage, "BW", microbatch);
+  }
+
+  /** The pass whose result it needs; null: none. */
+  input(place) {
+    const { stage, name, microbatch } = this.at(place);
+    if (name === "F") return stage ? this.get(stage - 1, "F", microbatch) : null;
+    if (name === "W") return this.get(stage, "B", microbatch);
+    return stage < this.numStages - 1 ? this.backward(stage + 1, microbatch) : this.get(stage, "F", microbatch);
+  }
+
+  /** The passes that need its result. */
+  outputs(place) {
+    const { stage, name, microbatch } = this.at(place);
+    if (name === "W") return [];
+    if (name === "F") return [stage < this.numStages - 1 ? this.get(stage + 1, "F", microbatch) : this.backward(stage, microbatch)].filter(Boolean);
+    return [stage ? this.backward(stage - 1, microbatch) : null, name === "B" ? this.get(stage, "W", microbatch) : null].filter(Boolean);
+  }
+
+  /** From the first F of its microbatch to the last backward pass. */
+  chain(place) {
+    const { microbatch } = this.at(place);
+    const stages = Array.from({ length: this.numStages }, (_, stage) => stage);
+    return [...stages.map((stage) => this.get(stage, "F", microbatch)), ...stages.reverse().map((stage) => this.backward(stage, microbatch))].filter(Boolean);
+  }
+
+  /** The passes that the end of the last one waits for, the last one first: none of them can end later without delaying it. */
+  criticalPath() {
+    const { ranks } = this.drawing;
+    const end = ({ rank, index }) => ranks[rank].ends[index];
+    const last = ranks.map(({ ends }, rank) => ({ rank, index: ends.length - 1 })).filter(({ index }) => index >= 0);
+    let place = last.reduce((one, other) => (end(other) > end(one) ? other : one), last[0] ?? null);
+    const path = [];
+    while (place) {
+      path.push(place);
+      const { rank, index } = place;
+      const before = index ? { rank, index: index - 1 } : null;
+      const isNext = before && ranks[rank].starts[index] - end(before) <= EARLIER;
+      place = isNext ? before : (this.input(place) ?? before);
+    }
+    return path;
+  }
+}
+
+/** The time of every kind in a range of time, and what is idle of it: {name: ms, idle: ms}. */
+export function sums({ ranks }, names, [from, to]) {
+  const found = { idle: ranks.length * (to - from) };
+  for (const { starts, ends, kinds } of ranks) {
+    for (let i = 0; i < starts.length; i++) {
+      const inside = Math.min(to, ends[i]) - Math.max(from, starts[i]);
+      if (inside <= 0) continue;
+      found[names[kinds[i]]] = (found[names[kinds[i]]] ?? 0) + inside;
+      found.idle -= inside;
+    }
+  }
+  return found;
+}
