@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.layer_costs import Model
-from megatron.zerobubble.playground.models.estimate import Shape, estimate
+from megatron.zerobubble.playground.models.estimate import estimate
 from megatron.zerobubble.playground.models.presets import LAYERED, PUBLISHED, SHAPES, layered
 from megatron.zerobubble.playground.models.problem import FIELDS, offers, read_model
 from megatron.zerobubble.playground.tasks import run_task
@@ -49,17 +48,35 @@ def test_estimates_from_sizes_are_those_of_the_layer_files(name: str) -> None:
         assert vars(found.kinds[kind]) == pytest.approx(vars(costs), abs=1e-4), kind
 
 
-def test_every_size_has_a_field_and_counts() -> None:
-    assert {field.name for field in fields(Shape)} == set(FIELDS)
-    base = estimate(Shape(**sizes())).total
-    halved = estimate(Shape(**sizes(tensor_parallel_size=2))).total
-    assert halved.work_ms == pytest.approx(base.work_ms / 2)
+def test_every_size_counts() -> None:
+    base = estimate(sizes()).total
+    halved = estimate(sizes(tensor_model_parallel_size=2)).total
+    assert halved.forward_ms == pytest.approx(base.forward_ms / 2, rel=1e-2)
     assert halved.activation_bytes == pytest.approx(base.activation_bytes / 2)
-    again = estimate(Shape(**sizes(recomputes=True))).total
+    again = estimate(sizes(recompute=1)).total
     assert again.activation_bytes < base.activation_bytes / 2
     assert again.backward_ms > base.backward_ms
-    experts = estimate(Shape(**sizes(num_experts=64, moe_ffn_hidden_size=1792, expert_parallel_size=8))).total
-    assert experts.static_bytes > base.static_bytes / 2
+    for name, change in (
+        ("peak_tflops", 500),
+        ("efficiency", 0.3),
+        ("seq_length", 16384),
+        ("num_query_groups", 8),
+        ("swiglu", 0),
+    ):
+        assert estimate(sizes(**{name: change})).total.work_ms != pytest.approx(base.work_ms), name
+    assert estimate(sizes(link_gb_per_s=25)).comm_ms == pytest.approx(2 * estimate(sizes()).comm_ms)
+
+
+def test_experts_cost_their_active_weights_and_hold_all_of_them() -> None:
+    dense = estimate(sizes(ffn_hidden_size=8192)).kinds["layer"]
+    experts = sizes(num_experts=64, moe_router_topk=4, moe_ffn_hidden_size=2048)
+    one, shared = (estimate(experts | {"expert_model_parallel_size": each}).kinds["layer"] for each in (1, 16))
+    assert one.work_ms > dense.work_ms
+    assert one.work_ms == shared.work_ms
+    assert shared.static_bytes == pytest.approx(dense.static_bytes), "64 experts over 16 ranks are as many as 4 of 1"
+    mlp = 7.5 * 3 * 4096 * 8192
+    assert one.static_bytes - dense.static_bytes == pytest.approx(15 * mlp)
+    assert one.after_backward_bytes > dense.after_backward_bytes
 
 
 def test_a_plan_for_a_model_has_its_bytes_on_every_placement() -> None:

@@ -21,14 +21,14 @@ from typing import Literal
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.partition.layer_costs import EMBEDDING, HEAD, LayerCosts, Model
 
-__all__ = ["ASSUMED", "NOT_ESTIMATED", "ModelFlags"]
+__all__ = ["ASSUMED", "NOT_ESTIMATED", "Device", "ModelFlags"]
 
 ASSUMED = (
     "H100 (SXM): 989 TFLOP/s, of which linear layers reach 50 % and attention 40 %, 3.35 TB/s of memory, 50 GB/s between ranks"
 )
 """The device, in words."""
-_LINEAR, _ATTENTION, _MEMORY, _LINK = 0.5 * 989e9, 0.4 * 989e9, 3.35e9, 50e6
-"""FLOPs, FLOPs, bytes and bytes per millisecond."""
+_ATTENTION = 0.8
+"""Share of linear layers' speed that attention reaches."""
 
 NOT_ESTIMATED = (
     "--num-experts",
@@ -40,6 +40,25 @@ NOT_ESTIMATED = (
     "--heterogeneous-layers-config-path",
 )
 """Flags of models with other layers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What a device and its links reach; by default `ASSUMED`."""
+
+    peak_tflops: float = 989.0
+    """Peak of dense GEMMs in TFLOP/s."""
+    efficiency: float = 0.5
+    """Share of the peak that linear layers reach."""
+    memory_tb_per_s: float = 3.35
+    """Memory bandwidth in TB/s."""
+    link_gb_per_s: float = 50.0
+    """Bandwidth between pipeline ranks in GB/s."""
+
+    @property
+    def flops_per_ms(self) -> float:
+        """FLOPs of linear layers per millisecond."""
+        return self.peak_tflops * 1e9 * self.efficiency
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +133,15 @@ class ModelFlags:
             )
         return None if batch is None else batch // each
 
-    def model(self, data_parallel_size: int) -> Model:
+    @property
+    def weight_bytes(self) -> tuple[int, int]:
+        """Bytes of a parameter and its gradient, in fp32, and of its optimizer state."""
+        is_half = self.bf16 or self.fp16
+        return (2 if is_half else 4) + 4, 12 if is_half else 8
+
+    def model(self, data_parallel_size: int, device: Device | None = None) -> Model:
         """The layers with their estimated costs; the state of a distributed optimizer is divided over this many replicas."""
+        device = device or Device()
         hidden, tensor = self.hidden_size, self.tensor_model_parallel_size
         queries = self.num_attention_heads * (self.kv_channels or hidden // self.num_attention_heads)
         groups = self.num_query_groups if self.group_query_attention else self.num_attention_heads
@@ -127,11 +153,11 @@ class ModelFlags:
         between = hidden / (tensor if self.sequence_parallel else 1)  # channels of a token between the linear layers
         value_bytes = 2 if self.bf16 or self.fp16 else 4
 
-        optimizer = (12 if value_bytes == 2 else 8) / (data_parallel_size if self.use_distributed_optimizer else 1)
-        weight_bytes = value_bytes + 4 + optimizer  # gradients in fp32
+        kept, state = self.weight_bytes
+        weight_bytes = kept + state / (data_parallel_size if self.use_distributed_optimizer else 1)
         weights = hidden * (qkv + queries + up + ffn) / tensor
-        linear_ms = 2 * weights * tokens / _LINEAR
-        attention_ms = 2 * self.seq_length * queries / tensor * tokens / _ATTENTION
+        linear_ms = 2 * weights * tokens / device.flops_per_ms
+        attention_ms = 2 * self.seq_length * queries / tensor * tokens / (_ATTENTION * device.flops_per_ms)
         forward_ms, is_recomputed = linear_ms + attention_ms, self.recompute_granularity == "full"
         stored = 4 * between + (qkv + queries + up + ffn) / tensor  # until B, and as much until W
         layer = LayerCosts(
@@ -142,9 +168,9 @@ class ModelFlags:
             after_backward_bytes=value_bytes * tokens * stored,
             static_bytes=weight_bytes * weights,
         )
-        row_ms = value_bytes * hidden * tokens / _MEMORY
+        row_ms = value_bytes * hidden * tokens / (device.memory_tb_per_s * 1e9)
         embedding = LayerCosts(forward_ms=3 * row_ms, wgrad_ms=2 * row_ms, static_bytes=weight_bytes * vocabulary * hidden)
-        head_ms = 2 * vocabulary * hidden * tokens / _LINEAR
+        head_ms = 2 * vocabulary * hidden * tokens / device.flops_per_ms
         head = LayerCosts(
             forward_ms=head_ms,
             backward_ms=head_ms,
@@ -156,5 +182,5 @@ class ModelFlags:
         return Model(
             layers=("layer",) * self.num_layers,
             kinds={EMBEDDING: embedding, "layer": layer, HEAD: head},
-            comm_ms=value_bytes * between * tokens / _LINK,
+            comm_ms=value_bytes * between * tokens / (device.link_gb_per_s * 1e6),
         )

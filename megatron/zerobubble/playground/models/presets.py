@@ -28,9 +28,15 @@ GPUS: dict[str, tuple[float, float, float]] = {
 }
 """GPU (SXM) -> peak in TFLOP/s of dense bf16, memory bandwidth in TB/s, memory in GiB."""
 
-_LLAMA = {"is_gated": 1, "num_query_groups": 8, "vocab_size": 128256, "seq_length": 8192, "data_parallel_size": 8}
+_LLAMA = {"swiglu": 1, "num_query_groups": 8, "vocab_size": 128256, "seq_length": 8192, "data_parallel_size": 8}
 _8B = {"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "ffn_hidden_size": 14336}
-_70B = {"num_layers": 80, "hidden_size": 8192, "num_attention_heads": 64, "ffn_hidden_size": 28672, "tensor_parallel_size": 8}
+_70B = {
+    "num_layers": 80,
+    "hidden_size": 8192,
+    "num_attention_heads": 64,
+    "ffn_hidden_size": 28672,
+    "tensor_model_parallel_size": 8,
+}
 _GEMMA = {"num_layers": 42, "hidden_size": 3584, "num_attention_heads": 16, "kv_channels": 256, "ffn_hidden_size": 14336}
 SHAPES: dict[str, dict[str, Any]] = {
     "Llama-3-8B": {"p": 8, "m": 32, "model": _LLAMA | _8B},

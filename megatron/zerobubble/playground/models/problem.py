@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron.zerobubble.errors import ConfigError
@@ -22,7 +22,7 @@ from megatron.zerobubble.plan.partition.layer_costs import Model
 from megatron.zerobubble.plan.partition.layout import Layout
 from megatron.zerobubble.plan.partition.partitions import partitions
 from megatron.zerobubble.playground.limits import number, whole
-from megatron.zerobubble.playground.models.estimate import Shape, estimate
+from megatron.zerobubble.playground.models.estimate import estimate
 from megatron.zerobubble.playground.models.presets import GPUS, LAYERED, PUBLISHED, SHAPES, layered
 
 ERROR = 0.15
@@ -48,24 +48,23 @@ FIELDS: dict[str, Field] = {
     "num_query_groups": Field("KV heads (0: as many)", 0, 0, 10**4),
     "kv_channels": Field("head size (0: hidden / heads)", 0, 0, 10**5),
     "ffn_hidden_size": Field("MLP size", 14336, 1, 10**7),
-    "is_gated": Field("gated MLP (0 or 1)", 1, 0, 1),
+    "swiglu": Field("gated MLP", 1, 0, 1),
     "vocab_size": Field("vocabulary", 128256, 1, 10**7),
     "seq_length": Field("sequence length", 8192, 1, 10**8),
     "micro_batch_size": Field("samples per microbatch", 1, 1, 10**4),
-    "recomputes": Field("full recomputation (0 or 1)", 0, 0, 1),
+    "recompute": Field("full recomputation", 0, 0, 1),
     "num_experts": Field("experts (0: dense)", 0, 0, 10**5),
     "moe_router_topk": Field("experts per token", 8, 1, 10**3),
     "moe_ffn_hidden_size": Field("size of an expert", 2048, 1, 10**7),
-    "expert_parallel_size": Field("expert parallel (EP)", 1, 1, 10**5),
-    "tensor_parallel_size": Field("tensor parallel (TP)", 1, 1, 1024),
+    "expert_model_parallel_size": Field("expert parallel (EP)", 1, 1, 10**5),
+    "tensor_model_parallel_size": Field("tensor parallel (TP)", 1, 1, 1024),
     "data_parallel_size": Field("data-parallel replicas", 8, 1, 10**6),
     "peak_tflops": Field("GPU peak, TFLOP/s in bf16", GPUS["H100"][0], 1, 10**5, False),
     "memory_tb_per_s": Field("GPU memory, TB/s", GPUS["H100"][1], 0.01, 1000, False),
     "link_gb_per_s": Field("link between ranks, GB/s", 50, 0.01, 10**5, False),
     "efficiency": Field("share of the peak reached", 0.5, 0.01, 1, False),
 }
-"""Sizes of a `Shape`."""
-_FLAGS = frozenset(field.name for field in fields(Shape) if field.type == "bool")
+"""Sizes of a model, by Megatron-LM's names, and of the device that it runs on."""
 _TIMES = {"forward_ms": COST_LISTS[0], "backward_ms": COST_LISTS[1], "wgrad_ms": COST_LISTS[2]}
 
 
@@ -141,26 +140,24 @@ def read_model(given: object, own: Mapping[str, float]) -> ModelProblem:
             raise ConfigError(f"preset is {quoted(name)}; choose one of {', '.join(LAYERED)}")
         model = layered(name)
     else:
-        model = estimate(_shape(rest))
+        model = estimate(_sizes(rest))
     if model.total.work_ms <= 0:
         raise ConfigError("no layer takes any time; give the times of at least one kind")
     return ModelProblem(model=model, device_bytes=device, is_balanced=is_balanced, own=own)
 
 
-def _shape(given: Mapping[str, Any]) -> Shape:
+def _sizes(given: Mapping[str, Any]) -> dict[str, float]:
     unknown = sorted(set(given) - set(FIELDS))
     if unknown:
         raise ConfigError(f"model has {', '.join(map(quoted, unknown[:3]))}; known are {', '.join(FIELDS)}")
-    sizes: dict[str, Any] = {}
+    sizes: dict[str, float] = {}
     for name, field in FIELDS.items():
         value = given.get(name, field.usual)
-        size = (
-            whole(name, value, int(field.least), int(field.most))
-            if field.is_whole
-            else number(name, value, field.most, field.least)
-        )
-        sizes[name] = bool(size) if name in _FLAGS else size
-    return Shape(**sizes)
+        if field.is_whole:
+            sizes[name] = whole(name, value, int(field.least), int(field.most))
+        else:
+            sizes[name] = number(name, value, field.most, field.least)
+    return sizes
 
 
 def _scaled(values: list[float], total: float) -> list[float]:

@@ -6,7 +6,7 @@ import { brief } from "./numbers.js";
 
 /** The form's figures by the names of a request. */
 export const FIGURES = { f: "forward_ms", b: "backward_ms", w: "wgrad_ms", c: "comm_ms", a: "activation_after_backward" };
-const EXPERTS = ["moe_router_topk", "moe_ffn_hidden_size", "expert_parallel_size"];
+const EXPERTS = ["moe_router_topk", "moe_ffn_hidden_size", "expert_model_parallel_size"];
 const HAND = "by hand";
 const OWN = "own sizes";
 const FILE = "layers of a file";
