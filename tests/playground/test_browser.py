@@ -226,11 +226,13 @@ def test_the_keyboard_and_a_screen_reader_see_what_the_mouse_sees(opened: Open) 
         assert page.locator(".alternative tbody tr").count() == 4
         assert "rank 3" in page.locator(".alternative pre").inner_text()
         unnamed = page.evaluate(
-            "[...document.querySelectorAll('button, input, select, [role=button]')]"
+            "[...document.querySelectorAll('a, button, input, select, textarea, summary, [role=button], [role=application]')]"
             ".filter(e => !(e.labels?.length || e.ariaLabel || e.getAttribute('aria-label') || e.textContent.trim()))"
             ".map(e => e.outerHTML)"
         )
         assert unnamed == []
+        live = "#announcer[aria-live=polite], #verdict[role=status], #sums[role=status], #notes[role=alert]"
+        assert page.locator(live).count() == 4
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.render.chrome_trace import render_trace
 from megatron.zerobubble.playground.models.presets import layered
 from tests.playground.pages import SMALL, Open, cells, drop
 from tests.profiling.support import as_recorded
+
+pytestmark = pytest.mark.claims(
+    "Planning and measuring",
+    "a model in the playground: published times, estimates from sizes and a GPU with their error, layers of a file, memory "
+    "in GiB, a sentence about each opened file, hostile files as text",
+    "works, Chromium",
+    also=(
+        "playground/test_models.py",
+        "playground/test_file_verdicts.py",
+    ),
+)
 
 
 def test_a_published_model_fills_the_form_and_says_so(opened: Open) -> None:

@@ -87,7 +87,7 @@ def test_defaults_are_those_of_a_run() -> None:
         ({"max_pending_backward": "p2"}, "give 1p or 2p"),
         ({"max_pending_backward": "1025"}, "at most 1024"),
         ({"times": {"forward_ms": "1"}}, "forward_ms is '1'"),
-        ({"times": {"activation_after_backward": 1.5}}, "from 0 to 1"),
+        ({"times": {"activation_after_backward": 65}}, "from 0 to 64"),
         ({"times": {"f": 1}}, "times must be an object with some of forward_ms"),
         ({"stages": {"forward_ms": [1] * 513}}, "has 513 values"),
         ({"stages": STAGES | {"wgrad_ms": [1, "2"]}}, "wgrad_ms of stage 1 is '2'"),

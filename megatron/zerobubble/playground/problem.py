@@ -175,7 +175,8 @@ def _times(given: object) -> Mapping[str, float]:
     if not isinstance(given, dict) or not set(given) <= set(_SCALARS):
         raise ConfigError(f"times must be an object with some of {', '.join(_SCALARS)}, got {quoted(given)}")
     return {
-        name: number(name, value, 1.0 if name == "activation_after_backward" else MAX_TIME_MS) for name, value in given.items()
+        name: number(name, value, MAX_MEMORY if name == "activation_after_backward" else MAX_TIME_MS)
+        for name, value in given.items()
     }
 
 
