@@ -1,4 +1,4 @@
-"""What the page offers: schedules, objectives, efforts, colors and limits. The page reads it once, before it plans anything."""
+"""What the page offers: schedules, objectives, efforts, models, colors and limits. The page reads it once, before it plans anything."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from megatron.zerobubble.plan.render.svg import COLORS, SPAN_COLORS
 from megatron.zerobubble.plan.search.search_options import Effort
 from megatron.zerobubble.playground import limits
 from megatron.zerobubble.playground.drawing import KINDS
+from megatron.zerobubble.playground.models.problem import offers
 from megatron.zerobubble.version import __version__
 
 
@@ -41,6 +42,7 @@ def choices(*, planner: str, is_compiled: bool, num_searches: int | None) -> dic
         "kinds": [{"name": kind.value, "colors": COLORS[kind]} for kind in KINDS],
         "spans": {activity.value: color for activity, color in SPAN_COLORS.items()},
         "is_compiled": is_compiled,
+        "models": offers(),
         "limits": {
             "ranks": limits.MAX_RANKS,
             "microbatches": limits.MAX_MICROBATCHES,

@@ -26,7 +26,6 @@ from megatron.zerobubble.playground.exports import Export, commands, export
 from megatron.zerobubble.playground.ladder import climb, for_other_objective, pareto, seconds_by_effort, share_of_climb
 from megatron.zerobubble.playground.length_fields import as_it_came
 from megatron.zerobubble.playground.limits import MAX_POINTS, choice
-from megatron.zerobubble.playground.models.problem import offers
 from megatron.zerobubble.playground.opened_files import open_file, plan_result
 from megatron.zerobubble.playground.problem import read_object, read_problem
 from megatron.zerobubble.playground.recorded import read_trace
@@ -120,11 +119,6 @@ def _drawn_ms(request: object, num_microbatches: object) -> float | None:
     return None
 
 
-def _offers(_body: str | bytes) -> Iterator[Event]:
-    """The models that the page offers."""
-    yield {"event": "done", **offers()}
-
-
 def _figures(body: str | bytes) -> Iterator[Event]:
     """What the times of the form are for a model, and its costs per stage."""
     problem = read_problem(body)
@@ -179,7 +173,6 @@ TASKS: dict[str, Callable[[str | bytes], Iterator[Event]]] = {
     "search": _search,
     "pareto": _pareto,
     "curve": _curve,
-    "offers": _offers,
     "figures": _figures,
     "open": _open,
     "show": _show,

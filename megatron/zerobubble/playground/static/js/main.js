@@ -22,9 +22,8 @@ import { Unequal, adopted, adoptedLinks } from "./unequal.js";
 const WAIT_MS = 250;
 
 class Playground {
-  constructor(choices, offers) {
+  constructor(choices) {
     this.choices = choices;
-    this.offers = offers;
     this.state = fromQuery(location.hash.slice(1) || location.search, choices);
     this.form = byId("form");
     this.slots = [];
@@ -49,7 +48,7 @@ class Playground {
       { box: byId("stages-table"), fill: byId("stages-fill"), clear: byId("stages-clear"), note: byId("stages-note") },
       { state: this.state, usual: () => this.usualStages(), changed: () => this.changed() },
     );
-    this.model = new ModelForm(byId("model"), offers, {
+    this.model = new ModelForm(byId("model"), choices.models, {
       state: this.state,
       changed: () => this.adoptModel(),
       adopted: () => this.render(),
@@ -70,7 +69,7 @@ class Playground {
   begin() {
     for (const config of this.state.slots) this.addSlot(config);
     this.baseline = this.slots[this.state.baseline];
-    tell(byId("story"), this.state, this.offers.shapes, () => {
+    tell(byId("story"), this.state, this.choices.models.shapes, () => {
       this.state.story = 0;
       byId("story").hidden = true;
       this.keepLink();
@@ -174,7 +173,7 @@ class Playground {
     });
     byId("find").addEventListener("input", () => this.timelines.light({ microbatch: this.found }));
     byId("find").addEventListener("keydown", (event) => event.key === "Enter" && this.found !== null && this.timelines.nextOf(this.found));
-    byId("learn").href = firstStory(this.offers.shapes);
+    byId("learn").href = firstStory(this.choices.models.shapes);
     window.addEventListener("hashchange", () => this.again());
     byId("link").addEventListener("click", () =>
       copy(location.href).then(() => this.notify("The link is copied.", "good"), (error) => this.notify(error.message)),
@@ -467,6 +466,6 @@ function titleOf({ title, placement, num_chunks: v }) {
   return placement === "loop" && v > 1 ? `${title}, v = ${v}` : title;
 }
 
-const [choices, offers] = await Promise.all([askChoices(), ask("offers", {})]);
+const choices = await askChoices();
 byId("version").textContent = `megatron-zerobubble ${choices.version}${choices.is_compiled ? "" : "; without the compiled core searches take 50 times longer"}`;
-new Playground(choices, offers);
+new Playground(choices);

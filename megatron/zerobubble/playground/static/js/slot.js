@@ -179,6 +179,7 @@ export class Slot {
     try {
       let spent = 0;
       for await (const event of listen("search", problem(state, this.config), controller.signal)) {
+        if (controller !== this.controller) return; // it was on its way when a newer search began
         if (event.event === "started") {
           this.seconds = event.seconds;
           this.started();
