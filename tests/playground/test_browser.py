@@ -95,6 +95,10 @@ def test_every_download_can_be_read_again(opened: Open, tmp_path: Path) -> None:
         with Image.open(save(page, "PNG", tmp_path)) as image:
             assert image.width > 1600
             assert len(image.convert("RGB").getcolors(1 << 24)) > 20
+            assert sum(image.convert("RGB").getpixel((2, 2))) > 600
+        page.click("#theme")
+        with Image.open(save(page, "PNG", tmp_path)) as image:
+            assert sum(image.convert("RGB").getpixel((2, 2))) < 200, "a picture has the colors of the page"
         (timeline,) = read_trace(json.loads(save(page, "Trace", tmp_path).read_text()))
         assert timeline.plan.ops == plan.ops
         flags = page.locator(".flags").first.inner_text().replace("\\\n", " ").replace("zbv-p4", f"{tmp_path}/zbv-p4")
