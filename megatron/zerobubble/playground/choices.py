@@ -1,4 +1,4 @@
-"""What the page offers: schedules, objectives, efforts, models, colors and limits. The page reads it once, before it plans anything."""
+"""What the page offers: schedules, objectives, efforts, models, colors and limits. The page reads it once, before it plans."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def _drawn_ms(request: object, num_microbatches: object) -> float | None:
     """The iteration time of a request without a search, for another number of microbatches; None if there is no such plan."""
     if not isinstance(request, dict):
         raise ConfigError(f"a problem must be an object, got {quoted(request)}")
-    problem = read_problem(json.dumps(request | {"num_microbatches": num_microbatches, "effort": "drawn"}).encode())
+    problem = read_problem(json.dumps(request | {"num_microbatches": num_microbatches, "effort": "drawn"}))
     with suppress(UserError):
         *_, last = climb(problem)
         return problem.objective.of(last.result.simulation)
@@ -180,9 +180,6 @@ TASKS: dict[str, Callable[[str | bytes], Iterator[Event]]] = {
     "compare": _compare,
 }
 """Name of the endpoint -> task."""
-
-SEARCHES = frozenset({"search", "pareto", "curve"})
-"""Tasks that stream intermediate results and can be stopped at any time."""
 
 
 def lines(name: str, body: str | bytes) -> Iterator[str]:
