@@ -15,7 +15,8 @@ import pytest
 
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.playground.tasks import run_task
-from tests.playground.conftest import ROOT, Server
+from tests.playground.conftest import ROOT, Server, end, start
+from tests.playground.firefox import Firefox, firefox, path
 from tests.playground.pages import Open, cells, drop
 from tools.docs.playground_app import build
 
@@ -51,7 +52,7 @@ pytestmark = pytest.mark.claims(
     "Planning and measuring",
     "the playground as plain files: the planner and its core as WebAssembly in a worker, the native core's plans bit for bit, "
     "stopped searches, offline after the first visit, no request to elsewhere",
-    "works, Chromium",
+    "works, Chromium and Firefox",
     also=("playground",),
 )
 
@@ -149,3 +150,47 @@ def test_the_files_stay_small(app: Path) -> None:
     assert sum(sizes.values()) < 24 * MIB
     assert sizes["core.wasm"] < 64 * 1024
     assert sizes["vendor/pyodide/snapshot.bin"] < 9 * MIB
+
+
+DROP = """const [name, text] = arguments, data = new DataTransfer();
+data.items.add(new File([text], name));
+document.querySelector("main").dispatchEvent(new DragEvent("drop", { dataTransfer: data, bubbles: true, cancelable: true }));"""
+CHOOSE = """const each = document.querySelector("#model > select");
+each.value = arguments[0];
+each.dispatchEvent(new Event("change"));"""
+PLANNED = "document.querySelector('main')?.getAttribute('aria-busy') === 'false'"
+PICTURE = "return document.querySelector('.chart canvas.passes').toDataURL()"
+
+
+def smoke(window: Firefox, address: str) -> list[str]:
+    """Plan for a model, open a report, move in the picture; what the page says on the way."""
+    window.open(f"{address}/#p=8&m=24&effort=fast&f=18.5&b=18.1&w=9.3&c=0.6&a=0.37&s=1f1b&s=v-half")
+    window.until(PLANNED)
+    said = [window.run("return document.querySelector('#verdict').textContent")]
+    window.run(CHOOSE, "Gemma-2-9B")
+    window.until("document.querySelector('#metrics .bad')?.textContent.includes('does not fit 79.0 GiB')")
+    window.until(PLANNED)
+    said.append(window.run("return document.querySelector('#metrics').innerText"))
+    window.run(DROP, "plan.json", build_plan("zbv", num_ranks=2, num_microbatches=3).to_json())
+    said.append(window.until("document.querySelector('#notes').textContent"))
+    before = window.run(PICTURE)
+    window.run("document.querySelector('.chart').dispatchEvent(new KeyboardEvent('keydown', { key: '+', bubbles: true }))")
+    window.until(f"(() => {{ {PICTURE} }})() !== {json.dumps(before)}")
+    assert window.run("return document.querySelectorAll('.slot.wrong').length") == 0
+    return said
+
+
+def test_firefox_shows_what_chromium_shows_with_a_server_and_without(
+    opened: Open, server: Server, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    if path() is None:
+        pytest.skip("no Firefox on this machine: apt-get install firefox-esr")
+    process, native = start()
+    with firefox(tmp_path_factory.mktemp("firefox") / "profile") as window:
+        said = [smoke(window, each.address) for each in (server, native)]
+    end(process)
+    assert said[0] == said[1]
+    with opened("p=8&m=24&effort=fast&f=18.5&b=18.1&w=9.3&c=0.6&a=0.37&s=1f1b&s=v-half") as page:
+        page.wait_for_selector("main[aria-busy=false]")
+        assert page.locator("#verdict").inner_text() == said[0][0]
+    assert said[0][2].startswith("plan.json: the plan takes ")
