@@ -6,7 +6,9 @@ import argparse
 import ast
 import inspect
 import json
+import shlex
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,10 @@ from megatron.zerobubble.plan.registry import build_plan, initial_plan, known_sc
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.playground.drawing import draw_plan
 from megatron.zerobubble.playground.exports import Export, commands, export, flags, stem_of
+from megatron.zerobubble.playground.models.presets import LAYERED, SHAPES
+from megatron.zerobubble.playground.models.problem import read_model
 from megatron.zerobubble.playground.recorded import read_trace
+from megatron.zerobubble.training.arguments import settings_from_argv
 from tests.training.test_arguments import settings
 
 NAMES = [info.name for info in known_schedules()]
@@ -101,3 +106,30 @@ def test_the_calls_and_commands_are_taken_by_what_they_are_for(name: str, object
     assert parser.parse_args(ours).zero_bubble_load_plan == f"{stem_of(plan)}.json"
     assert "--pipeline-model-parallel-size 4" in after
     assert ("--num-virtual-stages-per-pipeline-rank 2" in after) is (plan.placement.num_chunks == 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "chunks"), [("Gemma-2-9B", "1f1b", 1), ("Gemma-2-9B", "zbv", 2), ("DeepSeek-V3", "zbv", 2)]
+)
+def test_a_layout_other_than_megatron_s_own_is_in_the_flags(
+    name: str, schedule: str, chunks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = build_plan(schedule, num_ranks=8, num_microbatches=16)
+    given = {"preset": name} if name in LAYERED else SHAPES[name]["model"]
+    layout = read_model({**given, "is_balanced": 1}, {}).layout(plan.placement)
+    ways = commands(plan, Objective.MAKESPAN, layout=layout)
+    Path(f"{stem_of(plan)}.json").write_text(plan.to_json())
+    layers = f"--num-layers {layout.model.num_layers} " + (
+        "--mtp-num-layers 1 --position-embedding-type rope " if layout.model.num_mtp_layers else ""
+    )
+    words = shlex.split(ways["pretrain_gpt.py"].replace("\\\n", ""))
+    assert words.count("--pipeline-model-parallel-layout") == 1
+    made = settings_from_argv([*shlex.split(MODEL + layers), *words], world_size=8)
+    assert made.stage_layers(layout.placement).per_stage == layout.per_stage
+    assert "--num-virtual-stages" not in "".join(ways.values())
+    assert ("model chunks" in ways["a loop of your own"]) is (chunks == 2)
+    even = replace(
+        layout, model=replace(layout.model, layers=layout.model.layers[:16]), per_stage=(16 // (8 * chunks),) * 8 * chunks
+    )
+    assert "layout" not in "".join(commands(plan, Objective.MAKESPAN, layout=even).values())

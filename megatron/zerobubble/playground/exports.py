@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.objective import Objective
+from megatron.zerobubble.plan.partition.layout import Layout
 from megatron.zerobubble.plan.registry import known_schedules
 from megatron.zerobubble.plan.render.plan_summary import plan_svg, plan_trace, title
 from megatron.zerobubble.plan.simulate import Simulation
@@ -55,8 +56,11 @@ def stem_of(plan: Plan) -> str:
     return f"{name}-p{plan.num_ranks}-m{plan.num_microbatches}"
 
 
-def flags(plan: Plan, objective: Objective, costs: CostModel | None = None) -> list[str]:
+def flags(plan: Plan, objective: Objective, costs: CostModel | None = None, layout: Layout | None = None) -> list[str]:
     """Flags with which pretrain_gpt.py runs this plan, once it is saved as `stem_of(plan)`.json beside it.
+
+    A `layout` with as many layers in each stage is Megatron's own and needs no flag; any other one also says how many stages a
+    rank has.
 
     The batch is m microbatches of one sample, without data parallelism: with d data-parallel replicas and b samples per
     microbatch the global batch is m*d*b. A plan for unequal microbatches has none: a run has others in every iteration.
@@ -69,37 +73,51 @@ def flags(plan: Plan, objective: Objective, costs: CostModel | None = None) -> l
         "--micro-batch-size 1",
         f"--global-batch-size {plan.num_microbatches}",
     ]
-    if plan.placement.name == "loop" and plan.placement.num_chunks > 1:
+    if _is_uneven(layout):
+        words.insert(1, f'{layout.flag} "{_text(layout)}"')
+    elif plan.placement.name == "loop" and plan.placement.num_chunks > 1:
         words.insert(1, f"--num-virtual-stages-per-pipeline-rank {plan.placement.num_chunks}")
     if objective is Objective.SPAN:
         words.append("--enable-optimizer-post-validation")
     return words
 
 
-def commands(plan: Plan, objective: Objective, costs: CostModel | None = None) -> dict[str, str]:
+def commands(plan: Plan, objective: Objective, costs: CostModel | None = None, layout: Layout | None = None) -> dict[str, str]:
     """Three ways to run a plan, by what takes them: a script's flags, a call in a loop, a command around a script.
 
     Empty for a plan for unequal microbatches, as `flags`.
     """
-    words = flags(plan, objective, costs)
+    words = flags(plan, objective, costs, layout)
     if not words:
         return {}
     file = f"{stem_of(plan)}.json"
     is_optimistic = objective is Objective.SPAN
     chunks = plan.placement.num_chunks
     sizes = [word for word in words if not word.startswith(("--zero-bubble", "--enable"))]
-    if chunks > 1 and plan.placement.name != "loop":
+    if chunks > 1 and plan.placement.name != "loop" and not _is_uneven(layout):
         sizes.insert(1, f"--num-virtual-stages-per-pipeline-rank {chunks}")
     ours = [word for word in words if word not in sizes]
     call = f"megatron.zerobubble.install(plan={file!r}{', optimizer_post_validation=True' if is_optimistic else ''})"
-    if chunks > 1:
-        call += f"  # the loop builds {chunks} model chunks per rank"
+    built = [f"{chunks} model chunks per rank"] if chunks > 1 else []
+    built += [f"the layers as {_text(layout)}"] if _is_uneven(layout) else []
+    if built:
+        call += f"  # the loop builds {' and '.join(built)}"
     run = f"torchrun --nproc-per-node {plan.num_ranks} -m megatron.zerobubble.run"
     return {
         "pretrain_gpt.py": _continued(words),
         "a loop of your own": call,
         "zerobubble run": _continued([run, *ours, "SCRIPT ITS FLAGS", *sizes]),
     }
+
+
+def _is_uneven(layout: Layout | None) -> TypeGuard[Layout]:
+    return layout is not None and len(set(layout.per_stage)) > 1
+
+
+def _text(layout: Layout) -> str:
+    """The layout's text, with the MTP layers."""
+    num_mtp = 0 if layout.model.is_hybrid else layout.model.num_mtp_layers
+    return f"{layout.text.removesuffix('L')}{'m' * num_mtp}L" if num_mtp else layout.text
 
 
 def _continued(words: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.lengths_and_links import Unequal
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.objective import DEFAULT_OBJECTIVE, Objective
+from megatron.zerobubble.plan.partition.layout import Layout
 from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT
 from megatron.zerobubble.plan.registry import parse_max_pending_backward, schedule_info
 from megatron.zerobubble.plan.search.search_options import Effort
@@ -71,6 +72,10 @@ class PlanRequest:
     def memory(self, placement: Placement) -> dict[str, Any] | None:
         """What turns a plan's memory into bytes; None without a model."""
         return None if self.model is None else self.model.memory(placement, self.num_microbatches)
+
+    def layout(self, placement: Placement) -> Layout | None:
+        """The layers of every stage; None without a model."""
+        return None if self.model is None else self.model.layout(placement)
 
     def _mean_costs(self, placement: Placement) -> CostModel:
         if self.stages is None and self.model is not None:

@@ -16,7 +16,7 @@ from typing import Any
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.messages import one_line, quoted
 from megatron.zerobubble.plan.ir import Placement
-from megatron.zerobubble.plan.objective import DEFAULT_OBJECTIVE, Objective
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.render.plan_summary import title
 from megatron.zerobubble.plan.simulate import Simulation
@@ -63,7 +63,7 @@ def _search(body: str | bytes) -> Iterator[Event]:
             derived = problem.derived_from(plan.placement)
             event["drawing"] = drawing | {"derived_from": derived, "memory_limit": problem.memory_limit}
             event["drawing"]["memory"] = problem.memory(plan.placement)
-            event["commands"] = commands(plan, problem.objective, costs)
+            event["commands"] = commands(plan, problem.objective, costs, problem.layout(plan.placement))
         shown = rung.result
         yield event
     assert shown is not None
@@ -90,6 +90,7 @@ def _pareto(body: str | bytes) -> Iterator[Event]:
             }
             event |= {"metrics": metrics, "derived_from": problem.derived_from(plan.placement)}
             event["memory"] = problem.memory(plan.placement)
+            event["commands"] = commands(plan, problem.objective, costs, problem.layout(plan.placement))
             event["plan"] = plan.to_json(costs=costs.to_json(), metrics=metrics)
         yield event
 
@@ -133,14 +134,10 @@ def _open(body: str | bytes) -> Iterator[Event]:
 
 
 def _show(body: str | bytes) -> Iterator[Event]:
-    """The drawing of a plan sent by the page, with the commands for an objective."""
-    given = read_object(body)
-    result = plan_result(*_plan_of(given))
+    """The drawing of a plan sent by the page."""
+    result = plan_result(*_plan_of(read_object(body)))
     simulation = result.simulation
-    objective = choice(Objective, "objective", given.get("objective", DEFAULT_OBJECTIVE.value))
-    ways = commands(simulation.plan, objective, simulation.costs)
-    drawing = draw_plan(result, as_it_came(simulation.plan, simulation.costs))
-    yield {"event": "done", "drawing": drawing, "commands": ways}
+    yield {"event": "done", "drawing": draw_plan(result, as_it_came(simulation.plan, simulation.costs))}
 
 
 def _export(body: str | bytes) -> Iterator[Event]:

@@ -446,8 +446,9 @@ class Playground {
     slot.render();
     this.keepLink();
     try {
-      const { drawing, commands } = await ask("show", { plan: point.plan, objective: this.state.objective });
-      slot.adopt({ drawing: { ...drawing, derived_from: point.derived_from, memory: point.memory }, commands });
+      const { derived_from, memory, commands } = point;
+      const { drawing } = await ask("show", { plan: point.plan });
+      slot.adopt({ drawing: { ...drawing, derived_from, memory }, commands });
       slot.setStatus(`plan of the Pareto front at memory limit ${point.memory_limit}`);
     } catch (error) {
       slot.fail(error.message);
