@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.profiling.report import report, reports_to_json
@@ -75,16 +77,32 @@ def test_microbatch_numbers_are_wherever_they_fit(opened: Open) -> None:
         assert any(count % every for count in found)
 
 
-def test_both_timelines_and_the_verdict_are_above_the_fold(opened: Open) -> None:
-    for width, height in ((1440, 900), (390, 844)):
-        with opened("effort=drawn", viewport={"width": width, "height": height}) as page:
-            page.wait_for_selector(".panel:nth-child(2) .chart")
-            for box in (page.locator(".chart").last.bounding_box(), page.locator("#verdict").bounding_box()):
-                assert box is not None
-                assert box["y"] + box["height"] <= height
-            assert page.locator("#metrics tr:visible").count() == 1 + 4, "four rows until more are asked for"
-            page.click("#more")
-            assert page.locator("#metrics tr:visible").count() > 10
+@pytest.mark.parametrize("num_ranks", [8, 16, 32, 64])
+@pytest.mark.parametrize(("width", "height"), [(1440, 900), (390, 844)])
+def test_both_timelines_and_the_verdict_are_above_the_fold(opened: Open, width: int, height: int, num_ranks: int) -> None:
+    with opened(f"p={num_ranks}&m=24&effort=drawn", viewport={"width": width, "height": height}) as page:
+        page.wait_for_selector(".panel:nth-child(2) .chart")
+        for box in (page.locator(".chart").last.bounding_box(), page.locator("#verdict").bounding_box()):
+            assert box is not None
+            assert box["y"] + box["height"] <= height
+        assert page.locator("#metrics tr:visible").count() == 1 + 4, "four rows until more are asked for"
+        page.click("#more")
+        assert page.locator("#metrics tr:visible").count() > 10
+
+
+def test_rows_of_many_ranks_become_high_enough_for_numbers(opened: Open) -> None:
+    with opened("p=32&m=24&effort=drawn&s=1f1b", viewport={"width": 1440, "height": 900}) as page:
+        page.evaluate(f"({COUNT})()")
+        page.locator(".chart").focus()
+        for _ in range(8):
+            page.keyboard.press("+")
+        page.wait_for_timeout(100)
+        assert page.evaluate("window.painted") == 0
+        page.click("#tall")
+        page.wait_for_function("() => window.painted > 0")
+        assert page.locator("#tall").get_attribute("aria-pressed") == "true"
+        page.fill("[name=p]", "4")
+        page.wait_for_selector("#tall", state="hidden")
 
 
 def test_of_schedules_that_are_as_fast_the_one_with_fewer_messages_is_the_verdict(opened: Open) -> None:

@@ -32,7 +32,7 @@ class Playground {
     this.waiting = new Set();
     this.runWaiting = debounced(() => this.runAll([...this.waiting]), WAIT_MS);
     const root = byId("timelines");
-    const parts = { root, legend: byId("legend"), tip: byId("tip"), announcer: byId("announcer"), summed: byId("sums") };
+    const parts = { root, legend: byId("legend"), tip: byId("tip"), announcer: byId("announcer"), summed: byId("sums"), tall: byId("tall") };
     this.timelines = new Timelines(parts, choices);
     this.playback = new Playback({ button: byId("play"), time: byId("time") }, (share) => this.timelines.showUntil(share));
     this.curve = new Curve(byId("curve"));

@@ -8,9 +8,13 @@ import { firstAbove, paintAxis, paintMemory, paintPasses } from "./paint.js";
 
 const AXIS = 20;
 const MEMORY_TOP = 18; // of its title
-/** Ranks, and the height of a row: so that two timelines of few ranks are in sight at once. */
-const ROWS = { wide: [[8, 17], [16, 12], [32, 11], [64, 8]], narrow: [[8, 13], [16, 11], [32, 9], [64, 6]] };
+/** The distance from row to row: as much as there is if two timelines are to be in sight at once, at least, and at most. */
+const LEAST_ROW = 2;
+const MOST_ROW = { wide: 20, narrow: 16 };
+/** The height of everything above the first chart, between two of them, and below. */
+const AROUND = { wide: 230, narrow: 296 };
 const MEMORY_HEIGHT = { wide: 84, narrow: 66 };
+const LABEL = 9; // the least height of a rank's number
 const NARROW = matchMedia("(max-width: 820px)");
 const BIG = 2 ** 24; // more than a rank has passes
 const GIB = 2 ** 30;
@@ -47,6 +51,7 @@ export class Panel {
     );
     this.chart.panel = this;
     this.emphasis = -1;
+    this.isTall = false;
     const title = make("h3", { title: this.drawing.headline }, this.drawing.headline);
     const measures = make("p", { class: "measures", title: this.drawing.measures }, this.drawing.measures);
     const lines = (this.drawing.lines ?? []).map((line) => make("li", {}, line));
@@ -77,12 +82,27 @@ export class Panel {
     return microbatch === null ? null : (rank, index) => this.drawing.ranks[rank].microbatches[index] === microbatch;
   }
 
+  /** The distance from row to row. */
+  get step() {
+    return this.isTall ? MOST_ROW[size()] : this.shortStep;
+  }
+
+  get shortStep() {
+    const room = (document.documentElement.clientHeight - AROUND[size()]) / 2 - AXIS - this.memoryHeight - 4;
+    return Math.max(LEAST_ROW, Math.min(MOST_ROW[size()], Math.floor(room / this.drawing.num_ranks)));
+  }
+
+  /** Whether its rows would be higher with more room. */
+  get isShort() {
+    return this.shortStep < MOST_ROW[size()];
+  }
+
   get rowHeight() {
-    return ROWS[NARROW.matches ? "narrow" : "wide"].find(([ranks]) => this.drawing.num_ranks <= ranks)[1];
+    return this.step - this.gap;
   }
 
   get memoryHeight() {
-    return MEMORY_HEIGHT[NARROW.matches ? "narrow" : "wide"];
+    return MEMORY_HEIGHT[size()];
   }
 
   /** The memory of a rank that holds so much activation memory: in GiB if its bytes are known, else in units of 1F1B's on rank 0. */
@@ -104,11 +124,11 @@ export class Panel {
   }
 
   get gap() {
-    return this.rowHeight > 10 ? 3 : 1;
+    return this.step > 12 ? 3 : this.step > LEAST_ROW ? 1 : 0;
   }
 
   get rowsHeight() {
-    return this.drawing.num_ranks * (this.rowHeight + this.gap);
+    return this.drawing.num_ranks * this.step;
   }
 
   /** The table of ranks, and the timeline in letters; built when it is opened, as it may be long. */
@@ -196,7 +216,7 @@ export class Panel {
     this.arrows.selectAll("path").remove();
     if (!place) return;
     const { x, left, width } = this.view;
-    const height = (rank) => rank * (this.rowHeight + this.gap) + this.rowHeight / 2;
+    const height = (rank) => rank * this.step + this.rowHeight / 2;
     const clip = (px) => Math.max(left - 9, Math.min(left + width + 9, px));
     const end = ({ rank, index }) => [clip(x(this.drawing.ranks[rank].ends[index])), height(rank)];
     const start = ({ rank, index }) => [clip(x(this.drawing.ranks[rank].starts[index])), height(rank)];
@@ -269,15 +289,16 @@ export class Panel {
     context.fillStyle = ink.soft;
     context.textAlign = "right";
     context.textBaseline = "middle";
-    context.font = `${Math.min(11, this.rowHeight)}px ${FONT}`;
-    for (let rank = 0; rank < this.drawing.num_ranks; rank++) {
-      context.fillText(String(rank), left - 6, rank * (this.rowHeight + this.gap) + this.rowHeight / 2 + 0.5);
+    const every = Math.ceil(LABEL / this.step);
+    context.font = `${Math.min(11, every * this.step)}px ${FONT}`;
+    for (let rank = 0; rank < this.drawing.num_ranks; rank += every) {
+      context.fillText(String(rank), left - 6, rank * this.step + this.rowHeight / 2 + 0.5);
     }
   }
 
   /** The pass at a point of the chart, or null. */
   at(px, py) {
-    const rank = Math.floor(py / (this.rowHeight + this.gap));
+    const rank = Math.floor(py / this.step);
     if (!this.view || rank < 0 || rank >= this.drawing.num_ranks || px < this.view.left) return null;
     const time = this.view.x.invert(px);
     const { starts, ends } = this.drawing.ranks[rank];
@@ -317,7 +338,7 @@ export class Panel {
     const { x, left, width } = this.view;
     const from = Math.max(left, x(starts[place.index]));
     const to = Math.min(left + width, x(ends[place.index]));
-    const top = place.rank * (this.rowHeight + this.gap);
+    const top = place.rank * this.step;
     this.mark.hidden = to < from;
     Object.assign(this.mark.style, {
       left: `${from - 1}px`,
@@ -327,6 +348,10 @@ export class Panel {
     });
     return { changed, left: from, top, bottom: top + this.rowHeight };
   }
+}
+
+function size() {
+  return NARROW.matches ? "narrow" : "wide";
 }
 
 /** A line with a head at its end. */

@@ -11,7 +11,7 @@ const MOST_ZOOM = 4000;
 const ZOOM_STEP = 1.6;
 
 export class Timelines {
-  /** `parts`: elements {root, legend, tip, announcer, summed}; `choices`: the colors. */
+  /** `parts`: elements {root, legend, tip, announcer, summed, tall}; `choices`: the colors. */
   constructor(parts, choices) {
     Object.assign(this, parts);
     this.choices = choices;
@@ -37,6 +37,10 @@ export class Timelines {
     this.root.addEventListener("keydown", (event) => this.key(event));
     this.root.addEventListener("pointerdown", (event) => this.selectRange(event));
     this.root.addEventListener("focusout", () => this.choose(null));
+    this.tall.addEventListener("click", () => {
+      this.tall.setAttribute("aria-pressed", String(this.tall.getAttribute("aria-pressed") === "false"));
+      this.paint();
+    });
   }
 
   /** A plain wheel scrolls the page, which may be longer than the window. */
@@ -89,6 +93,8 @@ export class Timelines {
 
   paint() {
     if (!this.panels.length) return;
+    this.tall.hidden = !this.panels.some(({ isShort }) => isShort);
+    for (const panel of this.panels) panel.isTall = this.tall.getAttribute("aria-pressed") === "true";
     const width = Math.max(60, this.panels[0].chart.clientWidth - LEFT - 8);
     const extent = [[LEFT, 0], [LEFT + width, 100]];
     this.zoom.extent(extent).translateExtent(extent);
