@@ -13,11 +13,22 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from megatron.zerobubble.plan.bounds.certificate import certificate
+from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import build_plan
-from megatron.zerobubble.playground.tasks import run_task
+from megatron.zerobubble.plan.render.chrome_trace import render_trace
+from megatron.zerobubble.plan.simulate import simulate
+from megatron.zerobubble.playground.exports import Export
+from megatron.zerobubble.playground.limits import MAX_POINTS
+from megatron.zerobubble.playground.models.presets import SHAPES, layered
+from megatron.zerobubble.playground.tasks import TASKS, run_task
+from megatron.zerobubble.profiling.report import report, reports_to_json
 from tests.playground.conftest import ROOT, Server, end, start
 from tests.playground.firefox import Firefox, firefox, path
 from tests.playground.pages import Open, cells, drop
+from tests.profiling.support import as_recorded
 from tools.docs.playground_app import build
 
 if TYPE_CHECKING:
@@ -28,6 +39,7 @@ POLICY = "content-security-policy"
 MEASURED = {"forward_ms": 18.5, "backward_ms": 18.1, "wgrad_ms": 9.3, "comm_ms": 0.6, "activation_after_backward": 0.37}
 SMALL = {"num_ranks": 4, "num_microbatches": 8, "effort": "fast"}
 # Every method of the core, and random blocks that have been the same on one C library only.
+MEASURED_COSTS = CostModel.uniform(Placement.v(4), **MEASURED)
 PROBLEMS: list[dict[str, Any]] = [
     SMALL | {"schedule": "v-half", "times": MEASURED},
     SMALL | {"schedule": "zbv", "times": MEASURED, "num_microbatches": 24},
@@ -36,16 +48,31 @@ PROBLEMS: list[dict[str, Any]] = [
     SMALL | {"schedule": "zb-h1", "links": {"latency_ms": [[0, 1, 2, 3], [1, 0, 1, 2], [2, 1, 0, 1], [3, 2, 1, 0]]}},
     SMALL | {"schedule": "auto", "num_ranks": 2, "num_microbatches": 5, "times": MEASURED},
 ]
-IN_PAGE = """async (problems) => {
+IN_PAGE = """async (requests) => {
   const { choices, listen } = await import("./js/api.js");
   await choices();
   const found = [];
-  for (const problem of problems) {
+  for (const [task, body] of requests) {
     const events = [];
-    for await (const event of listen("search", problem)) if (event.event !== "tick") events.push(event);
+    for await (const event of listen(task, body)) if (event.event !== "tick") events.push(event);
     found.push(events);
   }
   return found;
+}"""
+STOPPED = """async (body) => {
+  const { choices, listen } = await import("./js/api.js");
+  await choices();
+  const controller = new AbortController();
+  const seen = { points: 0, after: 0 };
+  try {
+    for await (const { event } of listen("curve", body, controller.signal)) {
+      if (event === "point" && ++seen.points === 1) controller.abort();
+    }
+  } catch ({ name }) {
+    seen.name = name;
+  }
+  for await (const { event } of listen("curve", { ...body, counts: [4] })) if (event === "point") seen.after++;
+  return seen;
 }"""
 
 pytestmark = pytest.mark.claims(
@@ -92,11 +119,62 @@ def is_kept(page: Page) -> None:
 
 def test_plans_are_those_of_the_native_core(opened: Open) -> None:
     with opened("p=2&m=2&effort=drawn") as page:
-        found = page.evaluate(IN_PAGE, PROBLEMS)
+        found = page.evaluate(IN_PAGE, [["search", problem] for problem in PROBLEMS])
     for problem, events in zip(PROBLEMS, found, strict=True):
         native = [json.loads(json.dumps(event)) for event in run_task("search", json.dumps(problem))]
         assert events[1:] == native[1:], problem  # the first one says how long it takes
         assert events[-1]["event"] == "times"
+
+
+def questions() -> list[tuple[str, str]]:
+    """At least one for every other task, and a file of every kind."""
+    size = {"num_ranks": 4, "num_microbatches": 8, "effort": "drawn"}
+    gemma, drawn = {**SHAPES["Gemma-2-9B"]["model"], "is_balanced": 1}, [size | {"schedule": name} for name in ("1f1b", "zbv")]
+    simulation, run = simulate(build_plan("zbv", num_ranks=4, num_microbatches=8), MEASURED_COSTS), as_recorded("zbv", 4, 8)
+    plan, trace = simulation.plan.to_json(costs=MEASURED_COSTS.to_json()), render_trace([run])
+    files = [
+        plan,
+        json.dumps(certificate(simulation, Objective.MAKESPAN, None)),
+        reports_to_json([report(run)]),
+        trace,
+        json.dumps(layered("Kimi-K2").to_json()),
+        json.dumps({"latency_ms": [[0, 1], [1, 0]]}),
+        json.dumps({"contenders": [], "num_ranks": 4, "num_microbatches": 8, "costs": MEASURED_COSTS.to_json()}),
+    ]
+    asked = [
+        ("figures", {**drawn[0], "model": gemma}),
+        ("search", {**drawn[1], "model": {"preset": "DeepSeek-V3", "is_balanced": 1}}),
+        ("curve", {"counts": [2, 4, 8], "baseline": drawn[0], "problems": drawn}),
+        ("pareto", {**size, "effort": "fast", "schedule": "auto", "memory_limits": [0.6, 1.0]}),
+        ("show", {"plan": plan}),
+        *(("export", {"plan": plan, "form": form.value}) for form in Export),
+        ("compare", {"plan": plan, "trace": json.loads(trace)}),
+    ]
+    return [*((task, json.dumps(body)) for task, body in asked), *(("open", file) for file in files)]
+
+
+def test_every_task_answers_as_on_a_server(opened: Open) -> None:
+    asked = questions()
+    assert {task for task, _ in asked} == set(TASKS)
+    with opened("p=2&m=2&effort=drawn") as page:
+        found = page.evaluate(IN_PAGE, asked)
+    for (task, body), events in zip(asked, found, strict=True):
+        native = [json.loads(json.dumps(event)) for event in run_task(task, body)]
+        assert [*map(untimed, events)] == [*map(untimed, native)], (task, body[:80])
+
+
+def untimed(event: dict[str, Any]) -> dict[str, Any]:
+    """Without the estimate of how long it takes."""
+    return {name: value for name, value in event.items() if name != "seconds"}
+
+
+def test_a_curve_is_stopped_between_its_points(opened: Open) -> None:
+    with opened("p=2&m=2&effort=drawn") as page:
+        body = json.loads(dict(questions())["curve"])
+        seen = page.evaluate(STOPPED, body | {"counts": [256] * MAX_POINTS})
+        assert seen["name"] == "AbortError"
+        assert 1 <= seen["points"] < MAX_POINTS
+        assert seen["after"] == 1
 
 
 def test_the_page_works_without_a_network_after_the_first_visit(opened: Open, server: Server) -> None:
