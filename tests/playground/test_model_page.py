@@ -80,6 +80,32 @@ def test_a_model_is_planned_in_gib_and_what_does_not_fit_is_said(opened: Open) -
         page.wait_for_selector("#stages-table tbody tr:nth-child(32)")
 
 
+SLOW = """const ask = window.fetch;
+window.fetch = async (address, options) => {
+  if (address.endsWith("figures")) await new Promise((done) => setTimeout(done, 600));
+  return ask(address, options);
+};"""
+
+
+def test_what_is_being_typed_stays_when_estimates_arrive(opened: Open) -> None:
+    with opened("effort=drawn&s=1f1b", script=SLOW) as page:
+        page.select_option("#model > select", "Llama-3-8B")
+        page.wait_for_function("() => document.querySelector('[name=f]').value !== '1'")
+        page.locator("#model-sizes summary").click()
+        sizes = {name: page.locator(f"[data-size={name}] input") for name in ("num_layers", "seq_length")}
+        before = page.input_value("[name=f]")
+        sizes["num_layers"].fill("64")
+        sizes["seq_length"].fill("4096")
+        page.wait_for_function("before => document.querySelector('[name=f]').value !== before", arg=before)
+        assert [field.input_value() for field in sizes.values()] == ["64", "4096"]
+        page.locator("[name=m]").fill("")
+        before = page.input_value("[name=f]")
+        page.wait_for_function("before => document.querySelector('[name=f]').value !== before", arg=before)
+        assert page.input_value("[name=m]") == ""
+        page.fill("[name=m]", "48")
+        page.wait_for_selector(".panel h3:has-text('48 microbatches')")
+
+
 def test_layers_of_a_file_are_a_model(opened: Open) -> None:
     with opened(SMALL) as page:
         drop(page, "layers.json", json.dumps(layered("Kimi-K2").to_json()))

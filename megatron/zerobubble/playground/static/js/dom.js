@@ -19,6 +19,18 @@ export function make(tag, attributes = {}, ...children) {
   return element;
 }
 
+/** Write a value into a field, unless somebody is typing one into it that was not taken yet. */
+export function fill(field, value) {
+  if (field === document.activeElement && field.value !== (field.dataset.seen ?? field.value)) return;
+  field.value = value;
+  seen(field);
+}
+
+/** Note that the value of a field was taken. */
+export function seen(field) {
+  field.dataset.seen = field.value;
+}
+
 /** A table; the first cell of every row is its heading. */
 export function table(caption, head, rows) {
   const line = (cells) =>

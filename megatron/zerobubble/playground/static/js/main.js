@@ -3,7 +3,7 @@
 import { ask, choices as askChoices } from "./api.js";
 import { Curve } from "./curve.js";
 import { Deviations } from "./deviations.js";
-import { byId, debounced, make } from "./dom.js";
+import { byId, debounced, fill, make, seen } from "./dom.js";
 import { acceptFiles } from "./files.js";
 import { results, verdict } from "./metrics.js";
 import { FIGURES, ModelForm } from "./model.js";
@@ -117,7 +117,7 @@ class Playground {
 
   /** Copy the state into the form. */
   render() {
-    for (const name of [...NUMBERS, ...CHOICES, ...LISTS]) this.form[name].value = this.state[name];
+    for (const name of [...NUMBERS, ...CHOICES, ...LISTS]) fill(this.form[name], this.state[name]);
     this.unequal.render();
     this.model.render();
     this.showSources();
@@ -208,13 +208,17 @@ class Playground {
   take(changed) {
     this.state.lengths = this.form.lengths.value;
     this.state.links = this.form.links.value;
-    for (const name of LISTS) this.state[name] = this.form[name].value;
+    for (const name of LISTS) {
+      this.state[name] = this.form[name].value;
+      seen(this.form[name]);
+    }
     this.unequal.take();
     for (const name of NUMBERS) {
       const field = this.form[name];
       if (field.closest("[hidden]") || field.readOnly) continue;
       if (!field.checkValidity()) return this.notify(`${field.closest("label").textContent.trim()}: ${field.validationMessage}`);
       this.state[name] = Number(field.value);
+      seen(field);
     }
     this.state.objective = this.form.objective.value;
     this.state.effort = this.form.effort.value;

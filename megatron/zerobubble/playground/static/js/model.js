@@ -1,7 +1,7 @@
 // The problem from a model: presets, sizes and a GPU, from which the planner estimates the times of the form.
 
 import { ask } from "./api.js";
-import { byId, make } from "./dom.js";
+import { byId, fill, make, seen } from "./dom.js";
 import { brief } from "./numbers.js";
 
 /** The form's figures by the names of a request. */
@@ -52,6 +52,7 @@ export class ModelForm {
         : make("input", { type: "number", min: least, max: most, step: isWhole ? 1 : "any", required: true });
     input.addEventListener("change", () => {
       if (!input.checkValidity()) return this.fail(`${name}: ${input.validationMessage}`);
+      seen(input);
       return this.set(name, Number(input.value));
     });
     return input;
@@ -139,10 +140,10 @@ export class ModelForm {
     this.sizes.hidden = !model;
     if (!model) return;
     this.balanced.value = model.is_balanced;
-    this.device.value = model.device_gib;
+    fill(this.device, model.device_gib);
     for (const [size, input] of Object.entries(this.inputs)) {
       input.closest("label").hidden = !(size in model) || (EXPERTS.includes(size) && !model.num_experts);
-      input.value = model[size] ?? "";
+      fill(input, model[size] ?? "");
     }
     const fits = (gpu) => Object.entries(gpu).every(([size, value]) => !(size in model) || model[size] === value);
     this.gpu.value = this.named(this.offers.gpus, fits) ?? "other";
