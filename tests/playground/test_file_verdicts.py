@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.bounds.certificate import certificate
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
@@ -17,7 +18,8 @@ from megatron.zerobubble.plan.render.chrome_trace import render_trace
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.playground.models.presets import layered
 from megatron.zerobubble.playground.opened_files import open_file
-from megatron.zerobubble.profiling.report import report, reports_to_json
+from megatron.zerobubble.playground.tasks import run_task
+from megatron.zerobubble.profiling.report import RankMemory, report, reports_to_json
 from tests.profiling.support import run_as_simulated
 
 UNEVEN = replace(
@@ -65,3 +67,39 @@ def test_layers_are_a_model() -> None:
     found = opened(layered("Kimi-K2").to_json())
     assert (found["kind"], found["verdict"]) == ("model", "61 layers")
     assert found["layers"] == layered("Kimi-K2").to_json()
+
+
+GIB = 2**30
+
+
+def with_memory() -> tuple[str, list[RankMemory]]:
+    """The report of a run under ZBV that measured its memory: 2 GiB per unit of the plan's, and different weights."""
+    seen = report(run_as_simulated(build_plan("zbv", num_ranks=2, num_microbatches=6), UNEVEN))
+    memory = [
+        RankMemory(
+            predicted_bytes=int(2 * GIB * peak),
+            measured_bytes=int(2 * GIB * peak),
+            workspace_bytes=GIB // 4,
+            state_bytes=(3 + rank) * GIB,
+        )
+        for rank, peak in enumerate(seen.simulation.peak_memory)
+    ]
+    return reports_to_json([seen], memory), memory
+
+
+def test_the_memory_of_a_run_is_that_of_its_plan_and_of_no_other_number_of_stages() -> None:
+    text, measured = with_memory()
+    found = opened(text)
+    given = {"num_ranks": 2, "num_microbatches": 6, "stages": found["costs"], "run_memory": found["memory"] | {"device_gib": 79}}
+    *_, best, _ = run_task("search", json.dumps(given | {"schedule": "zbv", "effort": "drawn"}))
+    memory, peaks = best["drawing"]["memory"], best["drawing"]["metrics"]["peak_memory"]
+    for rank, each in enumerate(measured):
+        planned = memory["static_bytes"][rank] + memory["unit_bytes"] * peaks[rank]
+        assert planned == pytest.approx(each.state_bytes + each.workspace_bytes + each.measured_bytes)
+    *_, best, _ = run_task("search", json.dumps(given | {"schedule": "1f1b", "effort": "drawn"}))
+    assert best["drawing"]["memory"] is None
+    body = json.loads(text)
+    assert opened(body | {"memory": None})["memory"] is None
+    assert opened(body | {"memory": []})["memory"] is None
+    with pytest.raises(ConfigError, match="the report's measured_bytes is None"):
+        opened(body | {"memory": [3, {}]})

@@ -11,6 +11,7 @@ from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.render.chrome_trace import render_trace
 from megatron.zerobubble.playground.models.presets import layered
 from tests.playground.pages import SMALL, Open, cells, drop
+from tests.playground.test_file_verdicts import with_memory
 from tests.profiling.support import as_recorded
 
 pytestmark = pytest.mark.claims(
@@ -113,6 +114,22 @@ def test_layers_of_a_file_are_a_model(opened: Open) -> None:
         page.wait_for_selector("#metrics tr:has-text('memory of the fullest rank')")
         page.wait_for_function("() => document.querySelector('[data-source=f]').textContent === 'measured'")
         assert page.input_value("#model > select") == "layers of a file"
+
+
+def test_a_report_with_memory_is_planned_in_gib(opened: Open) -> None:
+    text, measured = with_memory()
+    with opened("p=4&m=9&effort=drawn&s=1f1b&s=zbv") as page:
+        drop(page, "report.json", text)
+        page.wait_for_selector("#metrics tr:has-text('memory of the fullest rank')")
+        page.wait_for_selector("main[aria-busy=false]")
+        most = max(each.state_bytes + each.workspace_bytes + each.measured_bytes for each in measured) / 2**30
+        assert cells(page, "memory of the fullest rank") == ["\u2013", f"{most:.2f} GiB"]
+        page.fill("[name=gib]", "5")
+        page.wait_for_selector("#metrics .bad:has-text('does not fit 5.00 GiB')")
+        reached = page.locator("#metrics").inner_text()
+        with opened(page.url.partition("#")[2]) as other:
+            other.wait_for_selector("main[aria-busy=false]")
+            assert other.locator("#metrics").inner_text() == reached
 
 
 EVIL = "<img src=x onerror=window.harmed=1>"

@@ -21,6 +21,7 @@ from megatron.zerobubble.playground.drawing import Drawing, draw_plan, draw_reco
 from megatron.zerobubble.playground.file_verdicts import certified, contenders, placement_named, verdict
 from megatron.zerobubble.playground.length_fields import as_it_came, attention_share
 from megatron.zerobubble.playground.limits import MAX_MICROBATCHES, MAX_OPS, MAX_RANKS, MAX_TIME_MS, number, whole
+from megatron.zerobubble.playground.models.measured import memory_of_report
 from megatron.zerobubble.playground.problem import check_size, read_stages
 from megatron.zerobubble.playground.recorded import read_trace
 from megatron.zerobubble.profiling.report import FORMAT as REPORT_FORMAT
@@ -54,9 +55,10 @@ def open_file(body: str | bytes) -> Opened:
     if given.get("format") == REPORT_FORMAT:
         last = last_iteration(given, "the report")
         iteration = whole("the report's iteration", last.get("iteration"), 1, 2**40)
-        return _open_measured(
+        opened = _open_measured(
             last, f"iteration {iteration} of a report", run_ms=_makespan(last, "measured"), plan_ms=_makespan(last, "predicted")
         )
+        return opened | {"memory": memory_of_report(given.get("memory"), last, opened["num_ranks"], opened["num_microbatches"])}
     if "traceEvents" in given:
         timelines = read_trace(given)
         seen = report(timelines[-1])

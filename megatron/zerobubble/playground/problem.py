@@ -28,6 +28,7 @@ from megatron.zerobubble.playground.limits import (
     number,
     whole,
 )
+from megatron.zerobubble.playground.models.measured import MeasuredMemory, read_measured
 from megatron.zerobubble.playground.models.problem import ModelProblem, read_model
 
 _SCALARS = ("forward_ms", "backward_ms", "wgrad_ms", "comm_ms", "activation_after_backward")
@@ -57,6 +58,8 @@ class PlanRequest:
     """Costs per stage; for placements with fewer stages the costs of consecutive stages are added up."""
     model: ModelProblem | None
     """A model in place of times, which then are only those that replace its estimates. With `stages` only its bytes count."""
+    run_memory: MeasuredMemory | None
+    """The memory of the run that `stages` were measured in."""
     unequal: Unequal
     """Lengths of the microbatches, for which the times are those of the mean length, and links, instead of one latency."""
 
@@ -70,7 +73,9 @@ class PlanRequest:
         return self.unequal.applied(self._mean_costs(placement))
 
     def memory(self, placement: Placement) -> dict[str, Any] | None:
-        """What turns a plan's memory into bytes; None without a model."""
+        """What turns a plan's memory into bytes; None if nothing says that."""
+        if self.run_memory is not None and self.stages is not None:
+            return self.run_memory.memory(placement, self.stages.num_stages, self.num_microbatches)
         return None if self.model is None else self.model.memory(placement, self.num_microbatches)
 
     def layout(self, placement: Placement) -> Layout | None:
@@ -128,6 +133,7 @@ def read_problem(body: str | bytes) -> PlanRequest:
         times=times,
         stages=None if given.get("stages") is None else read_stages(given["stages"]),
         model=None if given.get("model") is None else read_model(given["model"], times),
+        run_memory=None if given.get("run_memory") is None else read_measured(given["run_memory"]),
         unequal=unequal,
     )
 

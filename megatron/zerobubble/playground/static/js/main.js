@@ -45,7 +45,7 @@ class Playground {
       { state: this.state, choose: (point) => this.choosePoint(point) },
     );
     this.stages = new Stages(
-      { box: byId("stages-table"), fill: byId("stages-fill"), clear: byId("stages-clear"), note: byId("stages-note") },
+      { box: byId("stages-table"), fill: byId("stages-fill"), clear: byId("stages-clear"), note: byId("stages-note"), device: byId("stages-device") },
       { state: this.state, usual: () => this.usualStages(), changed: () => this.changed() },
     );
     this.model = new ModelForm(byId("model"), choices.models, {
@@ -411,7 +411,7 @@ class Playground {
   }
 
   /** Plan with measured costs. */
-  adoptCosts({ costs, num_ranks: p, num_microbatches: m, attention_share: share, schedule, from, verdict: said }, name) {
+  adoptCosts({ costs, num_ranks: p, num_microbatches: m, attention_share: share, schedule, from, memory, verdict: said }, name) {
     const { comm_ms: c, microbatches, links, ...kinds } = costs;
     Object.assign(this.state, { model: null, own: "" }, p ? { p } : {}, m ? { m } : {}, adopted({ microbatches, links, comm_ms: brief(c) }, share, m));
     this.render();
@@ -427,7 +427,7 @@ class Playground {
     }
     const lost = microbatches && !microbatches.tokens ? "; it has no lengths of its microbatches, so their means count" : "";
     this.notify(`${name}: times of ${kinds.forward_ms.length} stages${from ? ` from ${from}` : ""}${lost}.${said ? ` ${said}.` : ""}`, "good");
-    this.stages.set(kinds);
+    this.stages.set(kinds, memory);
   }
 
   /** Plan for the links of a file, with the lengths in the form. */

@@ -7,7 +7,7 @@ import { TABLE_KINDS } from "./state.js";
 const HEADS = ["stage", "F ms", "B ms", "W ms", "M_B", "M_W"];
 
 export class Stages {
-  /** `parts`: {box, fill, clear, note}; `usual()` promises the costs of a new table. */
+  /** `parts`: {box, fill, clear, note, device}; `usual()` promises the costs of a new table. */
   constructor(parts, { state, usual, changed }) {
     Object.assign(this, parts);
     this.state = state;
@@ -17,9 +17,10 @@ export class Stages {
     this.render();
   }
 
-  /** Set the table, {kind: values}, or null for uniform costs. */
-  set(values) {
+  /** Set the table, {kind: values}, or null for uniform costs; `held`: the memory of the run that it was measured in, if it is known. */
+  set(values, held = null) {
     this.state.table = values;
+    this.state.held = held;
     this.render();
     this.changed();
   }
@@ -27,6 +28,7 @@ export class Stages {
   render() {
     const values = this.state.table;
     this.clear.disabled = !values;
+    this.device.hidden = !(values && this.state.held);
     this.note.textContent = values ? `(${values.forward_ms.length} stages)` : "";
     if (!values) return this.box.replaceChildren();
     const rows = values.forward_ms.map((_, stage) => [

@@ -7,8 +7,9 @@ export const MOST_SLOTS = 3;
 export const TABLE_KINDS = ["forward_ms", "backward_ms", "wgrad_ms", "activation", "activation_after_backward"];
 
 const TIMES = { p: 8, m: 24, f: 1, b: 1, w: 1, c: 0, a: 1 };
+const GPU = { gib: 79 }; // of an H100, in GiB
 const UNEQUAL = { share: 0, mean: 4096, cv: 0.6, seed: 0, node: 4, between: 1, bytes: 0 };
-const SCALARS = { ...TIMES, ...UNEQUAL };
+const SCALARS = { ...TIMES, ...UNEQUAL, ...GPU };
 // The objective is that of a run without --enable-optimizer-post-validation.
 const WORDS = { objective: "makespan", effort: "fast", lengths: "equal", links: "one" };
 const TEXTS = { tokens: "", latency: "", bandwidth: "" };
@@ -20,7 +21,7 @@ export const LISTS = Object.keys(TEXTS);
 
 /** The state of a new page. */
 export function defaults() {
-  return { ...SCALARS, ...WORDS, ...TEXTS, model: null, own: "", story: 0, table: null, baseline: 0, slots: [slot("1f1b"), slot("zbv")] };
+  return { ...SCALARS, ...WORDS, ...TEXTS, model: null, own: "", story: 0, table: null, held: null, baseline: 0, slots: [slot("1f1b"), slot("zbv")] };
 }
 
 /** A schedule to plan. With `limit` null the memory limit is the schedule's own. */
@@ -44,6 +45,7 @@ export function toQuery(state) {
   if (state.story) query.set("story", String(state.story));
   if (state.baseline) query.set("base", String(state.baseline));
   if (state.table) query.set("t", TABLE_KINDS.map((kind) => state.table[kind].join("_")).join("~"));
+  if (state.table && state.held) query.set("held", [state.held.microbatch_bytes, ...state.held.static_bytes].join("_"));
   return query.toString();
 }
 
@@ -71,6 +73,7 @@ export function fromQuery(search, { schedules, objectives, efforts }) {
   state.own = state.model ? (query.get("own") ?? "").replace(/[^fbwca]/g, "") : "";
   state.story = numberOr(query.get("story"), 0);
   state.table = readTable(query.get("t"));
+  state.held = state.table && readHeld(query.get("held"));
   return state;
 }
 
@@ -88,6 +91,7 @@ export function problem(state, { schedule, limit, chunks, pending }) {
     ...unequal(state),
   };
   if (state.model) Object.assign(body, { model: state.model, times: request(state).times });
+  if (state.table && state.held) body.run_memory = { ...state.held, device_gib: state.gib };
   if (state.table) return { ...body, stages: { ...state.table, comm_ms: state.c } };
   if (state.model) return body;
   const times = {
@@ -121,6 +125,12 @@ function readTable(text) {
   const fits = lists.length === TABLE_KINDS.length && lists.every((list) => list.length === lists[0].length);
   if (!fits || lists.flat().some((value) => !Number.isFinite(value))) return null;
   return Object.fromEntries(TABLE_KINDS.map((kind, index) => [kind, lists[index]]));
+}
+
+/** The memory of a run: bytes of a microbatch, and of every rank besides. */
+function readHeld(text) {
+  const [bytes, ...ranks] = (text ?? "").split("_").map(Number);
+  return ranks.length && [bytes, ...ranks].every(Number.isFinite) ? { microbatch_bytes: bytes, static_bytes: ranks } : null;
 }
 
 function numberOr(text, otherwise) {

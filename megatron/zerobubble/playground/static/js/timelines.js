@@ -99,12 +99,12 @@ export class Timelines {
     const extent = [[LEFT, 0], [LEFT + width, 100]];
     this.zoom.extent(extent).translateExtent(extent);
     const length = this.length || 1;
-    const most = Math.max(...this.panels.map((panel) => panel.mostMemory));
+    const most = (inBytes) => Math.max(...this.panels.filter(({ drawing }) => Boolean(drawing.memory) === inBytes).map((panel) => panel.mostMemory));
     const x = this.transform.rescaleX(d3.scaleLinear([0, length], [LEFT, LEFT + width]));
     const count = Math.max(2, Math.floor(width / 90));
     const ticks = { values: x.ticks(count), format: x.tickFormat(count) };
     const ink = theme(this.root);
-    for (const panel of this.panels) panel.paint(x, LEFT, width, ink, most, ticks, this.shown);
+    for (const panel of this.panels) panel.paint(x, LEFT, width, ink, most(Boolean(panel.drawing.memory)), ticks, this.shown);
     if (this.selected) this.frame();
   }
 
