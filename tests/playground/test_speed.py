@@ -7,47 +7,21 @@ from statistics import median
 import pytest
 
 from tests.playground.pages import Open
+from tools.benchmarks.playground import DRAGGED, VISITS, WATCH, drag
 
 pytestmark = pytest.mark.slow
 
 FRAME_MS = 1000 / 60
 FIRST_MS = 3000
-TIMED = """() => {
-window.frames_ms = [];
-const ask = window.requestAnimationFrame;
-window.requestAnimationFrame = (action) => ask((now) => {
-  const begin = performance.now();
-  action(now);
-  window.frames_ms.push(performance.now() - begin);
-});
-}"""
-DRAG = """async () => {
-const chart = document.querySelector(".chart"), box = chart.getBoundingClientRect();
-const at = (x) => ({ bubbles: true, clientX: x, clientY: box.top + 20, view: window });
-const fire = (type, x) => chart.dispatchEvent(new MouseEvent(type, at(x)));
-for (let i = 0; i < 3; i++) chart.dispatchEvent(new KeyboardEvent("keydown", { key: "+", bubbles: true }));
-fire("mousedown", box.left + 600);
-for (let i = 0; i < 80; i++) {
-  await new Promise((done) => setTimeout(done, 20));
-  fire("mousemove", box.left + 600 - 4 * i);
-}
-fire("mouseup", box.left + 280);
-return window.frames_ms;
-}"""
-FIRST = """() => {
-const see = () => document.querySelector(".panel .chart") && (window.first_ms ??= performance.now());
-new MutationObserver(see).observe(document, { childList: true, subtree: true });
-}"""
 
 
 @pytest.mark.parametrize("critical", [False, True])
 def test_32_ranks_with_128_microbatches_are_painted_within_a_frame(opened: Open, critical: bool) -> None:
-    with opened("p=32&m=128&effort=drawn&s=zbv", viewport={"width": 1440, "height": 900}) as page:
+    with opened(DRAGGED, viewport={"width": 1440, "height": 900}) as page:
         page.wait_for_selector("main[aria-busy=false]")
         if critical:
             page.click("#critical")
-        page.evaluate(TIMED)
-        times = page.evaluate(DRAG)
+        times = drag(page)
         assert len(times) > 40
         assert median(times) < FRAME_MS, sorted(times)
 
@@ -55,7 +29,7 @@ def test_32_ranks_with_128_microbatches_are_painted_within_a_frame(opened: Open,
 def test_the_first_picture_of_64_ranks_with_512_microbatches_comes_within_three_seconds(opened: Open) -> None:
     """The second time: the server has what it imports then. The other timeline follows."""
     for _ in range(2):
-        with opened("p=64&m=512&effort=drawn&s=1f1b&s=zbv", script=f"({FIRST})()") as page:
+        with opened(VISITS["64 x 512"], script=WATCH) as page:
             page.wait_for_selector("main[aria-busy=false]")
             first = page.evaluate("window.first_ms")
     assert first < FIRST_MS
