@@ -290,9 +290,10 @@ export class Panel {
     context.textAlign = "right";
     context.textBaseline = "middle";
     const every = Math.ceil(LABEL / this.step);
-    context.font = `${Math.min(11, every * this.step)}px ${FONT}`;
+    const px = Math.min(11, every * this.step);
+    context.font = `${px}px ${FONT}`;
     for (let rank = 0; rank < this.drawing.num_ranks; rank += every) {
-      context.fillText(String(rank), left - 6, rank * this.step + this.rowHeight / 2 + 0.5);
+      context.fillText(String(rank), left - 6, Math.max(px / 2, rank * this.step + this.rowHeight / 2 + 0.5));
     }
   }
 
