@@ -34,8 +34,8 @@ def test_the_stories_lead_to_each_other_and_say_what_the_page_shows(opened: Open
     with opened(SMALL) as page:
         page.click("#learn")
         seen = []
-        for number in range(1, 6):
-            page.wait_for_selector(f"#story strong:has-text('{number} of 5')")
+        for number in range(1, 7):
+            page.wait_for_selector(f"#story strong:has-text('{number} of 6')")
             ready(page)
             text = page.locator("#story p").inner_text()
             seen.append(text)
@@ -52,11 +52,15 @@ def test_the_stories_lead_to_each_other_and_say_what_the_page_shows(opened: Open
                 assert shown[1] < shown[2] < shown[0]
             if number == 5:
                 page.wait_for_selector('#metrics .hint:has-text("rank 7 has")')
+            if number == 6:
+                assert shown[1] < 0.4 * shown[0]
+                memory = [float(value) for value in cells(page, "peak activation memory")]
+                assert max(memory[1:]) < 0.5 * memory[0]
             else:
                 page.locator("#story a:has-text('Next')").click()
-        assert len(set(seen)) == 5
+        assert len(set(seen)) == 6
         page.go_back()
-        page.wait_for_selector("#story strong:has-text('4 of 5')")
+        page.wait_for_selector("#story strong:has-text('5 of 6')")
         page.locator("#story button").click()
         assert page.locator("#story").is_hidden()
         assert "story" not in page.url
@@ -87,6 +91,17 @@ def test_a_pass_shows_its_chain_and_arrows_to_what_waits_for_it(opened: Open) ->
         assert len(re.findall(r"[ML]", chain)) == 2 * 2 * 8, "F and B of eight stages, from their start to their end"
         page.locator("#verdict").click()
         assert page.locator(".arrows path").count() == 0
+
+
+def test_slices_are_passes_of_their_own(opened: Open) -> None:
+    with opened("p=2&m=2&effort=drawn&s=1f1b~~~~2&s=auto~~~~2") as page:
+        assert page.locator(".slot input[placeholder='1']").first.input_value() == "2"
+        page.locator(".chart").first.focus()
+        for key in ("ArrowRight", "ArrowRight"):
+            page.keyboard.press(key)
+        assert page.locator("#announcer").inner_text().startswith("F of microbatch 0, slice 1, rank 0, stage 0")
+        chain = page.locator(".arrows .chain").get_attribute("d") or ""
+        assert len(re.findall(r"[ML]", chain)) == 2 * 2 * 2, "F and B of one slice on two stages"
 
 
 def test_the_critical_path_ends_last_and_has_no_gaps(opened: Open) -> None:

@@ -39,6 +39,21 @@ def test_a_request_becomes_a_problem() -> None:
     assert read(memory_limits=[2, 0.5, 2]).memory_limits == (0.5, 2.0)
 
 
+def test_slices_of_a_model_have_equal_work_and_others_equal_parts() -> None:
+    parts = read(num_slices=4).costs_of(Placement.v(4), 4).slices
+    assert parts is not None
+    assert parts.forward_ms == ((0.125,) * 4,) * 8
+    model = {"seq_length": 65536}
+    whole, cut = (read(model=model).costs_of(Placement.v(4), n) for n in (1, 4))
+    assert cut.slices is not None
+    lengths = cut.slices.lengths
+    assert sum(lengths) == 65536
+    assert lengths[0] > 1.3 * lengths[3]
+    assert min(cut.slices.keys) > 0
+    assert cut.forward_ms == pytest.approx(whole.forward_ms)
+    assert cut.whole.activation == pytest.approx(whole.activation)
+
+
 def test_a_table_gives_no_costs_of_more_stages_than_it_has() -> None:
     problem = read(stages=STAGES)
     assert problem.costs_of(Placement.v(4)) == CostModel.from_json(STAGES)
@@ -76,6 +91,8 @@ def test_defaults_are_those_of_a_run() -> None:
         ({"num_microbatches": 513}, "from 1 to 512"),
         ({"num_microbatches": 8.0}, "num_microbatches is 8.0"),
         ({"num_chunks": 9}, "num_chunks is 9"),
+        ({"num_slices": 17}, "num_slices is 17; the playground takes whole numbers from 1 to 16"),
+        ({"num_slices": 16, "num_microbatches": 33}, "are 528 slices; the playground takes at most 512: give fewer slices"),
         ({"schedule": "zvb"}, "did you mean"),
         ({"schedule": "x" * 10_000}, "unknown schedule"),
         ({"schedule": None}, "unknown schedule 'None'"),

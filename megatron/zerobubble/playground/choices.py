@@ -23,10 +23,19 @@ def choices(*, planner: str, is_compiled: bool, num_searches: int | None) -> dic
         is_compiled: whether the planner has its compiled core.
         num_searches: how many searches run at once; None: as many as the browser says it has cores.
     """
-    names = ("name", "title", "placement", "num_chunks", "is_searched", "takes_max_pending_backward", "description")
+    names = (
+        "name",
+        "title",
+        "placement",
+        "num_chunks",
+        "is_searched",
+        "takes_max_pending_backward",
+        "takes_slices",
+        "description",
+    )
     schedules = [{name: getattr(info, name) for name in names} for info in known_schedules()]
     words = "the best of all schedules within the memory limit, 1F1B's if none is given, as in a run"
-    auto = dict(zip(names, (AUTO, AUTO, "", 0, True, False, words), strict=True))
+    auto = dict(zip(names, (AUTO, AUTO, "", 0, True, False, True, words), strict=True))
     objectives = [
         {"name": objective.value, "label": objective.label.removeprefix("with ").removeprefix("the ")}
         for objective in reversed(Objective)
@@ -47,6 +56,7 @@ def choices(*, planner: str, is_compiled: bool, num_searches: int | None) -> dic
             "ranks": limits.MAX_RANKS,
             "microbatches": limits.MAX_MICROBATCHES,
             "chunks": limits.MAX_STAGES_PER_RANK,
+            "slices": limits.MAX_SLICES,
             "body_bytes": limits.MAX_BODY_BYTES,
         },
     }

@@ -1,8 +1,9 @@
 """Timelines in the JSON form that the page draws: numbers per rank, metrics and text.
 
 ``ranks[r]`` holds parallel lists with one entry per op: ``kinds`` (index into `KINDS`), ``chunks``, ``stages``, ``microbatches``,
-``starts`` and ``ends`` in milliseconds from the first op of all ranks; and the staircase of activation memory: ``held`` after the
-times ``steps``. ``microbatches`` are slots of the plan; ``slots`` has, of unequal microbatches, which one of the data each runs.
+``slices``, ``starts`` and ``ends`` in milliseconds from the first op of all ranks; and the staircase of activation memory:
+``held`` after the times ``steps``. ``microbatches`` are slots of the plan; ``slots`` has, of unequal microbatches, which one of
+the data each runs.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, MicrobatchCosts
-from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
+from megatron.zerobubble.plan.ir import OpKind, Plan
 from megatron.zerobubble.plan.planner import Result
 from megatron.zerobubble.plan.render.plan_summary import headline, lengths, measures, title
 from megatron.zerobubble.plan.render.svg import SPAN_COLORS
@@ -49,7 +50,7 @@ def draw_plan(result: Result, came: Simulation | None = None) -> Drawing:
         "headline": headline(plan, title(plan.schedule)),
         "measures": measures(simulation),
         "lengths": lengths(simulation, came),
-        "metrics": result.metrics() | _sent(plan.placement, plan.num_microbatches) | _idle(simulation, came),
+        "metrics": result.metrics() | _sent(plan) | _idle(simulation, came),
         "plan": plan.to_json(costs=simulation.costs.to_json(), metrics=result.metrics()),
     }
 
@@ -79,7 +80,7 @@ def draw_recorded(timeline: Timeline) -> Drawing:
         "headline": f"iteration {timeline.iteration} as it ran: {headline(plan, title(plan.schedule))}",
         "measures": f"bubble {100 * seen.bubble_rate:.2f} %, makespan {seen.makespan_ms:.3f} ms, span {seen.span_ms:.3f} ms",
         "memory_is_assumed": timeline.activations is None,
-        "metrics": metrics | _sent(plan.placement, plan.num_microbatches),
+        "metrics": metrics | _sent(plan),
         "lines": [line.strip() for line in seen.lines()],
         "spans": spans,
         "text": text_of(timeline.rows),
@@ -100,6 +101,7 @@ def _draw(plan: Plan, rows: Sequence[Sequence[TimedOp]], costs: CostModel) -> Dr
         "problem": _problem(plan, costs),
         "num_ranks": plan.num_ranks,
         "num_microbatches": plan.num_microbatches,
+        "num_slices": plan.num_slices,
         "num_chunks": plan.placement.num_chunks,
         "placement": plan.placement.name,
         "length_ms": end - begin,
@@ -167,6 +169,7 @@ def _rank(row: Sequence[TimedOp], stair: Sequence[tuple[float, float]], begin: f
         "chunks": [chunks[timed.op.stage] for timed in row],
         "stages": [timed.op.stage for timed in row],
         "microbatches": [timed.op.microbatch for timed in row],
+        "slices": [timed.op.slice for timed in row],
         "starts": [round(timed.start_ms - begin, _DIGITS) for timed in row],
         "ends": [round(timed.end_ms - begin, _DIGITS) for timed in row],
         "steps": [round(moment - begin, _DIGITS) for moment, _ in stair],
@@ -174,12 +177,11 @@ def _rank(row: Sequence[TimedOp], stair: Sequence[tuple[float, float]], begin: f
     }
 
 
-def _sent(placement: Placement, num_microbatches: int) -> dict[str, Any]:
+def _sent(plan: Plan) -> dict[str, Any]:
     """P2P messages per iteration: activations and gradients over every stage boundary between ranks; also relative to 1F1B."""
-    ranks = placement.stage_to_rank
-    borders = sum(here != there for here, there in pairwise(ranks))
-    least = placement.num_ranks - 1
+    borders = sum(here != there for here, there in pairwise(plan.placement.stage_to_rank)) * plan.num_slices
+    least = plan.num_ranks - 1
     return {
-        "num_messages": 2 * borders * num_microbatches,
+        "num_messages": 2 * borders * plan.num_microbatches,
         "relative_messages": borders / least if least else 0.0,
     }

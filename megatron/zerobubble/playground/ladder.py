@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan import planner
@@ -101,7 +102,7 @@ def for_other_objective(problem: PlanRequest, found: Result) -> Result:
 
 def seconds_by_effort(problem: PlanRequest) -> dict[str, float]:
     """About how many seconds a problem takes with each effort, both objectives included; 0 for a schedule without a search."""
-    num_cells = problem.num_ranks * problem.num_microbatches
+    num_cells = problem.num_ranks * problem.num_microbatches * problem.num_slices
     found = {}
     for effort in Effort:
         budgets = budgets_of(replace(problem, effort=effort))
@@ -134,6 +135,8 @@ def _searched(problem: PlanRequest, budget: float) -> Result:
         num_ranks=problem.num_ranks,
         num_microbatches=problem.num_microbatches,
         costs_of=problem.costs_of,
+        num_slices=(problem.num_slices,),
+        sliced_costs_of=problem.costs_of,
         options=SearchOptions(memory_limit=problem.memory_limit, objective=problem.objective, seed=problem.seed, budget=budget),
         num_chunks=problem.num_chunks,
         max_pending_backward=problem.max_pending_backward,
@@ -151,6 +154,8 @@ def _hand_written(problem: PlanRequest) -> Result | None:
         return None  # the search rejects it with a message
     results = []
     for name in _QUICK:
+        if problem.num_slices > 1 and not schedule_info(name).takes_slices:
+            continue
         try:
             results.append(_hand_written_one(replace(problem, schedule=name)))
         except PlanError:
@@ -164,9 +169,11 @@ def _hand_written_one(problem: PlanRequest) -> Result | None:
         num_ranks=problem.num_ranks,
         num_chunks=problem.num_chunks,
         max_pending_backward=problem.max_pending_backward,
+        num_slices=problem.num_slices,
     )
     options = SearchOptions(objective=problem.objective, seed=problem.seed)
-    found = hand_written(spec, problem.num_microbatches, problem.costs_of, options)
+    costs_of = partial(problem.costs_of, num_slices=problem.num_slices)
+    found = hand_written(spec, problem.num_microbatches, costs_of, options)
     limit, simulation = problem.memory_limit, found.simulation
     if limit is None:
         return found

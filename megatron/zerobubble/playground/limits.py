@@ -13,6 +13,7 @@ Choice = TypeVar("Choice", bound=enum.Enum)
 MAX_RANKS = 64
 MAX_MICROBATCHES = 512
 MAX_STAGES_PER_RANK = 8
+MAX_SLICES = 16
 MAX_OPS = 64 * 512 * 6
 """Ops of one timeline: two stages per rank, each with F, B and W."""
 MAX_TIME_MS = 1e6

@@ -22,6 +22,7 @@ from megatron.zerobubble.playground.limits import (
     MAX_MICROBATCHES,
     MAX_POINTS,
     MAX_RANKS,
+    MAX_SLICES,
     MAX_STAGES_PER_RANK,
     MAX_TIME_MS,
     choice,
@@ -43,6 +44,8 @@ class PlanRequest:
     schedule: str
     """A name in the registry, or `auto`."""
     num_chunks: int | None
+    num_slices: int
+    """Slices of each microbatch along its sequence; 1: microbatches are whole."""
     max_pending_backward: int | None
     memory_limit: float | None
     """None: the schedule's own. For `auto` it is a number, as in a run: 1F1B's memory if none was given."""
@@ -68,9 +71,16 @@ class PlanRequest:
         """Whether all microbatches are equal, and all links."""
         return self.unequal.is_plain and (self.stages is None or self.stages.is_plain)
 
-    def costs_of(self, placement: Placement) -> CostModel:
-        """The costs for a placement. Raises PlanError if they cannot be derived from the table without guessing."""
-        return self.unequal.applied(self._mean_costs(placement))
+    def costs_of(self, placement: Placement, num_slices: int = 1) -> CostModel:
+        """The costs for a placement. Raises PlanError if they cannot be derived from the table without guessing.
+
+        Slices of a model have equal work by its sizes, without one they have equal parts of the times and memory.
+        """
+        costs = self.unequal.applied(self._mean_costs(placement))
+        if num_slices == 1 or not costs.is_plain:
+            return costs
+        slicing = None if self.model is None else self.model.slicing
+        return costs.divided(num_slices) if slicing is None else slicing.applied(costs, num_slices)
 
     def memory(self, placement: Placement) -> dict[str, Any] | None:
         """What turns a plan's memory into bytes; None if nothing says that."""
@@ -124,6 +134,7 @@ def read_problem(body: str | bytes) -> PlanRequest:
         num_microbatches=num_microbatches,
         schedule=str(name),
         num_chunks=_chunks(given),
+        num_slices=_slices(given, num_microbatches),
         max_pending_backward=_pending(given, num_ranks),
         memory_limit=_limit(given, AUTO_MEMORY_LIMIT * unequal.auto_memory_limit(num_ranks) if name == AUTO else None),
         memory_limits=_memories(given),
@@ -170,6 +181,16 @@ def _memories(given: Mapping[str, Any]) -> tuple[float, ...]:
 
 def _chunks(given: Mapping[str, Any]) -> int | None:
     return None if given.get("num_chunks") is None else whole("num_chunks", given.get("num_chunks"), 1, MAX_STAGES_PER_RANK)
+
+
+def _slices(given: Mapping[str, Any], num_microbatches: int) -> int:
+    count = 1 if given.get("num_slices") is None else whole("num_slices", given["num_slices"], 1, MAX_SLICES)
+    if count * num_microbatches > MAX_MICROBATCHES:
+        raise ConfigError(
+            f"{num_microbatches} microbatches of {count} slices are {count * num_microbatches} slices; the playground takes at "
+            f"most {MAX_MICROBATCHES}: give fewer slices"
+        )
+    return count
 
 
 def _pending(given: Mapping[str, Any], num_ranks: int) -> int | None:

@@ -17,6 +17,7 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS
+from megatron.zerobubble.plan.costs.slicing import Slicing
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.layer_costs import Model
 from megatron.zerobubble.plan.partition.layout import Layout
@@ -78,6 +79,8 @@ class ModelProblem:
     """Whether the layers are divided by their work; else every stage has as many layers, or one more in the first ones."""
     own: Mapping[str, float]
     """Figures that replace the estimated ones: times and M_W / M_B per rank, `comm_ms`."""
+    slicing: Slicing | None = None
+    """How its costs divide among slices of a sequence; None: its sizes are not known."""
 
     def layout(self, placement: Placement) -> Layout:
         """The layers of every stage."""
@@ -132,6 +135,7 @@ def read_model(given: object, own: Mapping[str, float]) -> ModelProblem:
     rest = dict(given)
     device = number("device_gib", rest.pop("device_gib", GPUS["H100"][2]), _MOST_GIB, 0.1) * _GIB
     is_balanced = bool(whole("is_balanced", rest.pop("is_balanced", 0), 0, 1))
+    slicing = None
     if set(rest) == {"layers"}:
         model = Model.from_json(json.dumps(rest["layers"]))
     elif set(rest) == {"preset"}:
@@ -140,10 +144,25 @@ def read_model(given: object, own: Mapping[str, float]) -> ModelProblem:
             raise ConfigError(f"preset is {quoted(name)}; choose one of {', '.join(LAYERED)}")
         model = layered(name)
     else:
-        model = estimate(_sizes(rest))
+        sizes = _sizes(rest)
+        model = estimate(sizes)
+        slicing = _slicing(sizes, model)
     if model.total.work_ms <= 0:
         raise ConfigError("no layer takes any time; give the times of at least one kind")
-    return ModelProblem(model=model, device_bytes=device, is_balanced=is_balanced, own=own)
+    return ModelProblem(model=model, device_bytes=device, is_balanced=is_balanced, own=own, slicing=slicing)
+
+
+def _slicing(sizes: Mapping[str, float], model: Model) -> Slicing:
+    """Attention is what F has and W has not; of the activation memory of a layer its keys and values are kept for all slices."""
+    total, heads = model.total, sizes["num_query_groups"] or sizes["num_attention_heads"]
+    channels = sizes["kv_channels"] or sizes["hidden_size"] // sizes["num_attention_heads"]
+    keys = 2 * heads * channels / sizes["tensor_model_parallel_size"]
+    key_bytes = 2 * sizes["num_layers"] * sizes["seq_length"] * sizes["micro_batch_size"] * keys
+    return Slicing(
+        tokens=int(sizes["seq_length"]),
+        attention_share=max(0.0, 1 - total.wgrad_ms / total.forward_ms),
+        key_share=min(0.99, key_bytes / total.activation_bytes),
+    )
 
 
 def _sizes(given: Mapping[str, Any]) -> dict[str, float]:

@@ -2,26 +2,28 @@
 
 const EARLIER = 1e-4; // ms: times are rounded to 1e-5
 
-/** Lookups of a drawing's passes by stage, kind and microbatch; `names`: the kinds' names in the order of their indices. */
+/** Lookups of a drawing's passes by stage, kind, microbatch and slice; `names`: the kinds' names in the order of their indices. */
 export class Passes {
   constructor(drawing, names) {
     this.drawing = drawing;
     this.names = names;
     this.numStages = drawing.costs.forward_ms.length;
     this.places = new Map();
-    drawing.ranks.forEach(({ kinds, stages, microbatches }, rank) => {
-      kinds.forEach((kind, index) => this.places.set(this.key(stages[index], names[kind], microbatches[index]), { rank, index }));
+    // Its microbatch and slice as one number: what depends on what is the same for every slice, but for the keys of earlier ones.
+    this.piece = ({ microbatches, slices }, index) => microbatches[index] * drawing.num_slices + slices[index];
+    drawing.ranks.forEach((row, rank) => {
+      row.kinds.forEach((kind, index) => this.places.set(this.key(row.stages[index], names[kind], this.piece(row, index)), { rank, index }));
     });
   }
 
-  key(stage, name, microbatch) {
-    return (this.names.indexOf(name) * this.numStages + stage) * this.drawing.num_microbatches + microbatch;
+  key(stage, name, piece) {
+    return (this.names.indexOf(name) * this.numStages + stage) * this.drawing.num_microbatches * this.drawing.num_slices + piece;
   }
 
-  /** A pass as {stage, name, microbatch}. */
+  /** A pass as {stage, name, microbatch}, with the number of its slice in place of the microbatch's where those are cut. */
   at({ rank, index }) {
-    const { kinds, stages, microbatches } = this.drawing.ranks[rank];
-    return { stage: stages[index], name: this.names[kinds[index]], microbatch: microbatches[index] };
+    const row = this.drawing.ranks[rank];
+    return { stage: row.stages[index], name: this.names[row.kinds[index]], microbatch: this.piece(row, index) };
   }
 
   get(stage, name, microbatch) {

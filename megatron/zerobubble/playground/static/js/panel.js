@@ -313,7 +313,7 @@ export class Panel {
     const name = this.kinds[row.kinds[index]].name;
     const chunk = this.drawing.num_chunks > 1 ? `, chunk ${row.chunks[index]}` : "";
     return [
-      `${name} of ${this.microbatch(row.microbatches[index])}`,
+      `${name} of ${this.microbatch(row.microbatches[index])}${this.drawing.num_slices > 1 ? `, slice ${row.slices[index]}` : ""}`,
       `rank ${rank}, stage ${row.stages[index]}${chunk}`,
       `${milliseconds(row.starts[index])} to ${milliseconds(row.ends[index])}`,
       this.memoryText(rank, index),

@@ -26,6 +26,7 @@ export class Slot {
     });
     this.output = make("output", {});
     this.chunks = make("input", { type: "number", min: 1, max: choices.limits.chunks, step: 1, placeholder: "2", change: () => this.take() });
+    this.slices = make("input", { type: "number", min: 1, max: choices.limits.slices, step: 1, placeholder: "1", change: () => this.take() });
     this.pending = make("input", { type: "text", size: 4, placeholder: "1p", pattern: "[0-9]+p?", change: () => this.take() });
     this.fileOption = make("option", { value: "" });
     this.iteration = make("select", { change: () => this.pick(Number(this.iteration.value)) });
@@ -88,6 +89,7 @@ export class Slot {
     this.file = null;
     this.config.limit = this.limited.checked ? Number(this.range.value) : null;
     this.config.chunks = this.chunks.value && this.info.num_chunks === null ? Number(this.chunks.value) : null;
+    this.config.slices = this.slices.value && this.info.takes_slices ? Number(this.slices.value) : null;
     this.config.pending = this.info.takes_max_pending_backward ? this.pending.value.trim() : "";
     if (schedule !== this.config.schedule && !this.info.is_searched) this.config.limit = null;
     this.render();
@@ -96,7 +98,7 @@ export class Slot {
 
   /** Copy the state into the form. */
   render() {
-    const { schedule, limit, chunks, pending } = this.config;
+    const { schedule, limit, chunks, pending, slices } = this.config;
     this.limitRow.hidden = this.isOpened;
     if (this.isOpened) {
       this.fileOption.textContent = this.file.name;
@@ -119,9 +121,12 @@ export class Slot {
     this.description.textContent = this.info.description;
     this.chunks.value = chunks ?? "";
     this.pending.value = pending;
+    this.slices.value = slices ?? "";
     const options = [];
     if (this.info.num_chunks === null) options.push(make("label", { class: "wide" }, "virtual stages (VPP) per rank ", this.chunks));
     if (this.info.takes_max_pending_backward) options.push(make("label", { class: "wide", title: "1p, 2p or a number" }, "max pending backward ", this.pending));
+    const cut = "cut each microbatch along its sequence; of a model the slices have equal work, otherwise they are equal parts";
+    if (this.info.takes_slices) options.push(make("label", { class: "wide", title: cut }, "slices per microbatch ", this.slices));
     const inside = this.options.querySelector(":focus");
     if (!inside) this.options.replaceChildren(...options);
   }

@@ -25,8 +25,8 @@ export function defaults() {
 }
 
 /** A schedule to plan. With `limit` null the memory limit is the schedule's own. */
-export function slot(schedule, limit = null, chunks = null, pending = "") {
-  return { schedule, limit, chunks, pending };
+export function slot(schedule, limit = null, chunks = null, pending = "", slices = null) {
+  return { schedule, limit, chunks, pending, slices };
 }
 
 /** The hash that restores a state, without the values that equal the defaults. */
@@ -37,8 +37,8 @@ export function toQuery(state) {
     if (state[name] !== usual && !isEstimated) query.set(name, String(state[name]));
   }
   for (const name of LISTS) if (state[name].trim()) query.set(name, packed(state[name]));
-  for (const { schedule, limit, chunks, pending } of state.slots) {
-    query.append("s", [schedule, limit ?? "", chunks ?? "", pending].join("~").replace(/~+$/, ""));
+  for (const { schedule, limit, chunks, pending, slices } of state.slots) {
+    query.append("s", [schedule, limit ?? "", chunks ?? "", pending, slices ?? ""].join("~").replace(/~+$/, ""));
   }
   if (state.model) query.set("model", JSON.stringify(state.model));
   if (state.model && state.own) query.set("own", state.own);
@@ -65,7 +65,9 @@ export function fromQuery(search, { schedules, objectives, efforts }) {
   if (slots.length) {
     state.slots = slots
       .slice(0, MOST_SLOTS)
-      .map(([name, limit, chunks, pending]) => slot(name, numberOr(limit, null), numberOr(chunks, null), pending ?? ""));
+      .map(([name, limit, chunks, pending, slices]) =>
+        slot(name, numberOr(limit, null), numberOr(chunks, null), pending ?? "", numberOr(slices, null)),
+      );
   }
   const baseline = numberOr(query.get("base"), 0);
   state.baseline = baseline in state.slots ? baseline : 0;
@@ -78,7 +80,7 @@ export function fromQuery(search, { schedules, objectives, efforts }) {
 }
 
 /** The request body of the planner for one schedule. */
-export function problem(state, { schedule, limit, chunks, pending }) {
+export function problem(state, { schedule, limit, chunks, pending, slices }) {
   const body = {
     num_ranks: state.p,
     num_microbatches: state.m,
@@ -87,6 +89,7 @@ export function problem(state, { schedule, limit, chunks, pending }) {
     effort: state.effort,
     memory_limit: limit,
     num_chunks: chunks,
+    num_slices: slices ?? 1,
     max_pending_backward: pending || null,
     ...unequal(state),
   };

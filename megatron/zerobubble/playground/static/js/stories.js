@@ -39,6 +39,13 @@ const STORIES = [
     query: "p=8&m=32&effort=drawn&s=1f1b&s=zbv",
     shape: "Gemma-2-9B",
   },
+  {
+    title: "Cut long sequences",
+    text:
+      "With long sequences there are few microbatches, and each takes all the memory. Cut each into 4 slices: F of a slice sees the keys " +
+      "of the slices before it, B goes back from the last one. 1F1B's bubble falls as with 4 times the microbatches, and so does its memory.",
+    query: "p=4&m=4&effort=drawn&s=1f1b&s=1f1b~~~~4&s=zbv~~~~4",
+  },
 ];
 
 /** The hash of a story; of none, an empty page. */
