@@ -189,6 +189,9 @@ def test_points_of_the_curve_can_be_chosen(opened: Open) -> None:
         assert f"makespan {cells(page, 'iteration time with the synchronous optimizer')[1]}" in words
         (name,) = [info.name for info in known_schedules() if info.title == title]
         assert f"s=1f1b&s={name}" in page.url
+        commands = page.locator(".panel").last.locator("pre.flags").all_text_contents()
+        assert len(commands) == 3
+        assert f"--zero-bubble-load-plan {name}-p2-m3.json" in commands[0]
 
 
 def test_the_keyboard_and_a_screen_reader_see_what_the_mouse_sees(opened: Open) -> None:
