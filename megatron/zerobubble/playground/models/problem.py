@@ -153,15 +153,15 @@ def read_model(given: object, own: Mapping[str, float]) -> ModelProblem:
 
 
 def _slicing(sizes: Mapping[str, float], model: Model) -> Slicing:
-    """Attention is what F has and W has not; of the activation memory of a layer its keys and values are kept for all slices."""
-    total, heads = model.total, sizes["num_query_groups"] or sizes["num_attention_heads"]
+    """Attention is what F of a layer has and W has not; its keys and values are kept for all slices."""
+    layer, heads = model.kinds["layer"], sizes["num_query_groups"] or sizes["num_attention_heads"]
     channels = sizes["kv_channels"] or sizes["hidden_size"] // sizes["num_attention_heads"]
     keys = 2 * heads * channels / sizes["tensor_model_parallel_size"]
     key_bytes = 2 * sizes["num_layers"] * sizes["seq_length"] * sizes["micro_batch_size"] * keys
     return Slicing(
         tokens=int(sizes["seq_length"]),
-        attention_share=max(0.0, 1 - total.wgrad_ms / total.forward_ms),
-        key_share=min(0.99, key_bytes / total.activation_bytes),
+        attention_share=max(0.0, 1 - layer.wgrad_ms / layer.forward_ms),
+        key_share=min(0.99, key_bytes / model.total.activation_bytes),
     )
 
 
