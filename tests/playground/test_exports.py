@@ -23,8 +23,8 @@ from megatron.zerobubble.plan.registry import build_plan, initial_plan, known_sc
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.playground.drawing import draw_plan
 from megatron.zerobubble.playground.exports import Export, commands, export, flags, stem_of
+from megatron.zerobubble.playground.models.model_problem import read_model
 from megatron.zerobubble.playground.models.presets import LAYERED, SHAPES
-from megatron.zerobubble.playground.models.problem import read_model
 from megatron.zerobubble.playground.recorded import read_trace
 from megatron.zerobubble.training.arguments import settings_from_argv
 from tests.training.test_arguments import settings

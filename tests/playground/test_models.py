@@ -11,8 +11,8 @@ import pytest
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.layer_costs import Model
 from megatron.zerobubble.playground.models.estimate import estimate
+from megatron.zerobubble.playground.models.model_problem import FIELDS, offers, read_model
 from megatron.zerobubble.playground.models.presets import LAYERED, PUBLISHED, SHAPES, layered
-from megatron.zerobubble.playground.models.problem import FIELDS, offers, read_model
 from megatron.zerobubble.playground.tasks import run_task
 
 DATA = Path(__file__).parents[2] / "docs" / "benchmarks" / "data"

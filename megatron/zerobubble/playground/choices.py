@@ -11,7 +11,7 @@ from megatron.zerobubble.plan.render.svg import COLORS, SPAN_COLORS
 from megatron.zerobubble.plan.search.search_options import Effort
 from megatron.zerobubble.playground import limits
 from megatron.zerobubble.playground.drawing import KINDS
-from megatron.zerobubble.playground.models.problem import offers
+from megatron.zerobubble.playground.models.model_problem import offers
 from megatron.zerobubble.version import __version__
 
 

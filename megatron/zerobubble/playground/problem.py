@@ -30,7 +30,7 @@ from megatron.zerobubble.playground.limits import (
     whole,
 )
 from megatron.zerobubble.playground.models.measured import MeasuredMemory, read_measured
-from megatron.zerobubble.playground.models.problem import ModelProblem, read_model
+from megatron.zerobubble.playground.models.model_problem import ModelProblem, read_model
 
 _SCALARS = ("forward_ms", "backward_ms", "wgrad_ms", "comm_ms", "activation_after_backward")
 

@@ -22,7 +22,7 @@ def estimate(sizes: Mapping[str, float]) -> Model:
     """The layers with estimated times and bytes.
 
     Args:
-        sizes: of all `problem.FIELDS`.
+        sizes: of all `model_problem.FIELDS`.
 
     Raises:
         ConfigError: a size does not divide over the tensor-parallel ranks.

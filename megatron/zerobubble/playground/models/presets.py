@@ -43,7 +43,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "Llama-3-70B": {"p": 8, "m": 32, "model": _LLAMA | _70B},
     "Gemma-2-9B": {"p": 8, "m": 32, "model": _LLAMA | _GEMMA | {"vocab_size": 256000}},
 }
-"""Model -> ranks, microbatches, and the sizes that differ from the defaults of `problem.FIELDS`."""
+"""Model -> ranks, microbatches, and the sizes that differ from the defaults of `model_problem.FIELDS`."""
 
 _HYBRID = {letter: kind for kind, letter in LETTERS.items()}
 _LAYERS: dict[str, tuple[int, int, float, int, tuple[str, ...], dict[str, tuple[float, ...]]]] = {
