@@ -54,6 +54,7 @@ def test_the_stories_lead_to_each_other_and_say_what_the_page_shows(opened: Open
                 page.wait_for_selector('#metrics .hint:has-text("rank 7 has")')
             if number == 6:
                 assert shown[1] < 0.4 * shown[0]
+                assert "times as fast as 1F1B" in page.locator("#verdict").inner_text()
                 memory = [float(value) for value in cells(page, "peak activation memory")]
                 assert max(memory[1:]) < 0.5 * memory[0]
             else:

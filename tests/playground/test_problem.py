@@ -14,6 +14,7 @@ from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.planner import AUTO_MEMORY_LIMIT
 from megatron.zerobubble.plan.search.search_options import Effort
 from megatron.zerobubble.playground.problem import read_problem
+from megatron.zerobubble.playground.tasks import run_task
 from tests.training.test_arguments import settings
 
 GOOD: dict[str, Any] = {"num_ranks": 4, "num_microbatches": 8, "schedule": "zbv"}
@@ -52,6 +53,24 @@ def test_slices_of_a_model_have_equal_work_and_others_equal_parts() -> None:
     assert min(cut.slices.keys) > 0
     assert cut.forward_ms == pytest.approx(whole.forward_ms)
     assert cut.whole.activation == pytest.approx(whole.activation)
+
+
+def test_plans_over_slices_are_compared_with_those_of_whole_microbatches() -> None:
+    for more in ({"times": {"comm_ms": 0.6}}, {"model": {"seq_length": 65536}}):
+        request = GOOD | more | {"num_slices": 4}
+        cut, whole = (
+            next(event["drawing"]["problem"] for event in run_task("search", json.dumps(request | slices)) if "drawing" in event)
+            for slices in ({}, {"num_slices": 1})
+        )
+        assert cut.keys() == whole.keys()
+        assert all(value == pytest.approx(whole[name], rel=1e-9) for name, value in cut.items()), cut
+
+
+def test_a_curve_leaves_out_what_has_too_many_slices() -> None:
+    body = {"counts": [8, 256], "baseline": GOOD, "problems": [GOOD | {"num_slices": 4}]}
+    few, many = (event["speed_ups"][0] for event in run_task("curve", json.dumps(body)) if event["event"] == "point")
+    assert few > 1
+    assert many is None
 
 
 def test_a_table_gives_no_costs_of_more_stages_than_it_has() -> None:

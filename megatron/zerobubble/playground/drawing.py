@@ -130,10 +130,12 @@ def text_of(rows: Sequence[Sequence[TimedOp]]) -> str:
 
 
 def _problem(plan: Plan, costs: CostModel) -> dict[str, Any]:
-    """What two plans must have in common to be compared: sizes, links, and the costs of the whole model, however it is cut.
+    """What two plans must have in common to be compared: sizes, links, and the costs of whole microbatches on the whole model,
+    however those are cut.
 
     Of unequal microbatches every one's costs are in it, of unequal links the time of a mean message between neighbors.
     """
+    costs = costs.whole
     every, links = costs.per_microbatch, costs.links
     unequal = {
         "microbatches": [] if every is None else _per_microbatch(every),
