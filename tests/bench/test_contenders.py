@@ -106,6 +106,7 @@ def test_only_the_passes_and_the_step_are_left_of_the_job() -> None:
         ("auto:slices=2", "auto:slices=2: give 2 or more slices, and one of"),
         ("zb-h1@2", "zb-h1 has a fixed order and takes no memory limit; zb@2 does"),
         ("zbv+xx", "has the wrong form"),
+        ("zbv:slices=" + "9" * 5000, "has the wrong form"),
     ],
 )
 def test_wrong_names_are_refused_in_one_line(text: str, message: str) -> None:

@@ -86,6 +86,7 @@ def test_schedules_are_compared_over_slices(capsys: pytest.CaptureFixture[str]) 
     [
         (["--slices", "4"], "slices need the tokens of a sequence: give --sequence-length"),
         (["--slices", "0"], "--slices is '0'; give a number from 1 to 1024, or auto"),
+        (["--slices", "9" * 5000], "give a number from 1 to 1024, or auto"),
         (["--slices", "x"], "--slices is 'x'; give a number from 1 to 1024, or auto"),
         (["--slices", "8", "--sequence-length", "4"], "a sequence of 4 tokens has 4 tokens, which is too few for 8 slices"),
         (["--key-share", "0.1"], "--key-share is 0.1 and microbatches are whole; give --slices, or drop it"),

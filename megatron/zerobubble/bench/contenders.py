@@ -28,7 +28,9 @@ WARM_UP = PROFILED[1] + 2
 """Untimed iterations of a contender's first block: the profiled ones, one whose memory is measured, one that is recorded."""
 
 _STOCK_1F1B, _STOCK_INTERLEAVED = "stock-1f1b", "interleaved-1f1b"
-_FORM = re.compile(r"(?P<name>[a-z0-9-]+)(:(?P<chunks>\d+))?(:slices=(?P<slices>\d+))?(@(?P<limit>[\w.]+))?(?P<steps>\+pv)?")
+_FORM = re.compile(
+    r"(?P<name>[a-z0-9-]+)(:(?P<chunks>\d{1,8}))?(:slices=(?P<slices>\d{1,8}))?(@(?P<limit>[\w.]+))?(?P<steps>\+pv)?"
+)
 
 
 @dataclass(frozen=True, kw_only=True)

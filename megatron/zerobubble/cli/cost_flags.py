@@ -155,7 +155,8 @@ _NUMBERS_OF_SLICES = (1, 2, 4, 8, 16)
 
 def _read_slices(args: argparse.Namespace, more: tuple[int, ...], *, are_measured: bool) -> tuple[int, ...]:
     """The numbers of slices to plan for, and refuse the other flags about slices without any, or where slices were measured."""
-    if args.slices != "auto" and not (args.slices.isdecimal() and 1 <= int(args.slices) <= MOST_SLICES):
+    is_number = args.slices.isdecimal() and len(args.slices) < 9
+    if args.slices != "auto" and not (is_number and 1 <= int(args.slices) <= MOST_SLICES):
         raise ConfigError(f"--slices is {quoted(args.slices)}; give a number from 1 to {MOST_SLICES}, or auto")
     chosen = _NUMBERS_OF_SLICES if args.slices == "auto" else (int(args.slices),)
     if max((*chosen, *more)) == 1 or are_measured:

@@ -172,7 +172,7 @@ class ZeroBubbleConfig:
 
     def _check_slices(self) -> None:
         given = self.zero_bubble_slices
-        if given is not None and given != AUTO and not (given.isdecimal() and 1 <= int(given) <= MOST_SLICES):
+        if given is not None and given != AUTO and not (given.isdecimal() and len(given) < 9 and 1 <= int(given) <= MOST_SLICES):
             raise ConfigError(f"--zero-bubble-slices is {quoted(given)}; give a number from 1 to {MOST_SLICES:,}, or {AUTO}")
         if self.num_slices == 1:
             return
