@@ -85,9 +85,9 @@ def test_schedules_are_compared_over_slices(capsys: pytest.CaptureFixture[str]) 
     ("words", "message"),
     [
         (["--slices", "4"], "slices need the tokens of a sequence: give --sequence-length"),
-        (["--slices", "0"], "--slices is '0'; give a number from 1 to 1024, or auto"),
-        (["--slices", "9" * 5000], "give a number from 1 to 1024, or auto"),
-        (["--slices", "x"], "--slices is 'x'; give a number from 1 to 1024, or auto"),
+        (["--slices", "0"], "--slices is '0'; give a number from 1 to 1,024, or auto"),
+        (["--slices", "9" * 5000], "give a number from 1 to 1,024, or auto"),
+        (["--slices", "x"], "--slices is 'x'; give a number from 1 to 1,024, or auto"),
         (["--slices", "8", "--sequence-length", "4"], "a sequence of 4 tokens has 4 tokens, which is too few for 8 slices"),
         (["--key-share", "0.1"], "--key-share is 0.1 and microbatches are whole; give --slices, or drop it"),
         ([*CUT, "--key-share", "1"], "key_share is 1.0; it must be 0 or more and below 1"),

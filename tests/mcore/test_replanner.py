@@ -175,8 +175,7 @@ def test_slices_are_planned_again(four_ranks: RankPool, slower: float) -> None:
     plan = Plan.from_json(after[0]["plan"])
     assert (plan.num_slices, plan.assignment) == (2, ())
     slow, fast = after[0]["times"]
-    assert fast < slow or slower > 1, "searches with slices take links for equal"
-    assert fast <= slow
+    assert fast < slow if slower == 1 else fast <= slow, "searches with slices take links for equal"
     for old, new in zip(before, after, strict=True):
         assert new["losses"] == old["losses"]
         assert all(torch.equal(new["weights"][name], weight) for name, weight in old["weights"].items())
@@ -186,7 +185,7 @@ def _choose_slices(rank: int, case: SlicedCase, constant_ms: float) -> tuple[lis
     """Each pass takes `constant_ms` besides its tokens."""
     trainer = SlicedTrainer(case, seed=1234 + 100 * rank)
     schedule = trainer.schedule
-    schedule._slicing = SliceOptions(is_measured=True)
+    schedule.slicing = SliceOptions(is_measured=True)
     replanner = Replanner(
         schedule,
         Window(start=1, end=1),
@@ -207,7 +206,10 @@ def _choose_slices(rank: int, case: SlicedCase, constant_ms: float) -> tuple[lis
             slices = {stage: StageSlices(times_ms=times) for stage in stages}
             whole = {(stage, kind): sum(row) for stage in stages for kind, row in times.items()}
             profile = RankProfile(times_ms=whole, memory={}, slices=slices)
-            with mock.patch.object(Profiler, "profile", return_value=profile):
+            with (
+                mock.patch.object(Profiler, "profile", return_value=profile),
+                mock.patch.object(schedule, "link_times", return_value={}),  # free, and not as busy as this machine is
+            ):
                 replanner.after(iteration, case.num_microbatches)
     chosen = schedule.spec.num_slices, schedule.slice_lengths
     trainer.close()

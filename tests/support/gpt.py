@@ -391,7 +391,11 @@ class Trainer:
             micro_batch_size=MICRO_BATCH,
             forward_only=forward_only,
         )
-        return [float(result["lm loss"]) for result in results]
+        return [self.loss_of(result) for result in results]
+
+    def loss_of(self, result: Any) -> float:
+        """The loss in the report of a microbatch."""
+        return float(result["lm loss"])
 
     def batches(self, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(tokens, labels) of each microbatch, the same on every rank unless `different_data`."""

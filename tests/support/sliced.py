@@ -100,19 +100,9 @@ class SlicedBatches(Trainer):
 
         return output, loss_func
 
-    def forward_backward(self, step: int, *, forward_only: bool = False) -> list[float]:
-        chunks = self.built.chunks
-        iterators = [self.batches(step) for _ in chunks]
-        results = self.schedule.forward_backward_func(
-            forward_step_func=self.forward_step,
-            data_iterator=iterators if len(iterators) > 1 else iterators[0],
-            model=chunks if len(chunks) > 1 else chunks[0],
-            num_microbatches=self.case.num_microbatches,
-            seq_length=SEQUENCE,
-            micro_batch_size=MICRO_BATCH,
-            forward_only=forward_only,
-        )
-        return [float(result["lm loss"][0] / result["lm loss"][1]) for result in results]
+    def loss_of(self, result: Any) -> float:
+        total, num_tokens = result["lm loss"]
+        return float(total / num_tokens)
 
 
 class SlicedTrainer(SlicedBatches):

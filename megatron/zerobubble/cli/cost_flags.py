@@ -20,8 +20,9 @@ from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.lengths_and_links import Unequal, with_sizes
 from megatron.zerobubble.plan.costs.links import Links
 from megatron.zerobubble.plan.costs.microbatch_costs import check_tokens
-from megatron.zerobubble.plan.costs.slicing import Slicing, costs_of_other_slices
-from megatron.zerobubble.plan.ir import MOST_SLICES, Placement
+from megatron.zerobubble.plan.costs.slicing import NUMBERS_OF_SLICES, Slicing, costs_of_other_slices
+from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.registry import parse_num_slices
 from megatron.zerobubble.profiling.report import COSTS_BY_LENGTH, FORMAT, last_iteration
 
 
@@ -150,15 +151,10 @@ def read_costs(args: argparse.Namespace, *, more_slices: tuple[int, ...] = ()) -
     )
 
 
-_NUMBERS_OF_SLICES = (1, 2, 4, 8, 16)
-
-
 def _read_slices(args: argparse.Namespace, more: tuple[int, ...], *, are_measured: bool) -> tuple[int, ...]:
     """The numbers of slices to plan for, and refuse the other flags about slices without any, or where slices were measured."""
-    is_number = args.slices.isdecimal() and len(args.slices) < 9
-    if args.slices != "auto" and not (is_number and 1 <= int(args.slices) <= MOST_SLICES):
-        raise ConfigError(f"--slices is {quoted(args.slices)}; give a number from 1 to {MOST_SLICES}, or auto")
-    chosen = _NUMBERS_OF_SLICES if args.slices == "auto" else (int(args.slices),)
+    number = parse_num_slices("--slices", args.slices)
+    chosen = NUMBERS_OF_SLICES if number is None else (number,)
     if max((*chosen, *more)) == 1 or are_measured:
         for name in ("sequence_length", "key_share", "pass_overhead_ms"):
             if getattr(args, name):

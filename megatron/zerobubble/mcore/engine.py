@@ -118,7 +118,7 @@ class Engine:
         if options.dropout_seed is not None:
             check_layout_dropout(config)
             self.dropout = LayoutDropout(
-                chunks, seed=options.dropout_seed, device=self.schedule.device, slice_offset=self.schedule.slice_offset
+                chunks, seed=options.dropout_seed, device=self.schedule.device, slice_offset=self._slice_offset
             )
         self.replanner = make_replanner(
             flags,
@@ -130,6 +130,11 @@ class Engine:
             on_plan=self._plan_file.write_found,
         )
         self.schedule.recordings.choose(flags.trace_iterations, done=0)
+
+    def _slice_offset(self) -> int:
+        """Tokens before the slice that the model runs now; 0 where microbatches are not cut."""
+        part = self.schedule.slice_part
+        return 0 if part is None else part.offset
 
     def resume(self, *, iteration: int, consumed_samples: int) -> None:
         """Count on from an earlier run: chosen iterations have its numbers, and dropout its samples. Call it before training.

@@ -1,7 +1,8 @@
 """Re-planning with timings profiled in the run itself.
 
 A window of iterations is profiled. When it ends, rank 0 of the world plans for the measured times and broadcasts the plan; all
-ranks validate it and run it from the next iteration on. Only the order of ops changes, never what they compute.
+ranks validate it and run it from the next iteration on. Only the order of ops changes, never what they compute, but where
+the number of slices is chosen by what the first window measured: then the losses change in their last digits.
 
 One rank plans for all, because measured times differ slightly between ranks, and two ranks with different plans would deadlock.
 """
@@ -23,7 +24,7 @@ from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.costs.cost_model import Activations, CostModel
 from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.links import LinkTime
-from megatron.zerobubble.plan.costs.slicing import costs_of_other_slices
+from megatron.zerobubble.plan.costs.slicing import NUMBERS_OF_SLICES, costs_of_other_slices
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import executed_plan, initial_plan, plan_of
@@ -41,9 +42,6 @@ from megatron.zerobubble.profiling.report import RankMemory
 __all__ = ["Measured", "Replanner", "Window", "budget_of", "make_replanner", "measured_costs"]
 
 _log = logging.getLogger(__name__)
-
-_NUMBERS_OF_SLICES = (1, 2, 4, 8, 16)
-"""Of which --zero-bubble-slices auto chooses one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,33 +242,33 @@ class Replanner:
         answer: list[Any] = [self._best_slices(num_microbatches) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(answer, src=0)
         lengths, self._costs = answer[0]
-        self._current.clear()
         self._schedule.cut(lengths)
 
     def _best_slices(self, num_microbatches: int) -> tuple[tuple[int, ...], CostModel]:
         """The lengths of the slices with the best plan, and their costs, of equally good ones the fewest; logs all."""
-        measured, spec, tokens = self._costs, self._schedule.spec, sum(self._schedule.slice_lengths)
+        measured, spec, slicing = self._costs, self._schedule.spec, self._schedule.slicing
         assert measured is not None
-        begin, found, refused = time.perf_counter(), {}, None
-        for n in _NUMBERS_OF_SLICES:
+        begin, found, refused, tokens = time.perf_counter(), {}, None, sum(self._schedule.slice_lengths)
+        for n in NUMBERS_OF_SLICES:
             try:
-                costs = costs_of_other_slices(measured, n, multiple=self._schedule.multiple_of_slices(n))
-                plan = self._found(replace(spec, num_slices=n), num_microbatches, costs, 1 / len(_NUMBERS_OF_SLICES))
+                costs = costs_of_other_slices(measured, n, multiple=slicing.multiple_of(tokens, n))
+                limits = self._within(costs, num_microbatches)
+                plan = self._found(replace(spec, num_slices=n), num_microbatches, *limits, 1 / len(NUMBERS_OF_SLICES))
             except ConfigError as error:  # too many for the sequence, or too few for the memory limit
                 refused = error
             else:
-                found[n] = self._options.objective.of(simulate(plan, costs)), costs
+                found[n] = self._options.objective.of(simulate(plan, costs)), costs, plan
         if not found:
             _log.warning("the slices are unchanged: %s", refused)
             return self._schedule.slice_lengths, measured
         best = min(found, key=lambda n: (found[n][0], n))
-        costs = found[best][1]
+        _, costs, self._current[num_microbatches] = found[best]
         lengths = (tokens,) if costs.slices is None else costs.slices.lengths
         _log.info(
             "microbatches are cut into slices of %s tokens; chosen in %.1f s by predicted ms per iteration, for each number: %s",
             ", ".join(map(str, lengths)),
             time.perf_counter() - begin,
-            ", ".join(f"{n}: {time_ms:.1f}" for n, (time_ms, _) in found.items()),
+            ", ".join(f"{n}: {time_ms:.1f}" for n, (time_ms, *_) in found.items()),
         )
         return lengths, costs
 
@@ -328,16 +326,15 @@ class Replanner:
         """The best plan found within the memory limit, or the current one if it is better and within the limit, too."""
         assert self._costs is not None
         share = 1.0 if num_microbatches == self._usual_num_microbatches else 0.1
-        found = self._found(self._schedule.spec, num_microbatches, self._costs, share)
         costs, limit = self._within(self._costs, num_microbatches)
+        found = self._found(self._schedule.spec, num_microbatches, costs, limit, share)
         plans = [found]
         if limit is None or max(peak_memory(current, costs)) <= limit + MEMORY_TOLERANCE:
             plans.append(current)
         return min(plans, key=lambda plan: self._options.objective.of(simulate(plan, costs)))
 
-    def _found(self, spec: ScheduleSpec, num_microbatches: int, costs: CostModel, share: float) -> Plan:
-        """The best plan that a search with a share of the budget finds within the memory limit."""
-        costs, limit = self._within(costs, num_microbatches)
+    def _found(self, spec: ScheduleSpec, num_microbatches: int, costs: CostModel, limit: float | None, share: float) -> Plan:
+        """The best plan that a search with a share of the budget finds within a memory limit, see `_within`."""
         options = replace(self._options, budget=share * self._options.budget, memory_limit=limit)
         found = plan_of(spec.searched, num_microbatches, costs=costs, options=options)
         if costs.links is not None and spec.num_slices == 1:  # which that search takes for equal

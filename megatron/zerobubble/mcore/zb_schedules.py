@@ -34,6 +34,7 @@ from megatron.zerobubble.mcore.model.stage_layout import output_lengths
 from megatron.zerobubble.mcore.post_validation.rewind import Replayed
 from megatron.zerobubble.mcore.post_validation.token_count import TokenCount
 from megatron.zerobubble.mcore.slices.current_slice import SlicePart
+from megatron.zerobubble.mcore.slices.refusals import check_sliced_call
 from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
 from megatron.zerobubble.mcore.stage_work import Iteration
 from megatron.zerobubble.mcore.stock_recording import PipelineGroupLinks, recorded_passes
@@ -129,7 +130,9 @@ class PipelineSchedule:
         """Programs that are the same on all ranks of the pipeline."""
         self._rank = parallel_state.get_pipeline_model_parallel_rank()
         self._timeout = timeout
-        self._slicing = slicing or SliceOptions()
+        shared = parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1
+        self.slicing = replace(slicing or SliceOptions(), multiple=shared)
+        """How microbatches are cut, where they are."""
         self.slice_lengths: tuple[int, ...] = ()
         """Tokens of each slice in the last iteration; empty before it, and where microbatches are not cut."""
         self._output_lengths = (1,) * spec.placement.num_stages if spec.is_stock else output_lengths(config, spec.placement)
@@ -353,7 +356,7 @@ class PipelineSchedule:
             order=range(num_microbatches) if arranged is None else arranged.order,
             lengths=() if arranged is None else arranged.lengths,
             parts=parts,
-            cut=self._slicing.cut,
+            cut=self.slicing.cut,
             forward_only=forward_only,
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
@@ -462,31 +465,15 @@ class PipelineSchedule:
         """The slices of each microbatch of a call; empty where layers know of none. After `cut` there may be one."""
         if self._runner is None or self._runner.sliced is None:
             return ()
-        if decoder_seq_length not in (None, seq_length):
-            raise ConfigError(
-                f"slices of sequences of {seq_length} tokens do not go with a decoder_seq_length of {decoder_seq_length}: leave "
-                "one of the two out"
-            )
-        if collect_non_loss_data:
-            raise ConfigError(
-                "collect_non_loss_data does not go with slices: what it collects is of a slice; leave one of them out"
-            )
-        return self._slicing.parts(seq_length, self.spec.num_slices, multiple=self._slice_multiple)
-
-    @property
-    def _slice_multiple(self) -> int:
-        return parallel_state.get_tensor_model_parallel_world_size() if self._config.sequence_parallel else 1
-
-    def multiple_of_slices(self, num_slices: int) -> int:
-        """What the lengths of so many slices are a multiple of. Not defined before the first iteration."""
-        return self._slicing.multiple_of(sum(self.slice_lengths), num_slices, self._slice_multiple)
+        check_sliced_call(seq_length, decoder_seq_length, collect_non_loss_data=collect_non_loss_data)
+        return self.slicing.parts(seq_length, self.spec.num_slices)
 
     def cut(self, lengths: tuple[int, ...]) -> None:
         """From the next iteration on, cut sequences of their sum into slices of these lengths, or with one not at all.
 
         Every rank of the world must call it at the same point between two iterations, and then `replan`.
         """
-        self._slicing = self._slicing.of_lengths(lengths)
+        self.slicing = self.slicing.of_lengths(lengths)
         self.spec = replace(self.spec, num_slices=len(lengths))
 
     @property
@@ -494,11 +481,6 @@ class PipelineSchedule:
         """The slice that the model runs now; None outside of F and B, and where microbatches are not cut."""
         sliced = None if self._runner is None else self._runner.sliced
         return None if sliced is None else sliced.current.part
-
-    def slice_offset(self) -> int:
-        """Tokens before the slice that the model runs now; 0 where microbatches are not cut."""
-        part = self.slice_part
-        return 0 if part is None else part.offset
 
     def remove_slices(self) -> None:
         """Leave the model's layers as they were before the schedule was constructed."""

@@ -342,6 +342,15 @@ def parse_max_pending_backward(text: str, num_ranks: int) -> int:
     return int(digits) * (num_ranks if stripped.endswith("p") else 1)
 
 
+def parse_num_slices(flag: str, text: str) -> int | None:
+    """Read a number of slices per microbatch, or `auto`, which gives None. Raises ConfigError with the flag on anything else."""
+    if text == "auto":
+        return None
+    if not (text.isdecimal() and len(text) <= 9 and 1 <= int(text) <= MOST_SLICES):
+        raise ConfigError(f"{flag} is {quoted(text)}; give a number from 1 to {MOST_SLICES:,}, or auto")
+    return int(text)
+
+
 def _check_options(info: ScheduleInfo, num_chunks: int | None, max_pending_backward: int | None) -> None:
     """Raise ConfigError for a number of stages per rank, or of pending microbatches, that the schedule does not support."""
     if num_chunks is not None:

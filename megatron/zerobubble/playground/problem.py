@@ -74,13 +74,12 @@ class PlanRequest:
     def costs_of(self, placement: Placement, num_slices: int = 1) -> CostModel:
         """The costs for a placement. Raises PlanError if they cannot be derived from the table without guessing.
 
-        Slices of a model have equal work by its sizes, without one they have equal parts of the times and memory.
+        Slices of a model have equal work by its sizes. Without one these are the costs of whole microbatches, for the planner to
+        divide evenly.
         """
         costs = self.unequal.applied(self._mean_costs(placement))
-        if num_slices == 1 or not costs.is_plain:
-            return costs
         slicing = None if self.model is None else self.model.slicing
-        return costs.divided(num_slices) if slicing is None else slicing.applied(costs, num_slices)
+        return costs if slicing is None else slicing.applied(costs, num_slices)
 
     def memory(self, placement: Placement) -> dict[str, Any] | None:
         """What turns a plan's memory into bytes; None if nothing says that."""

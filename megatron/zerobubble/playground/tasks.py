@@ -113,10 +113,8 @@ def _drawn_ms(request: object, num_microbatches: object) -> float | None:
     """The iteration time of a request without a search, for another number of microbatches; None if there is no such plan."""
     if not isinstance(request, dict):
         raise ConfigError(f"a problem must be an object, got {quoted(request)}")
-    given = request | {"num_microbatches": num_microbatches, "effort": "drawn"}
-    problem = read_problem(json.dumps(given | {"num_slices": 1}))
-    with suppress(UserError):  # such as more slices than the playground takes
-        problem = read_problem(json.dumps(given))
+    with suppress(UserError):
+        problem = read_problem(json.dumps(request | {"num_microbatches": num_microbatches, "effort": "drawn"}))
         *_, last = climb(problem)
         return problem.objective.of(last.result.simulation)
     return None

@@ -27,7 +27,7 @@ from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
 from megatron.zerobubble.mcore.stock_loop.megatron_lm import cut_megatron_lm_batch, sliced_batches
 from megatron.zerobubble.plan.costs.slicing import check_slice_lengths
 
-PARTS = SliceOptions(lengths=(3, 5)).parts(8, 2, multiple=1)
+PARTS = SliceOptions(lengths=(3, 5)).parts(8, 2)
 FIRST, LAST = PARTS
 TOKENS = torch.arange(16).view(2, 8)
 Pair = namedtuple("Pair", ["tokens", "text"])
@@ -35,14 +35,14 @@ Pair = namedtuple("Pair", ["tokens", "text"])
 
 def test_lengths_of_slices() -> None:
     assert [(part.offset, part.length, part.end, part.is_last) for part in PARTS] == [(0, 3, 3, False), (3, 5, 8, True)]
-    assert [part.length for part in SliceOptions(lengths=(3, 5)).parts(12, 2, multiple=2)] == [6, 6], (
+    assert [part.length for part in SliceOptions(lengths=(3, 5), multiple=2).parts(12, 2)] == [6, 6], (
         "they are for other sequences"
     )
-    assert [part.length for part in SliceOptions().parts(24, 4, multiple=2)] == [6, 6, 6, 6]
-    half = SliceOptions(attention_share=lambda tokens: 0.5 if tokens == 4096 else 0.0)
-    assert [part.length for part in half.parts(4096, 4, multiple=2)] == [1536, 1024, 768, 768], "of equal work, in whole tiles"
+    assert [part.length for part in SliceOptions(multiple=2).parts(24, 4)] == [6, 6, 6, 6]
+    half = SliceOptions(multiple=2, attention_share=lambda tokens: 0.5 if tokens == 4096 else 0.0)
+    assert [part.length for part in half.parts(4096, 4)] == [1536, 1024, 768, 768], "of equal work, in whole tiles"
     with pytest.raises(ConfigError, match="12 tokens has 6 parts of 2 tokens, which is too few for 8 slices"):
-        SliceOptions().parts(12, 8, multiple=2)
+        SliceOptions(multiple=2).parts(12, 8)
     with pytest.raises(ConfigError, match="make 8, and a sequence has 9"):
         check_slice_lengths((3, 5), 9)
     with pytest.raises(ConfigError, match="5 is not a positive multiple of 2"):
@@ -186,7 +186,7 @@ def test_slices_keep_no_more_than_whole_sequences(heads: tuple[int, int, int, in
         attend_to_prefix(attention, slices)
         saved: dict[int, Tensor] = {}
         pairs = []
-        parts = SliceOptions().parts(64, num_slices, multiple=1)
+        parts = SliceOptions().parts(64, num_slices)
         with torch.autograd.graph.saved_tensors_hooks(lambda each, saved=saved: _note(saved, each), lambda each: each):
             for part in parts:
                 own = [each[part.offset : part.end].clone().requires_grad_() for each in whole]

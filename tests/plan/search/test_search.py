@@ -141,7 +141,7 @@ def test_a_cycle_of_slices_is_of_a_whole_microbatch() -> None:
 @pytest.mark.parametrize(("name", "slices_beyond"), [("zb", 8), ("zbv", 8), ("v-half", 5), ("v-min", 4)])
 @pytest.mark.parametrize("n", [1, 2, 8])
 def test_the_memory_of_slices_shrinks_as_that_of_1f1b(name: str, slices_beyond: int, n: int) -> None:
-    """p=8: so many slices and n-1 more, where 1F1B over slices has 8 and n-1 more; and the bubble shrinks."""
+    """p=8: a number of slices and n-1 more, where 1F1B over slices has 8 and n-1 more; and the bubble shrinks."""
     plan = build_plan(name, num_ranks=8, num_microbatches=16, num_slices=n)
     simulation = simulate(plan, CostModel.uniform(plan.placement))
     assert plan.num_slices == n

@@ -32,6 +32,17 @@ _REFUSED = {
 """Options of megatron-core's configuration, and why none of them may be on."""
 
 
+def check_sliced_call(seq_length: int, decoder_seq_length: int | None, *, collect_non_loss_data: bool) -> None:
+    """Raise ConfigError for arguments of a schedule's call that slices do not go with."""
+    if decoder_seq_length not in (None, seq_length):
+        raise ConfigError(
+            f"slices of sequences of {seq_length} tokens do not go with a decoder_seq_length of {decoder_seq_length}: leave one "
+            "of the two out"
+        )
+    if collect_non_loss_data:
+        raise ConfigError("collect_non_loss_data does not go with slices: what it collects is of a slice; leave one of them out")
+
+
 def check_sliced_config(config: Any, *, name: str, knows_lengths: bool) -> None:
     """Check that every option of the model goes with slices.
 

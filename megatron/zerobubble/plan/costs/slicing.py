@@ -22,8 +22,10 @@ from megatron.zerobubble.plan.costs.length_model import LengthModel, Terms
 from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS
 from megatron.zerobubble.plan.costs.slice_costs import SliceCosts
 
+NUMBERS_OF_SLICES = (1, 2, 4, 8, 16)
+"""Of which `auto` chooses one."""
 _AROUND = 2
-"""Cuts are looked for so many multiples around the place of equal work."""
+"""How many multiples around the place of equal work cuts are looked for."""
 
 
 def slice_lengths(work: Terms, tokens: int, num_slices: int, *, multiple: int = 1) -> tuple[int, ...]:
@@ -39,7 +41,7 @@ def slice_lengths(work: Terms, tokens: int, num_slices: int, *, multiple: int = 
         n lengths whose sum is `tokens`, none below `multiple`.
 
     Raises:
-        ConfigError: a sequence that is no multiple of `multiple`, or too short for so many slices.
+        ConfigError: a sequence that is no multiple of `multiple`, or too short for the slices.
     """
     if tokens % multiple:
         raise ConfigError(
@@ -86,6 +88,12 @@ def check_slice_lengths(lengths: Sequence[int], tokens: int, *, multiple: int = 
         raise ConfigError(f"slices of {list(lengths)} tokens: {wrong} is not a positive multiple of {multiple}")
 
 
+def _parts(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """The tokens of every slice, and of the sequence's squared length what the slice adds to that of its prefix."""
+    ends = itertools.accumulate(lengths)
+    return [(length, end * end - (end - length) * (end - length)) for length, end in zip(lengths, ends, strict=True)]
+
+
 def unlike_lengths(tokens: int, *, multiple: int = 1) -> tuple[int, ...]:
     """Tokens of slices to measure: about a half, a quarter, and two eighths of a sequence.
 
@@ -118,8 +126,7 @@ def costs_of_other_slices(costs: CostModel, num_slices: int, *, multiple: int = 
     measured = costs.slices
     assert measured is not None
     assert measured.lengths
-    ends = itertools.accumulate(measured.lengths)
-    parts = [(length, end * end - (end - length) ** 2) for length, end in zip(measured.lengths, ends, strict=True)]
+    parts = _parts(measured.lengths)
     fits = {name: tuple(Terms.fit(parts, row) for row in rows) for name, rows in measured.lists.items()}
     model = LengthModel(**fits)
     slicing = Slicing(tokens=sum(measured.lengths), multiple=multiple)
@@ -175,7 +182,7 @@ class Slicing:
     def lengths(self, model: LengthModel, num_slices: int) -> tuple[int, ...]:
         """Tokens of every slice: F, B and W of all stages together take the same time for each.
 
-        By the FLOPs of a transformer layer B and W together are twice F, whatever the share of attention, so that F and the fused
+        By the FLOPs of a transformer layer B and W together are twice F for any share of attention, so that F and the fused
         backward are each the same for all slices, too. B alone is longer for later slices, and W shorter.
         """
         passes = [*model.forward_ms, *model.backward_ms, *model.wgrad_ms]
@@ -184,8 +191,7 @@ class Slicing:
 
     def costs(self, model: LengthModel, lengths: tuple[int, ...]) -> SliceCosts:
         """The costs of slices with these lengths."""
-        ends = [sum(lengths[: index + 1]) for index in range(len(lengths))]
-        parts = [(tokens, end * end - (end - tokens) * (end - tokens)) for tokens, end in zip(lengths, ends, strict=True)]
+        parts = _parts(lengths)
         lists = {
             name: tuple(tuple(max(0.0, terms.at(*part)) for part in parts) for terms in stages)
             for name, stages in model.lists.items()

@@ -16,7 +16,7 @@ _PRIORITY = (OpKind.B, OpKind.F, OpKind.W)
 def greedy_plan(schedule: str, placement: Placement, num_microbatches: int, *, max_pending: int, num_slices: int = 1) -> Plan:
     """Schedule a placement with one stage per rank, with at most `max_pending` >= 1 microbatches between F and W per rank.
 
-    With slices, with at most so many slices, and the n-1 other ones of a microbatch.
+    With slices, with at most this number of slices, and the n-1 other ones of a microbatch.
     """
     count = num_microbatches * num_slices
     rows: list[list[Op]] = [[] for _ in range(placement.num_ranks)]

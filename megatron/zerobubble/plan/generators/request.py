@@ -52,9 +52,9 @@ class Request:
         return self.num_ranks if self.spec.max_pending_backward is None else self.spec.max_pending_backward
 
     def memory_of(self, num_pending: float) -> float:
-        """The memory that a rank needs for so many microbatches at once; 1.0 is 1F1B's rank 0.
+        """The memory that a rank needs for `num_pending` microbatches at once; 1.0 is 1F1B's rank 0.
 
-        With slices, for so many slices and the n-1 other ones of a microbatch, all of which run before the first B.
+        With slices, for `num_pending` slices and the n-1 other ones of a microbatch, all of which run before the first B.
         """
         return (num_pending + self.num_slices - 1) / self.num_slices / min(self.num_ranks, self.num_microbatches)
 

@@ -73,7 +73,7 @@ class Tuning:
     small_per_rank: int = 3
     """See `fewest_small`."""
     more_of_slices: int = 2
-    """With slices, which these numbers then count, so many microbatches more: a steady cycle is a whole one."""
+    """Microbatches more with slices, which the numbers above then count: a steady cycle is a whole microbatch."""
     small_share: float = 0.5
     """Share of the budget for the smaller instance."""
     most_cycles: int = 3
