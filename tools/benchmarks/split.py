@@ -60,7 +60,7 @@ def choose_device(name: str | None) -> torch.device:
     """Choose the device; raises ConfigError if there is no such device."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda is given and torch sees no GPU here; give --device cpu --scale 0.05 to try the tool")
-    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return torch.device("cuda", 0) if name != "cpu" and torch.cuda.is_available() else torch.device("cpu")
 
 
 def benchmark(shape: LayerShape, args: argparse.Namespace, device: torch.device) -> ShapeResult:

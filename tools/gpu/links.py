@@ -25,7 +25,7 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if on_gpu else "gloo")
     rank = dist.get_rank()
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     message, times = torch.zeros(_BYTES // 2, dtype=torch.bfloat16, device=device), []

@@ -40,7 +40,7 @@ def world_of_one(device: torch.device) -> Iterator[HostDevice]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with host:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         try:
             parallel_state.initialize_model_parallel(1, 1)
             torch.manual_seed(SEED)
