@@ -24,7 +24,7 @@ SOURCES := megatron tools tests pretrain_gpt.py
 
 # Files begin in the order of tests/conftest.py, the longest first, and not those with the most tests
 PYTEST  := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
-QUICK   := not gpu and not multi_gpu and not slow
+QUICK   := not gpu and not slow
 
 .DEFAULT_GOAL := help
 .PHONY: te-python resiliency help setup data train lint format type test test-slow test-te test-faults test-hosts test-releases gpu-hour gpu-rehearsal bench playground check-upstream docs dist wheels clean
@@ -82,7 +82,7 @@ resiliency: setup
 test-te: setup  ## all tests of Transformer Engine's layers, with its Python of 2.8 and of 2.20.2
 	for version in $(TE_OLDEST) $(TE_NEWEST); do \
 	  $(BIN)/python -m tools.releases te $$version || exit 1; \
-	  ZB_TEST_TRANSFORMER_ENGINE=$$version $(PYTEST) $(USE_TE) -m "not gpu and not multi_gpu" || exit 1; \
+	  ZB_TEST_TRANSFORMER_ENGINE=$$version $(PYTEST) $(USE_TE) -m "not gpu" || exit 1; \
 	done
 
 test-faults: setup  ## the fault laboratory: FAULTS=30 faults at random moments of real jobs, and a table of what became of them

@@ -32,6 +32,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from tools.gpu import share
+
 IMPORTS = "tests.support.rank_imports"
 START_TIMEOUT_S = 120
 RUN_TIMEOUT_S = 180
@@ -42,14 +44,13 @@ class RankPool:
 
     Args:
         size: of the world.
-        backend: of its process groups.
-        on_gpu: rank r takes GPU r, or with fewer GPUs than ranks shares them; otherwise all are on the CPU.
+        on_gpu: rank r takes GPU r over NCCL, or with fewer GPUs than ranks all share the first one (`tools.gpu.share`);
+            otherwise all are on the CPU, over gloo.
         imports: a module that imports what the ranks need, before they are forked.
     """
 
-    def __init__(self, size: int, *, backend: str = "gloo", on_gpu: bool = False, imports: str = IMPORTS) -> None:
+    def __init__(self, size: int, *, on_gpu: bool = False, imports: str = IMPORTS) -> None:
         self.size = size
-        self._backend = backend
         self._on_gpu = on_gpu
         self._imports = imports
         self._processes: list[Any] = []
@@ -142,7 +143,7 @@ class RankPool:
             pipe.recv()
 
     def _arguments(self, pipe: Connection, rank: int) -> tuple[Any, ...]:
-        return pipe, rank, self.size, self._store.port, str(self._crash_file(rank)), self._backend, self._on_gpu, self._imports
+        return pipe, rank, self.size, self._store.port, str(self._crash_file(rank)), self._on_gpu, self._imports
 
 
 @functools.cache
@@ -153,7 +154,7 @@ def _fork_server(imports: str) -> forkserver.ForkServer:
     return server
 
 
-def _serve(pipe: Connection, rank: int, size: int, port: int, crash_file: str, backend: str, on_gpu: bool, imports: str) -> None:
+def _serve(pipe: Connection, rank: int, size: int, port: int, crash_file: str, on_gpu: bool, imports: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
     faulthandler.enable(open(crash_file, "w"))  # noqa: SIM115 -- open as long as the process
     faulthandler.register(signal.SIGUSR1)
@@ -166,8 +167,10 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, crash_file: str, b
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     if on_gpu:
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+        is_shared = torch.cuda.device_count() < size
+        os.environ.update(share.variables(rank) if is_shared else {})
+        torch.cuda.set_device(0 if is_shared else rank)
+    dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     HostDevice(enabled=not on_gpu).install()
     pipe.send("ready")
     while True:

@@ -124,16 +124,19 @@ def test_the_page_has_every_step() -> None:
 def test_every_file_with_a_gpu_test_is_in_a_step() -> None:
     commands = [word for each in hour(EIGHT) for word in each.command]
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        if re.search(r"pytest\.mark\.(multi_)?gpu\b", path.read_text()):
+        if re.search(r"pytest\.mark\.gpu\b", path.read_text()):
             assert str(path.relative_to(ROOT)) in commands, path
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
-def test_steps_have_files_of_their_own_and_fewer_gpus_get_fewer_steps(num_ranks: int) -> None:
-    steps = hour(Machine(num_ranks=num_ranks, has_fp8=True))
+@pytest.mark.parametrize("num_gpus", [1, 2, 4, 8])
+def test_steps_have_files_of_their_own_and_fewer_gpus_get_fewer_steps(num_gpus: int) -> None:
+    num_ranks = 4 if num_gpus == 1 else num_gpus
+    steps = hour(Machine(num_ranks=num_ranks, has_fp8=True, shares=num_gpus == 1))
     files = [each.files for each in steps]
     assert len(set(files)) == len(files)
     for word in (word for each in steps for word in each.command):
         assert not word.startswith("tests/") or (ROOT / word).is_file(), word
     possible = [each for each in steps if each.num_gpus <= num_ranks]
-    assert len(possible) == {1: 3, 2: 18, 4: 20, 8: 20}[num_ranks], [each.name for each in possible]
+    assert len(possible) == {1: 12, 2: 19, 4: 21, 8: 21}[num_gpus], [each.name for each in possible]
+    jobs = [each for each in steps if each.files.startswith("job-")]
+    assert all(("tools.gpu.share" in each.command) == (num_gpus == 1) for each in jobs)

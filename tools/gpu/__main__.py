@@ -1,7 +1,8 @@
 """Run what needs GPUs, in the order of what it would tell, and end in one report.
 
-Without a GPU it ends with an error, or rehearses on the CPU. Steps that need more GPUs than there are, or a program that is not
-here, are left out and named. `steps` prints the table of steps for docs/benchmarks/gpu.md.
+Without a GPU it ends with an error, or rehearses on the CPU. On one GPU four ranks share it, and what is measured against time is
+left out. Steps that need more GPUs than there are, or a program that is not here, are left out and named. `steps` prints the
+table of steps for docs/benchmarks/gpu.md.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from tools.gpu.steps import Machine, Step, hour, markdown
 ROOT = Path(__file__).resolve().parents[2]
 _REHEARSED_RANKS, _MOST_REHEARSED = 2, 4
 """Ranks of most steps of a rehearsal, and of a step that needs more."""
+_SHARING = 4
+"""Ranks that share a GPU which is the only one."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,13 +47,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     out = Path(args.out or ROOT / "gpu-report" / datetime.now().strftime("%Y%m%d-%H%M%S")).resolve()
     out.mkdir(parents=True, exist_ok=True)
-    return report_on(hour(_machine(args, num_gpus)), out, num_gpus=num_gpus, minutes=args.minutes, rehearses=args.rehearse)
+    what = _machine(args, num_gpus)
+    num_ranks = max(num_gpus, what.num_ranks)
+    return report_on(hour(what), out, num_gpus=num_ranks, minutes=args.minutes, rehearses=args.rehearse)
 
 
 def _machine(args: argparse.Namespace, num_gpus: int) -> Machine:
     if args.rehearse:
         return Machine(num_ranks=_REHEARSED_RANKS, has_fp8=False, rehearses=True)
-    return Machine(num_ranks=num_gpus, has_fp8=machine.has_fp8())
+    return Machine(num_ranks=_SHARING if num_gpus == 1 else num_gpus, has_fp8=machine.has_fp8(), shares=num_gpus == 1)
 
 
 def report_on(steps: Sequence[Step], out: Path, *, num_gpus: int, minutes: float = 60.0, rehearses: bool = False) -> int:
