@@ -88,7 +88,7 @@ def test_a_thread_at_work_does_not_count_as_waiting() -> None:
 
 
 def test_a_reported_wait_counts_wherever_the_thread_is() -> None:
-    """A staged receive waits for a thread of its own process, which waits for the message."""
+    """A transfer may wait for a thread of its own process, which waits for the message."""
     watch = Watch(torch.device("cpu"))
     message = Message(Payload.GRADIENT, 0, 2, 1, 0)
     for report in (watch.awaited, watch.retiring):

@@ -53,9 +53,9 @@ OWN = GradientStatistics((1.0,), (0.0,))
 Act = Callable[[], object]
 
 
-def _passed(rank: int, watch: Watch, message: Message, *, through_host: bool = False) -> Act:
+def _passed(rank: int, watch: Watch, message: Message) -> Act:
     """One message, sent by its source and received by its target."""
-    links = ProcessGroupLinks(Placement.linear(4), pipeline=range(4), rank=rank, device=CPU, through_host=through_host)
+    links = ProcessGroupLinks(Placement.linear(4), pipeline=range(4), rank=rank, device=CPU)
     recorded = RecordedLinks(links, watch)
 
     def act() -> None:
@@ -74,14 +74,6 @@ def _receive(rank: int, watch: Watch) -> Act:
 
 def _send(rank: int, watch: Watch) -> Act:
     return _passed(rank, watch, ACTIVATION)
-
-
-def _staged_receive(rank: int, watch: Watch) -> Act:
-    return _passed(rank, watch, GRADIENT, through_host=True)
-
-
-def _staged_send(rank: int, watch: Watch) -> Act:
-    return _passed(rank, watch, ACTIVATION, through_host=True)
 
 
 def _unreported_send(rank: int, watch: Watch) -> Act:
@@ -192,8 +184,6 @@ def _phase(rank: int, watch: Watch) -> Act:
 REPORTED = {
     _receive: "waits, before 0B2, to receive the gradient for stage 0, microbatch 2 (rank 1 to rank 0)",
     _send: "waits until it has sent the activation for stage 1, microbatch 3 (rank 0 to rank 1)",
-    _staged_receive: "waits, before 0B2, to receive the gradient for stage 0, microbatch 2 (rank 1 to rank 0)",
-    _staged_send: "waits until it has sent the activation for stage 1, microbatch 3 (rank 0 to rank 1)",
     _statistics_received: "waits to receive gradient statistics from rank 1",
     _statistics_sent: "waits until it has sent gradient statistics to rank 1",
     _statistics_of_all: None,

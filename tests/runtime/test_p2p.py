@@ -13,15 +13,12 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.zerobubble.errors import ConfigError, TransferError
-from megatron.zerobubble.plan.communication import Message, Payload, color_links, links_of, place_communication
+from megatron.zerobubble.plan.communication import Message, Payload, color_links, links_of
 from megatron.zerobubble.plan.costs.links import LinkTime
 from megatron.zerobubble.plan.ir import Placement
-from megatron.zerobubble.plan.registry import build_plan
-from megatron.zerobubble.runtime.executor import Executor
 from megatron.zerobubble.runtime.link_groups import chosen_ctas, link_group
 from megatron.zerobubble.runtime.p2p import ProcessGroupLinks
 from tests.runtime.delays import links_over_the_world
-from tests.runtime.support import LabelWork
 from tests.support.ranks import RankPool
 
 CPU = torch.device("cpu")
@@ -88,9 +85,9 @@ def test_values_both_ways_on_every_link(four_ranks: RankPool, batched: bool) -> 
     assert four_ranks.run(exchange_on_every_placement, batched) == [[]] * 4
 
 
-def test_batches_do_not_go_through_host_memory() -> None:
-    with pytest.raises(ConfigError, match="--zero-bubble-batch-p2p-comm needs NCCL between GPUs"):
-        ProcessGroupLinks(Placement.v(2), pipeline=range(2), rank=0, device=CPU, through_host=True, batched=True)
+def test_links_of_gloo_between_gpus_are_refused(world_of_one: None) -> None:
+    with pytest.raises(ConfigError, match='cannot reduce gradients there: give init_process_group "nccl"'):
+        ProcessGroupLinks(Placement.v(2), pipeline=range(2), rank=0, device=torch.device("cuda"))
 
 
 def exchange_in_two_pipelines(rank: int) -> list[str]:
@@ -297,21 +294,3 @@ def test_other_backends_get_no_options(monkeypatch: pytest.MonkeyPatch, made: li
     monkeypatch.delattr(dist, "ProcessGroupNCCL")
     link_group(timeout=None, max_ctas=8)
     assert made == [{"timeout": None, "pg_options": None}]
-
-
-def _run_through_host(rank: int) -> None:
-    """A whole iteration and a measurement of the links; `LabelWork` checks every value."""
-    program = place_communication(build_plan("zbv", num_ranks=4, num_microbatches=8))
-    links = ProcessGroupLinks(Placement.v(4), pipeline=range(4), rank=rank, device=CPU, through_host=True)
-    work = LabelWork(program, max_sleep_s=1e-3, seed=rank)
-    Executor(program, rank, links, work).run()
-    assert work.ops == list(program.plan.ops[rank])
-    assert work.buffers_alive == 0
-    times = links.times(dict.fromkeys(links_of(Placement.v(4)), (2, 3)), torch.float32, repeats=1)
-    assert all(link[0] == rank and elapsed.message_ms >= elapsed.busy_ms >= 0 for link, elapsed in times.items())
-    links.close()
-
-
-@pytest.mark.claims("Long runs", "CUDA tensors over gloo through host memory", "works from host to host; not tried on a GPU")
-def test_the_executor_over_links_through_host_memory(four_ranks: RankPool) -> None:
-    four_ranks.run(_run_through_host)

@@ -15,7 +15,7 @@ from tests.training.launch import ROOT, TINY_BATCH, TINY_MODEL, launch_warm, met
 pytestmark = pytest.mark.claims(
     "Long runs",
     "whole jobs on a double of `torch.cuda` (ZB-H1, ZBV; fp32, bf16, fp16; sequence and context parallelism, recomputation, "
-    "experts; post-validation, exact and inverse; NCCL's groups served by gloo, and gloo through host memory; checkpoints, "
+    "experts; post-validation, exact and inverse; NCCL's groups served by gloo; checkpoints, "
     "evaluation, traces, re-planning): the losses and norms of the CPU; in an iteration the host waits for the device once, in "
     "the step, and never in the passes, but for F of experts; names and parameters are those of the installed torch",
     "works, bit for bit; kernels are the CPU's; **not run on a GPU**; [the "
@@ -38,7 +38,6 @@ CASES = {
     "zb-h1, per token, optimistic": ["--enable-zero-bubble", "--calculate-per-token-loss", *POST_VALIDATION],
     "zb-h1, inverse": ["--enable-zero-bubble", *POST_VALIDATION, "--post-validation-rollback", "inverse"],
     "zb-h1, fp16": ["--enable-zero-bubble", "--fp16", "--initial-loss-scale", "1024"],
-    "zb-h1, gloo": ["--enable-zero-bubble", "--distributed-backend", "gloo"],
     "zb-h1, recomputation": [
         *("--enable-zero-bubble", "--recompute-granularity", "full", "--recompute-method", "uniform"),
         *("--recompute-num-layers", "1"),
@@ -100,7 +99,7 @@ def test_a_run_on_the_fake_device_has_the_bits_of_the_cpu(run: Any, name: str, t
     assert len(run(name).metrics) == ITERATIONS
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "gloo" not in name])
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.sampled(0.25)
 def test_the_host_waits_once_in_an_iteration_and_never_in_the_passes(run: Any, name: str) -> None:
     """Once per rank, in the step. One more begins the recording of an iteration, and one is for the progress line.

@@ -9,9 +9,7 @@ NCCL reads and writes on a stream of its own: it waits for the current stream at
 wait for it. A buffer allocated and freed on the current stream is therefore never reused too early, and no record_stream is
 needed, provided a send's tensor is only released after `wait`. The handles hold it until then.
 
-On the CPU a separate thread makes the backend's calls (`issuer`), so that they do not delay the ops. gloo transfers of CUDA
-tensors go through host memory: the host copies what it sends, once the device has come there, and copies to the device what it
-has waited for. That is for ranks that NCCL cannot connect, such as several on one GPU, and not fast (ADR 18).
+On the CPU a separate thread makes the backend's calls (`issuer`), so that they do not delay the ops.
 
 Batched links, to find out why a run hangs, have one process group and one communicator: a transfer begins when it, or one given
 after it, is waited for, in one `batch_isend_irecv` with all that were given since the last batch. The executor waits for all of
@@ -58,7 +56,7 @@ class P2PLinks(Protocol):
 class _Transfer:
     __slots__ = ("message", "tensor", "verb", "work")
 
-    def __init__(self, verb: str, message: Message, tensor: Tensor, work: dist.Work | Issued | _Staged | _Batch) -> None:
+    def __init__(self, verb: str, message: Message, tensor: Tensor, work: dist.Work | Issued | _Batch) -> None:
         self.verb, self.message, self.tensor, self.work = verb, message, tensor, work
 
     def wait(self) -> None:
@@ -86,20 +84,6 @@ class _Batch:
             self.transfers.clear()
 
 
-class _Staged:
-    """A transfer from or to host memory, for a tensor on a GPU."""
-
-    __slots__ = ("_buffer", "_host", "_work")
-
-    def __init__(self, work: dist.Work, host: Tensor, buffer: Tensor | None) -> None:
-        self._work, self._host, self._buffer = work, host, buffer
-
-    def wait(self) -> None:
-        self._work.wait()
-        if self._buffer is not None:
-            self._buffer.copy_(self._host)
-
-
 class ProcessGroupLinks:
     """The links of one pipeline over torch process groups.
 
@@ -111,12 +95,11 @@ class ProcessGroupLinks:
         rank: this process's pipeline rank.
         device: device of the tensors; every link is opened once with a tensor there.
         timeout: how long a transfer may take; None for the backend's default.
-        through_host: whether tensors go through host memory; None: if they are on a GPU and the world's backend is gloo.
         max_ctas: most CTAs of a transfer on NCCL; None leaves it to NCCL.
         batched: whether transfers are batched, in one group.
 
     Raises:
-        ConfigError: batched links of tensors that go through host memory.
+        ConfigError: the model is on a GPU and the world's backend is gloo.
     """
 
     def __init__(
@@ -127,7 +110,6 @@ class ProcessGroupLinks:
         rank: int,
         device: torch.device,
         timeout: timedelta | None = None,
-        through_host: bool | None = None,
         max_ctas: int | None = None,
         batched: bool = False,
     ) -> None:
@@ -135,14 +117,15 @@ class ProcessGroupLinks:
         self._rank = rank
         self._device = device
         self._groups: dict[tuple[int, int], dist.ProcessGroup | None] = {}
-        is_staged = device.type == "cuda" and dist.get_backend() == "gloo"
-        self._through_host = is_staged if through_host is None else through_host
-        if batched and self._through_host:
-            raise ConfigError("--zero-bubble-batch-p2p-comm needs NCCL between GPUs, and gloo is used: leave it out")
+        if device.type == "cuda" and dist.get_backend() == "gloo":
+            raise ConfigError(
+                "the model is on a GPU and the default process group is gloo's, which cannot reduce gradients there: give "
+                'init_process_group "nccl", or hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU'
+            )
         self.is_batched = batched
         """Whether `BatchedExecutor` must run over them."""
         self._batch = _Batch() if batched else None
-        self._issuer = Issuer(device) if device.type == "cpu" and not self._through_host and not batched else None
+        self._issuer = Issuer(device) if device.type == "cpu" and not batched else None
         links = links_of(placement)
         colors = (links,) if batched else color_links(links)
         for links in colors:
@@ -209,7 +192,7 @@ class ProcessGroupLinks:
             self._batch.transfers.append(_batched(verb == "send", tensor, peer, group))
             return _Transfer(verb, message, tensor, self._batch)
 
-        def call(tensor: Tensor) -> dist.Work:
+        def call() -> dist.Work:
             try:
                 work = dist.isend(tensor, peer, group=group) if verb == "send" else dist.irecv(tensor, peer, group=group)
             except RuntimeError as error:
@@ -218,10 +201,7 @@ class ProcessGroupLinks:
                 raise TransferError(f"cannot {verb} {message_text(message)}: this process is not a member of the link's group")
             return work
 
-        if self._through_host:
-            host = tensor.to("cpu", copy=True) if verb == "send" else torch.empty_like(tensor, device="cpu")
-            return _Transfer(verb, message, tensor, _Staged(call(host), host, None if verb == "send" else tensor))
-        return _Transfer(verb, message, tensor, call(tensor) if self._issuer is None else self._issuer(lambda: call(tensor)))
+        return _Transfer(verb, message, tensor, call() if self._issuer is None else self._issuer(call))
 
     def _open(self, links: Sequence[tuple[int, int]]) -> None:
         """Use each link once: NCCL opens a communicator at its first use, and both ends must do so in the same order."""
@@ -237,10 +217,7 @@ class ProcessGroupLinks:
             for work in dist.batch_isend_irecv([_batched(is_source, tensor, peer, self._groups[link])]):
                 work.wait()
             return
-        wire = tensor.cpu() if self._through_host else tensor  # nothing else is under way: a blocking copy is fine here
-        (dist.send if is_source else dist.recv)(wire, peer, group=self._groups[link])
-        if wire is not tensor and not is_source:
-            tensor.copy_(wire)
+        (dist.send if is_source else dist.recv)(tensor, peer, group=self._groups[link])
 
     def _round_trip(self, tensor: Tensor, link: tuple[int, int]) -> float:
         """Milliseconds at the source of `link` from sending `tensor` to receiving one number back."""

@@ -63,6 +63,7 @@ def set_up_logging(launch: Launch) -> None:
     logging.basicConfig(level=logging.INFO if is_first else logging.WARNING, format="%(message)s", stream=sys.stdout)
     logging.getLogger("megatron.core").setLevel(logging.WARNING)
     logging.getLogger("torch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=r"barrier\(\): using the device")  # that is the one this rank has chosen
     if not is_first:
         warnings.simplefilter("ignore")  # rank 0 prints the same ones
 
@@ -70,13 +71,12 @@ def set_up_logging(launch: Launch) -> None:
 def choose_device(settings: Settings, launch: Launch) -> HostDevice:
     """Choose and set up the device of this rank: a GPU if torch finds one, else the CPU with gloo.
 
-    With NCCL each rank of a machine has a GPU of its own; with gloo ranks share GPUs if there are too few, and their transfers go
-    through host memory (`runtime.p2p`). On the CPU this installs the host-device layer and lets the allocator retain freed
-    memory (`mcore.cpu.malloc`). Call it before any process group exists.
+    Each rank of a machine has a GPU of its own. On the CPU this installs the host-device layer and lets the allocator retain
+    freed memory (`mcore.cpu.malloc`). Call it before any process group exists.
 
     Raises:
-        ConfigError: NCCL without a GPU for this rank, a collective that gloo does not support for CUDA tensors, or a precision
-            that the device does not support.
+        ConfigError: gloo where there are GPUs, NCCL without a GPU for this rank, or a precision that the device does not
+            support.
     """
     import torch
 
@@ -87,13 +87,16 @@ def choose_device(settings: Settings, launch: Launch) -> HostDevice:
     host = HostDevice(enabled=not torch.cuda.is_available() and backend == "gloo")
     if not host.enabled:
         if backend == "gloo":
-            _check_gloo_on_gpus(settings, is_shared=launch.ranks_on_host > torch.cuda.device_count())
-        elif launch.local_rank >= torch.cuda.device_count():
+            raise ConfigError(
+                f"--distributed-backend gloo is given, and torch sees {torch.cuda.device_count()} GPUs, where gloo cannot reduce "
+                "gradients: leave it out for NCCL, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU"
+            )
+        if launch.local_rank >= torch.cuda.device_count():
             raise ConfigError(
                 f"--distributed-backend nccl needs a GPU per rank; rank {launch.rank} has local rank {launch.local_rank} on a "
-                f"machine with {torch.cuda.device_count()} GPUs; with gloo ranks share a GPU or use the CPU"
+                f"machine with {torch.cuda.device_count()} GPUs; hide them (CUDA_VISIBLE_DEVICES=) to train on the CPU"
             )
-        torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(launch.local_rank)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[settings.precision.name]
     if not computes(dtype, host.device):
         raise ConfigError(
@@ -113,26 +116,6 @@ def resolved_backend(settings: Settings) -> str:
     import torch
 
     return settings.parallel.distributed_backend or ("nccl" if torch.cuda.is_available() else "gloo")
-
-
-def _check_gloo_on_gpus(settings: Settings, *, is_shared: bool) -> None:
-    """Raise ConfigError for flags that need collectives or transfers which gloo supports for host memory only."""
-    parallel, remedy = settings.parallel, "use NCCL, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU"
-    refused = {
-        "--sequence-parallel all-gathers and reduce-scatters activations": parallel.sequence_parallel,
-        "--context-parallel-size all-gathers keys and values": parallel.context_parallel_size > 1,
-        "--use-distributed-optimizer all-gathers and reduce-scatters shards": parallel.use_distributed_optimizer,
-        "megatron-core's own schedules send CUDA tensors (choose --zero-bubble-schedule 1f1b instead)": (
-            settings.pipeline_size > 1 and settings.zero_bubble.schedule == "stock"
-        ),
-    }
-    for what, is_given in refused.items():
-        if is_given:
-            raise ConfigError(f"--distributed-backend gloo on a GPU: {what}, which gloo does not support there; {remedy}")
-    if is_shared and settings.zero_bubble.zero_bubble_memory_limit == "auto":
-        raise ConfigError(
-            "--zero-bubble-memory-limit auto needs a GPU per rank, and here ranks share one; give each rank's share in bytes"
-        )
 
 
 def computes(dtype: torch.dtype, device: torch.device) -> bool:

@@ -49,8 +49,7 @@ class ParallelConfig:
     overlap_param_gather: bool = False
     """Overlap the parameter all-gather with the forward pass. Needs --use-distributed-optimizer and --overlap-grad-reduce."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
-    """Process group backend: nccl on GPUs; gloo on CPUs, or if several ranks share a GPU, with transfers through host memory.
-    Default: nccl if CUDA is available, else gloo."""
+    """Process group backend: nccl on GPUs, gloo on CPUs. Default: nccl if CUDA is available, else gloo."""
     eager_nccl_communicators: bool = False
     """Bind each process group to this rank's GPU and open its NCCL communicator when the group is made, instead of at its first
     use: errors show early, and start-up takes longer the more ranks there are."""
