@@ -157,7 +157,8 @@ FAULTS = {
     "nothing that a host sends arrives": Kind(do=lambda hosts, trial, pid: hosts.mute(trial.host), is_cut=True),
     "disk full": Kind(do=_fill, only={"phase": "saves"}),
     "slow link": Kind(begin=lambda hosts, trial: hosts.slow(trial.host, 2.0), ends_well=True),
-    "small /dev/shm": Kind(memory="64k", flags=("--num-workers", "2")),
+    # Where every host reads batches, and more of them at once than fit.
+    "small /dev/shm": Kind(memory="64k", flags=("--num-workers", "2"), only={"layout": "2 hosts, p = 4"}),
     "small folder for temporary files": Kind(temporary="64k", ends_well=True),
     "clock an hour ahead": Kind(variables={AHEAD: "3600"}, ends_well=True),
     "a flag that no rank knows": Kind(flags=("--no-such-flag",), promised_s=_ERROR_S),
