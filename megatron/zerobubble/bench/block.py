@@ -8,8 +8,8 @@ When enough iterations have been timed, the process ends.
 
 A contender's first block also measures what the report explains the times with. Its warm-up has one iteration without any
 measurement, then `contenders.PROFILED`, after which a searched order is planned, then one in which memory is measured, and one
-that is recorded. Later blocks run the plan that the first one found. The timed iterations run as in training, with nothing
-attached, one after the other: all ranks enter the first together.
+that is recorded. Later blocks run the plan that the first one found, and record an iteration where microbatches are cut. The
+timed iterations run as in training, with nothing attached, one after the other: all ranks enter the first together.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ class BlockRequest:
     """The job under the contender."""
     is_first: bool
     """Whether it is the contender's first block, which measures and plans."""
+    is_recorded: bool
+    """Whether the last iteration of the warm-up is recorded: of every first block, and of all blocks with slices."""
     num_warm_up: int
     """Untimed iterations; in a first block at least `contenders.WARM_UP`."""
     num_timed: int
@@ -85,8 +87,6 @@ class Measurements:
     """Profiled costs of the stages; None under megatron-core's own schedules."""
     unit_bytes: float
     """Bytes of one unit of the costs' activation memory; 0 without costs."""
-    timeline: Timeline | None
-    """The recorded iteration; None where nothing was recorded, and on ranks other than 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +129,8 @@ class BlockResult:
     """Of the job."""
     plan: str | None
     """JSON of the plan that the timed iterations ran; None under megatron-core's own schedules."""
+    timeline: Timeline | None
+    """The recorded iteration; None where nothing was recorded, and on ranks other than 0."""
     measured: Measurements | None
     """None, except in a first block."""
 
@@ -261,7 +263,7 @@ class _Block:
             )
         self._model = model[0]
         self._meter = MemoryMeter(schedule.device)
-        schedule.recordings.choose({self._request.num_warm_up} if self._request.is_first else (), done=0)
+        schedule.recordings.choose({self._request.num_warm_up} if self._request.is_recorded else (), done=0)
         schedule.recordings.only_chosen = True
         if self._request.plan is not None:
             plan = Plan.from_json(self._request.plan)
@@ -323,7 +325,7 @@ class _Block:
 
     def _end_warm_up(self, schedule: PipelineSchedule) -> None:
         self._stop_clock()
-        timelines = schedule.timelines() if self._request.is_first else []
+        timelines = schedule.timelines() if self._request.is_recorded else []
         self._timeline = timelines[-1] if timelines and dist.get_rank() == 0 else None
         gc.collect()  # the garbage of the warm-up is not theirs
         if _on_cuda():
@@ -353,7 +355,6 @@ class _Block:
                 allocated_bytes=int(most[4]) if _on_cuda() else None,
                 costs=self._costs,
                 unit_bytes=self._unit_bytes,
-                timeline=self._timeline,
             )
         sizes = _sizes(get_model_config(model[0]), given)
         return BlockResult(
@@ -364,6 +365,7 @@ class _Block:
             device=torch.cuda.get_device_name() if _on_cuda() else "CPU",
             sizes=sizes,
             plan=None if schedule.spec.is_stock else schedule.plan(sizes.num_microbatches).to_json(),
+            timeline=self._timeline,
             measured=measured,
         )
 

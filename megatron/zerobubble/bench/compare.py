@@ -92,6 +92,7 @@ class _Comparison:
             number=self._num_blocks,
             program=options.programs[name],
             is_first=first is None,
+            is_recorded=first is None or first.is_sliced,
             num_warm_up=options.warm_up(number),
             num_timed=options.num_timed,
             plan=None if first is None else first.result.plan,
@@ -118,6 +119,8 @@ class _Comparison:
             outcome.allocated_bytes = result.measured.allocated_bytes
             if contender.schedule == AUTO:
                 outcome.ran = self._first[contender.text].plan().schedule
+        elif result.timeline is not None:
+            self._first[contender.text].later.append(result.timeline)
         self._progress.say(f"{contender.text}, round {number + 1}: {1000.0 * seconds:.1f} ms per iteration")
 
     def _table(self) -> Table:

@@ -2,7 +2,7 @@
 
 All predictions use the same pass times, or noise of one block would pass for a difference between schedules: the medians over all
 contenders on the placement with the most stages, from which those of other placements follow (`jobs`). Only slices have times of
-their own, those of their contender's block: kernels take longer for the same work in shorter pieces.
+their own, the medians over their contender's blocks: kernels take longer for the same work in shorter pieces.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from megatron.zerobubble.bench.block import BlockResult
 from megatron.zerobubble.bench.contenders import Contender
@@ -19,6 +19,7 @@ from megatron.zerobubble.bench.speed_ups import Idle, Outcome
 from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.links import LinkTime
+from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import build_plan
@@ -26,6 +27,7 @@ from megatron.zerobubble.plan.render.svg import Panel
 from megatron.zerobubble.plan.simulate import Simulation, simulate
 from megatron.zerobubble.plan.timeline import Activity, Timeline
 from megatron.zerobubble.profiling.report import PipelineReport, report
+from megatron.zerobubble.profiling.report import measured_costs as times_of
 
 __all__ = ["FirstBlock", "interleaved_ms", "measured_costs", "panels", "predict"]
 
@@ -40,16 +42,28 @@ class FirstBlock:
     program: Job
     """What it runs."""
     result: BlockResult
+    later: list[Timeline] = field(default_factory=list)
+    """The iterations that the contender's later blocks have recorded."""
 
     @property
     def timeline(self) -> Timeline | None:
         """The recorded iteration."""
-        return None if self.result.measured is None else self.result.measured.timeline
+        return self.result.timeline
 
     @property
     def costs(self) -> CostModel | None:
-        """The profiled costs."""
-        return None if self.result.measured is None else self.result.measured.costs
+        """The profiled costs; of slices, with the medians of the times in all blocks."""
+        costs = None if self.result.measured is None else self.result.measured.costs
+        if costs is None or costs.slices is None:
+            return costs
+        blocks = [costs.slices, *(each.slices for each in map(_costs_of, self.later) if each.slices is not None)]
+        forward, backward, wgrad = (_medians([getattr(block, name) for block in blocks]) for name in COST_LISTS[:3])
+        return replace(costs, slices=replace(costs.slices, forward_ms=forward, backward_ms=backward, wgrad_ms=wgrad))
+
+    @property
+    def is_sliced(self) -> bool:
+        """Whether its microbatches are cut."""
+        return self.costs is not None and self.costs.slices is not None
 
     @property
     def objective(self) -> Objective:
@@ -137,6 +151,15 @@ def measured_costs(blocks: Sequence[FirstBlock], job: Job) -> CostModel | None:
     return None if source is None else source[0]
 
 
+def _costs_of(timeline: Timeline) -> CostModel:
+    return times_of(timeline.plan, timeline.rows)
+
+
+def _medians(blocks: Sequence[Sequence[Sequence[float]]]) -> tuple[tuple[float, ...], ...]:
+    """Of every stage and slice, over blocks. [block][stage][slice] -> [stage][slice]"""
+    return tuple(tuple(map(statistics.median, zip(*rows, strict=True))) for rows in zip(*blocks, strict=True))
+
+
 def _idle(found: PipelineReport, objective: Objective) -> Idle:
     """The mean idle share of a recorded iteration, and its parts.
 
@@ -155,7 +178,7 @@ def _idle(found: PipelineReport, objective: Objective) -> Idle:
 
 def _simulated(block: FirstBlock, blocks: Sequence[FirstBlock], job: Job) -> Simulation | None:
     """The contender's plan with measured costs."""
-    if block.costs is not None and block.costs.slices is not None:
+    if block.costs is not None and block.is_sliced:
         return simulate(block.plan(), block.costs)
     source = _source(blocks)
     if source is None:
