@@ -181,8 +181,8 @@ def simulate(
                 held[rank] += {"F": whole, "B": kept - whole, "W": -kept, "BW": -whole}[kind]
                 (keys,), (gradients,) = costs["keys"][stage], costs["key_gradients"][stage]
                 held[rank] += keys * (kind == "F" and i % n == 0) + gradients * ("B" in kind and i % n == n - 1)
-                peak = max(peak, held[rank])
                 held[rank] -= (keys + gradients) * ("B" in kind and i % n == 0)
+                peak = max(peak, held[rank])
                 at[rank], moved = at[rank] + 1, True
     need(at == [*map(len, ops)], "the plan deadlocks")
     return max(end - start for start, end in zip(first, free, strict=True)), max(free) - min(first), peak

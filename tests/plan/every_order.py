@@ -71,9 +71,9 @@ class _Search:
             (keys,), (gradients,) = self._costs["keys"][stage], self._costs["key_gradients"][stage]
             is_first, is_last = i % self._n == 0, i % self._n == self._n - 1
             memory += keys if kind == "F" and is_first else gradients if kind in ("B", "BW") and is_last else 0.0
+            memory -= keys + gradients if kind in ("B", "BW") and is_first else 0.0
             if memory > self._limit:
                 continue
-            memory -= keys + gradients if kind in ("B", "BW") and is_first else 0.0
             start = max(free[rank], ready)
             end = start + {"F": f, "B": b, "W": w, "BW": b + w}[kind]
             begun = start if math.isnan(first[rank]) else first[rank]

@@ -27,6 +27,7 @@ from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.links import Links
 from megatron.zerobubble.plan.costs.microbatch_costs import MicrobatchCosts
 from megatron.zerobubble.plan.costs.slice_costs import SliceCosts
+from megatron.zerobubble.plan.costs.slicing import Slicing
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.objective import Objective
@@ -185,6 +186,15 @@ def test_unequal_microbatches_and_links_are_checked_too(name: str) -> None:
         value, bound = verify.check(json.loads(json.dumps(certificate(simulation, objective, None))))
         assert value == pytest.approx(objective.of(simulation))
         assert 0 < bound <= value
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zbv"])
+def test_keys_are_freed_at_the_end_of_the_last_b(name: str) -> None:
+    """With more memory after B than F allocates besides keys, which B of the first slice frees."""
+    spec = schedule_spec(name, num_ranks=3, num_slices=4)
+    costs = Slicing(tokens=4096, key_share=0.1).applied(CostModel.uniform(spec.placement), 4)
+    simulation = simulate(build_plan(name, num_ranks=3, num_microbatches=6, num_slices=4), costs)
+    verify.check(json.loads(json.dumps(certificate(simulation, Objective.MAKESPAN, None))))
 
 
 def _swapped(body: dict[str, Any]) -> None:
