@@ -114,7 +114,7 @@ def speculative_forwards(plan: Plan) -> tuple[int, ...]:
     for rank, row in enumerate(plan.ops):
         wanted = 0 if rank == plan.num_ranks - 1 else min([plan.num_ranks - rank, *counts[-1:]])
         first = placement.rank_to_stages[rank][0]
-        wrong = (i for i, op in enumerate(row[:wanted]) if op != Op.nth(first, OpKind.F, i, plan.num_slices))
+        wrong = (i for i, op in enumerate(row[:wanted]) if op != plan.passes.nth(first, OpKind.F, i))
         counts.append(next(wrong, len(row[:wanted])))
     return tuple(counts)
 
@@ -164,7 +164,7 @@ def links_of(placement: Placement) -> tuple[tuple[int, int], ...]:
 def num_messages(plan: Plan) -> int:
     """Messages per iteration over all links: an activation and its gradient per slice and pair of stages on two ranks."""
     crossings = sum(here != there for here, there in itertools.pairwise(plan.placement.stage_to_rank))
-    return 2 * plan.num_microbatches * plan.num_slices * crossings
+    return 2 * len(plan.passes) * crossings
 
 
 def longest_messages(placement: Placement, output_lengths: Sequence[int]) -> dict[tuple[int, int], int]:

@@ -13,7 +13,8 @@ notation of torch.distributed.pipelining with the letters of arXiv 2401.10241; t
 
 A microbatch may be cut into slices along its sequence, each with ops of its own: ``3F0.2`` is F of slice 2, ``3F0`` of slice 0,
 the first one or the only one. A slice's queries see the keys and values of the slices before it, so F runs in the order of the
-slices and B, which collects the gradients of those keys and values, in reverse (arXiv 2406.03488).
+slices and B, which collects the gradients of those keys and values, in reverse (arXiv 2406.03488). Microbatches of unequal
+lengths may have different numbers of slices.
 
 Invariants of the types (`validate` checks all others): stages, ranks and microbatches are non-negative, a placement names every
 rank at least once, and a plan has one row of ops per rank.
@@ -21,12 +22,14 @@ rank at least once, and a plan has one row of ops per rank.
 
 from __future__ import annotations
 
+import bisect
 import enum
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from megatron.zerobubble.errors import PlanError
@@ -106,9 +109,32 @@ class Op(NamedTuple):
         microbatch, part = divmod(index, num_slices)
         return Op(stage, kind, microbatch, part if kind is OpKind.F else num_slices - 1 - part)
 
-    def number(self, num_slices: int = 1) -> int:
+
+@dataclass(frozen=True)
+class Passes:
+    """The ops that a stage runs of one kind, numbered in their order: microbatches ascend, and slices as in `Op.nth`."""
+
+    slices: tuple[int, ...]
+    """Number of slices of every microbatch."""
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Number of the first op of every microbatch, and of all ops."""
+        return (0, *accumulate(self.slices))
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def nth(self, stage: int, kind: OpKind, index: int) -> Op:
+        """The op that a stage runs as its op number `index` of a kind."""
+        microbatch = bisect.bisect_right(self.starts, index) - 1
+        part = index - self.starts[microbatch]
+        return Op(stage, kind, microbatch, part if kind is OpKind.F else self.slices[microbatch] - 1 - part)
+
+    def number(self, op: Op) -> int:
         """The index for which `nth` gives this op."""
-        return self.microbatch * num_slices + (self.slice if self.kind is OpKind.F else num_slices - 1 - self.slice)
+        first, after = self.starts[op.microbatch], self.starts[op.microbatch + 1]
+        return first + op.slice if op.kind is OpKind.F else after - 1 - op.slice
 
 
 @dataclass(frozen=True)
@@ -200,7 +226,8 @@ class Plan:
         ops: per rank its ops in compute order.
         assignment: the microbatch of the global batch that the plan runs as its microbatch i, counted in the order in which the
             data came. Empty: in that order. An op names the plan's own microbatch; costs are those of the data (`batch_index`).
-        num_slices: slices of each microbatch along its sequence, n.
+        num_slices: slices of each microbatch along its sequence, n; where microbatches have different numbers, the largest.
+        slice_counts: slices of each of the plan's own microbatches, where they have different numbers. Empty: n of each.
     """
 
     schedule: str
@@ -209,6 +236,7 @@ class Plan:
     ops: tuple[tuple[Op, ...], ...]
     assignment: tuple[int, ...] = ()
     num_slices: int = 1
+    slice_counts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.schedule) > _LONGEST_NAME:
@@ -233,6 +261,14 @@ class Plan:
                 f"plan {self.schedule!r} has {quoted(self.num_microbatches)} microbatches; at most {_MOST_MICROBATCHES:,} are "
                 "allowed"
             )
+        counts = self.slice_counts
+        if counts and (len(counts) != self.num_microbatches or min(counts) < 1 or max(counts) != self.num_slices):
+            raise PlanError(
+                f"plan {self.schedule!r} has {quoted(list(counts))} slices per microbatch; give one number per microbatch, 1 or "
+                f"more, the largest of them {self.num_slices}"
+            )
+        if len(set(counts)) == 1:
+            object.__setattr__(self, "slice_counts", ())
 
     @staticmethod
     def of(
@@ -240,6 +276,11 @@ class Plan:
     ) -> Plan:
         """Build a plan from any nested iterable of ops."""
         return Plan(schedule, placement, num_microbatches, tuple(tuple(row) for row in rows), num_slices=num_slices)
+
+    @cached_property
+    def passes(self) -> Passes:
+        """The ops of a stage and kind by their numbers."""
+        return Passes(self.slice_counts or (self.num_slices,) * self.num_microbatches)
 
     @property
     def num_ranks(self) -> int:
@@ -276,6 +317,8 @@ class Plan:
             body["assignment"] = list(self.assignment)
         if self.num_slices > 1:
             body["num_slices"] = self.num_slices
+        if self.slice_counts:
+            body["slice_counts"] = list(self.slice_counts)
         if costs is not None:
             body["costs"] = dict(costs)
         if metrics is not None:
@@ -301,10 +344,19 @@ class Plan:
             raise PlanError(f"the plan has num_ranks {quoted(num_ranks)} but stage_to_rank names {placement.num_ranks} ranks")
         assigned = body.get("assignment", []) if body["format"] != FORMAT else []
         num_slices = _field(body, "num_slices", int) if body["format"] == SLICED_FORMAT else 1
-        if not isinstance(assigned, list):
-            raise PlanError(f"the plan's 'assignment' must be a list of one index per microbatch, got {quoted(assigned)}")
-        ops = tuple(tuple(Op.parse(word) for word in row) for row in rows)
-        return Plan(schedule, placement, num_microbatches, ops, tuple(_int_list(assigned, "assignment")), num_slices)
+        counts = body.get("slice_counts", []) if body["format"] == SLICED_FORMAT else []
+        for name, values in (("assignment", assigned), ("slice_counts", counts)):
+            if not isinstance(values, list):
+                raise PlanError(f"the plan's {name!r} must be a list of one number per microbatch, got {quoted(values)}")
+        return Plan(
+            schedule,
+            placement,
+            num_microbatches,
+            tuple(tuple(Op.parse(word) for word in row) for row in rows),
+            tuple(_int_list(assigned, "assignment")),
+            num_slices,
+            tuple(_int_list(counts, "slice_counts")),
+        )
 
 
 def _field(body: Mapping[str, Any], name: str, kind: type) -> Any:

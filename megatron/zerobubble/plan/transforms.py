@@ -6,10 +6,13 @@ it did not wait for before, so a plan without deadlock stays free of deadlock.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from megatron.zerobubble.errors import PlanError
-from megatron.zerobubble.plan.ir import Op, OpKind, Plan
+from megatron.zerobubble.plan.ir import Op, OpKind, Passes, Plan
 
 
 def forward_only(plan: Plan) -> Plan:
@@ -33,7 +36,49 @@ def first_microbatches(plan: Plan, num_microbatches: int) -> Plan:
             f"plan {plan.schedule!r} has {plan.num_microbatches} microbatches; it cannot be restricted to {num_microbatches}"
         )
     rows = tuple(tuple(op for op in row if op.microbatch < num_microbatches) for row in plan.ops)
-    return replace(plan, num_microbatches=num_microbatches, ops=rows)
+    counts = plan.slice_counts[:num_microbatches]
+    return replace(
+        plan,
+        num_microbatches=num_microbatches,
+        ops=rows,
+        num_slices=max(counts, default=plan.num_slices),
+        slice_counts=counts,
+    )
+
+
+def recut(plan: Plan, slice_counts: Sequence[int]) -> Plan:
+    """The plan of microbatches with these numbers of slices: the k-th op of a stage and kind stays the k-th; others are dropped.
+
+    Every F takes the place of one before it where a B would otherwise come before the F of its own slice: the patterns of equal
+    slices need none of that, as B of a pass has the F of as many passes in front of it as a microbatch has slices. A stage moves
+    its F by no less than the next one, so that what an F or B needs from another stage still is before it.
+
+    Args:
+        plan: a valid plan of at least as many passes, without an assignment.
+        slice_counts: slices of every microbatch.
+    """
+    passes, ahead = Passes(tuple(slice_counts)), [0] * plan.num_stages
+    for row in plan.ops:
+        begun = Counter[int]()
+        for op in row:
+            number = plan.passes.number(op)
+            begun[op.stage] += op.kind is OpKind.F
+            if op.kind in (OpKind.B, OpKind.BW) and number < len(passes):
+                own = passes.number(passes.nth(op.stage, op.kind, number)._replace(kind=OpKind.F))
+                ahead[op.stage] = max(ahead[op.stage], own + 1 - begun[op.stage])
+    ahead = list(accumulate(reversed(ahead), max))[::-1]
+    rows = []
+    for row, stages in zip(plan.ops, plan.placement.rank_to_stages, strict=True):
+        first = [(stage, OpKind.F, number) for stage in stages for number in range(ahead[stage])]
+        moved = [(op.stage, op.kind, plan.passes.number(op) + (ahead[op.stage] if op.kind is OpKind.F else 0)) for op in row]
+        rows.append(tuple(passes.nth(*which) for which in (*first, *moved) if which[-1] < len(passes)))
+    return replace(
+        plan,
+        num_microbatches=len(passes.slices),
+        ops=tuple(rows),
+        num_slices=max(passes.slices),
+        slice_counts=passes.slices,
+    )
 
 
 def split_fused(plan: Plan) -> Plan:

@@ -2,7 +2,7 @@
 
 A plan that passes can be executed: no op is missing or runs twice, and no rank waits forever. The invariants:
 
-1. a rank's row has only ops of its own stages, with microbatches 0..m-1 and slices 0..n-1;
+1. a rank's row has only ops of its own stages, with microbatches 0..m-1 and the slices that each has;
 2. each (stage, microbatch, slice) has exactly one F, and either exactly one BW or exactly one B and one W;
 3. F comes before B (or BW), and B before W;
 4. ops of one stage and kind run in ascending microbatch order, a BW as a B and as a W; within a microbatch F in ascending order
@@ -69,7 +69,7 @@ def _check_rows(plan: Plan) -> dict[Op, int]:
     """Check invariants 1 and 4, and that no op occurs twice. Returns the step of every op on its rank."""
     steps: dict[Op, int] = {}
     latest: dict[tuple[int, str], Op] = {}
-    stage_to_rank, m, n = plan.placement.stage_to_rank, plan.num_microbatches, plan.num_slices
+    stage_to_rank, m, passes = plan.placement.stage_to_rank, plan.num_microbatches, plan.passes
     for rank, row in enumerate(plan.ops):
         for step, op in enumerate(row):
             if op.stage >= len(stage_to_rank):
@@ -80,13 +80,14 @@ def _check_rows(plan: Plan) -> dict[Op, int]:
                 _fail(plan, rank, step, op, f"{op} belongs to a stage of rank {owner}", f"move it to rank {owner}")
             if op.microbatch >= m:
                 _fail(plan, rank, step, op, f"{op} has a microbatch that does not exist", f"microbatches are 0..{m - 1}")
-            if op.slice >= n:
-                _fail(plan, rank, step, op, f"{op} has a slice that does not exist", f"slices are 0..{n - 1}")
+            if op.slice >= passes.slices[op.microbatch]:
+                remedy = f"slices are 0..{passes.slices[op.microbatch] - 1}"
+                _fail(plan, rank, step, op, f"{op} has a slice that does not exist", remedy)
             if op in steps:
                 _fail(plan, rank, step, op, f"{op} is computed twice, first at step {steps[op]}", "remove one of the two")
             for part in op.kind.value:  # a BW is a B and a W
                 earlier = latest.get((op.stage, part), op)
-                if earlier.number(n) > op.number(n):
+                if passes.number(earlier) > passes.number(op):
                     remedy = (
                         "order microbatches ascending per stage and kind, their slices in F ascending and in B and W descending"
                     )
@@ -99,8 +100,8 @@ def _check_rows(plan: Plan) -> dict[Op, int]:
 def _check_complete(plan: Plan, steps: dict[Op, int], *, forward_only: bool) -> None:
     """Check invariants 2 and 3."""
     for stage, rank in enumerate(plan.placement.stage_to_rank):
-        for number in range(plan.num_microbatches * plan.num_slices):
-            forward = Op.nth(stage, OpKind.F, number, plan.num_slices)
+        for number in range(len(plan.passes)):
+            forward = plan.passes.nth(stage, OpKind.F, number)
             found = {kind: steps[op] for kind in OpKind if (op := forward._replace(kind=kind)) in steps}
             problem = _problem_of(forward, found, forward_only=forward_only)
             if problem is not None:
