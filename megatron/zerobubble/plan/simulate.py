@@ -99,7 +99,7 @@ def simulate(plan: Plan, costs: CostModel) -> Simulation:
     )
     return Simulation(
         plan=plan,
-        costs=costs if plan.num_slices == 1 else own,
+        costs=costs.of_slices(plan),
         rows=rows,
         span_ms=span,
         makespan_ms=last - first,
@@ -110,7 +110,7 @@ def simulate(plan: Plan, costs: CostModel) -> Simulation:
 
 def _durations(plan: Plan, costs: CostModel) -> Callable[[Op], float]:
     """Op -> its duration, under costs in the plan's own order of microbatches."""
-    if costs.per_microbatch is not None:
+    if costs.per_microbatch is not None or costs.unequal_slices:
         return lambda op: costs.duration_ms(*op)
     stages, parts = range(plan.num_stages), range(plan.num_slices)
     durations = {(s, kind, part): costs.duration_ms(s, kind, slice=part) for s in stages for kind in OpKind for part in parts}
@@ -191,8 +191,8 @@ def memory_after_ops(row: Sequence[Op], costs: CostModel) -> list[float]:
     Counts passes per stage instead of a running float sum, so that a plan exactly at a limit compares equal to it; for unequal
     microbatches, a running sum. In a row of F alone each frees its activations at once, but not what later slices see.
     """
-    if costs.slices is not None:
-        return memory_of_slices(row, costs.slices)
+    if costs.has_slices:
+        return memory_of_slices(row, costs.slices_of)
     if all(op.kind is OpKind.F for op in row):
         return [costs.of_microbatch("activation", op.stage, op.microbatch) for op in row]
     return _counted_by_stage(row, costs) if costs.per_microbatch is None else _counted_by_microbatch(row, costs)

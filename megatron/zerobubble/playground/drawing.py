@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
+from megatron.zerobubble.plan.communication import num_messages
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, MicrobatchCosts
 from megatron.zerobubble.plan.ir import OpKind, Plan
@@ -181,9 +181,5 @@ def _rank(row: Sequence[TimedOp], stair: Sequence[tuple[float, float]], begin: f
 
 def _sent(plan: Plan) -> dict[str, Any]:
     """P2P messages per iteration: activations and gradients over every stage boundary between ranks; also relative to 1F1B."""
-    borders = sum(here != there for here, there in pairwise(plan.placement.stage_to_rank)) * plan.num_slices
-    least = plan.num_ranks - 1
-    return {
-        "num_messages": 2 * borders * plan.num_microbatches,
-        "relative_messages": borders / least if least else 0.0,
-    }
+    number, least = num_messages(plan), 2 * plan.num_microbatches * (plan.num_ranks - 1)
+    return {"num_messages": number, "relative_messages": number / least if least else 0.0}

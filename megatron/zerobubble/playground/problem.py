@@ -77,9 +77,9 @@ class PlanRequest:
         Slices of a model have equal work by its sizes. Without one these are the costs of whole microbatches, for the planner to
         divide evenly.
         """
-        costs = self.unequal.applied(self._mean_costs(placement))
+        costs = self._mean_costs(placement)
         slicing = None if self.model is None else self.model.slicing
-        return costs if slicing is None else slicing.applied(costs, num_slices)
+        return self.unequal.applied(costs) if slicing is None else self.unequal.cut(costs, slicing, num_slices)
 
     def memory(self, placement: Placement) -> dict[str, Any] | None:
         """What turns a plan's memory into bytes; None if nothing says that."""

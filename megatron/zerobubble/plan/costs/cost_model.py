@@ -5,8 +5,9 @@ model, so a stage of a V schedule, half of a rank's layers, has 0.5. `activation
 kept from the end of a stage's B until its W: the layers' inputs and output gradients, operands of the wgrad GEMMs (arXiv
 2401.10241, section 2.3). With activation recomputation it is more than F leaves, which is only the input that B recomputes from.
 
-Microbatches of unequal lengths have costs of their own (`per_microbatch`), and ranks may have unequal links (`links`). Then the
-per-stage lists are the means, which are the costs of every microbatch where all are equal: such costs are the plain ones.
+Microbatches of unequal lengths have costs of their own (`per_microbatch`, or `unequal_slices` where they are cut), and ranks may
+have unequal links (`links`). Then the per-stage lists are the means, which are the costs of every microbatch where all are equal:
+such costs are the plain ones.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.costs.links import Links, LinkTime, unequal_links
 from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, CostLists, MicrobatchCosts, check_number
-from megatron.zerobubble.plan.costs.slice_costs import SliceCosts
+from megatron.zerobubble.plan.costs.slice_costs import SliceCosts, mean_slices, numbers_of_slices
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
 
 _SMALLEST = 1e-9
@@ -46,6 +47,8 @@ class CostModel(CostLists[float]):
     """Costs of every microbatch; the lists above are then their means, not those given. None: all microbatches are equal."""
     slices: SliceCosts | None = None
     """Costs of every slice of a microbatch; the lists above are then their sums, not those given. None: a slice has its share."""
+    unequal_slices: tuple[SliceCosts, ...] = ()
+    """Costs of the slices of every microbatch, of unequal lengths; the lists above are then means of their sums. Empty: none."""
     links: Links | None = None
     """Links of every pair of ranks; `comm_ms` is then the mean of neighboring ranks. None: `comm_ms` for all."""
 
@@ -69,10 +72,19 @@ class CostModel(CostLists[float]):
     def _take_means(self) -> None:
         """Replace the lists by the means of the microbatches or the sums of the slices, and what is equal by the plain costs."""
         if self.slices is not None:
-            if self.per_microbatch is not None:
-                raise ConfigError("costs: microbatches of unequal lengths cannot have costs per slice; leave one of the two out")
             for name, sums in self.slices.sums().items():
                 object.__setattr__(self, name, sums)
+        if (self.per_microbatch is not None) + (self.slices is not None) + bool(self.unequal_slices) > 1:
+            raise ConfigError(
+                "costs: give those of microbatches, of the slices of all, or of the slices of each; leave others out"
+            )
+        if self.unequal_slices:
+            if len({each.num_stages for each in self.unequal_slices}) > 1:
+                raise ConfigError("costs: the slices of every microbatch must have the same number of stages")
+            every = [each.sums() for each in self.unequal_slices]
+            for name in COST_LISTS:
+                columns = zip(*(each[name] for each in every), strict=True)
+                object.__setattr__(self, name, tuple(math.fsum(column) / len(every) for column in columns))
         if self.per_microbatch is not None:
             for name, means in self.per_microbatch.means().items():
                 object.__setattr__(self, name, means)
@@ -94,27 +106,54 @@ class CostModel(CostLists[float]):
         """Number of microbatches that have costs of their own; None: all are equal, and any number has these costs."""
         if self.per_microbatch is not None:
             return self.per_microbatch.num_microbatches
+        if self.unequal_slices:
+            return len(self.unequal_slices)
         sizes = 1 if self.links is None else len(self.links.message_bytes)
         return sizes if sizes > 1 else None
 
     @property
     def num_slices(self) -> int:
-        """Slices per microbatch that have costs of their own, n; 1: a microbatch is one."""
-        return 1 if self.slices is None else self.slices.num_slices
+        """Slices per microbatch that have costs of their own, n, the most of any; 1: a microbatch is one."""
+        return max(self.slices_of(i).num_slices for i in range(len(self.unequal_slices) or 1)) if self.has_slices else 1
+
+    @property
+    def has_slices(self) -> bool:
+        """Whether slices have costs of their own."""
+        return self.slices is not None or bool(self.unequal_slices)
+
+    def slices_of(self, microbatch: int) -> SliceCosts:
+        """The costs of the slices of a microbatch, which must have some."""
+        slices = self.unequal_slices[microbatch] if self.unequal_slices else self.slices
+        assert slices is not None
+        return slices
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Tokens of every microbatch, if they are unequal and known; else empty."""
+        if self.per_microbatch is not None:
+            return self.per_microbatch.tokens
+        return tuple(sum(each.lengths) for each in self.unequal_slices if each.lengths)
 
     @property
     def is_plain(self) -> bool:
         """Whether all microbatches are equal, and all links."""
-        return self.per_microbatch is None and self.links is None
+        return self.per_microbatch is None and self.links is None and not self.unequal_slices
 
     @property
     def plain(self) -> CostModel:
-        """The costs with every microbatch at the mean, and every link at `comm_ms`."""
-        return self if self.is_plain else replace(self, per_microbatch=None, links=None)
+        """The costs with every microbatch at the mean, or every slice, and every link at `comm_ms`."""
+        slices = mean_slices(self.unequal_slices) if self.unequal_slices else self.slices
+        return self if self.is_plain else replace(self, per_microbatch=None, links=None, unequal_slices=(), slices=slices)
 
     @property
     def whole(self) -> CostModel:
         """The costs of microbatches in one piece, each taking what its slices take together."""
+        if self.unequal_slices:
+            every = [each.with_keys.sums() for each in self.unequal_slices]
+            lists = {name: tuple(zip(*(each[name] for each in every), strict=True)) for name in COST_LISTS}
+            mean = sum(each.num_slices for each in self.unequal_slices) / len(every)
+            own = MicrobatchCosts(tokens=self.tokens, **lists)
+            return replace(self, unequal_slices=(), per_microbatch=own, comm_ms=self.comm_ms * mean)
         if self.slices is None:
             return self
         n = self.slices.num_slices
@@ -124,6 +163,9 @@ class CostModel(CostLists[float]):
 
     def rows(self, name: str, width: int = 1) -> Sequence[Sequence[float]]:
         """One of the lists per stage and microbatch or slice; of equal ones `width` times the same value."""
+        if self.unequal_slices:
+            every_list = (getattr(each, name) for each in self.unequal_slices)
+            return [list(itertools.chain(*rows)) for rows in zip(*every_list, strict=True)]
         every = self.per_microbatch or self.slices
         if every is None:
             return [[value] * width for value in getattr(self, name)]
@@ -131,7 +173,9 @@ class CostModel(CostLists[float]):
         return rows
 
     def of_microbatch(self, name: str, stage: int, microbatch: int) -> float:
-        """The value of one of the lists for one microbatch."""
+        """The value of one of the lists for one microbatch; the sum over its slices where those are unequal."""
+        if self.unequal_slices:
+            return math.fsum(getattr(self.unequal_slices[microbatch], name)[stage])
         lists: CostModel | MicrobatchCosts = self if self.per_microbatch is None else self.per_microbatch
         value = getattr(lists, name)[stage]
         return float(value if self.per_microbatch is None else value[microbatch])
@@ -194,8 +238,8 @@ class CostModel(CostLists[float]):
         passes = ", ".join(
             f"{kind} {_brief(times)}" for kind, times in (("F", self.forward_ms), ("B", self.backward_ms), ("W", self.wgrad_ms))
         )
-        every = self.per_microbatch
-        unequal = "" if every is None else f" (means of {every.num_microbatches} unequal microbatches)"
+        every = self.num_microbatches
+        unequal = "" if every is None else f" (means of {every} unequal microbatches)"
         if self.links is None:
             return f"{passes} ms by stage{unequal}, links {self.comm_ms:.2f} ms"
         pairs = itertools.permutations(range(self.links.num_ranks), 2)
@@ -217,9 +261,10 @@ class CostModel(CostLists[float]):
         if every is not None:
             rows = zip(every.activation, every.activation_after_backward, strict=True)
             every = replace(every, activation=tuple(tuple(map(max, before, after)) for before, after in rows))
-        if most == self.activation and every == self.per_microbatch and slices == self.slices:
+        cut = tuple(each.reserved for each in self.unequal_slices)
+        if (most, every, slices, cut) == (self.activation, self.per_microbatch, self.slices, self.unequal_slices):
             return self
-        return replace(self, activation=most, per_microbatch=every, slices=slices)
+        return replace(self, activation=most, per_microbatch=every, slices=slices, unequal_slices=cut)
 
     def reordered(self, assignment: Sequence[int]) -> CostModel:
         """The same costs with microbatch i the one that was `assignment[i]`; empty: the same order. See `Plan.assignment`."""
@@ -230,6 +275,7 @@ class CostModel(CostLists[float]):
         return replace(
             self,
             per_microbatch=None if self.per_microbatch is None else self.per_microbatch.reordered(assignment),
+            unequal_slices=tuple(self.unequal_slices[index] for index in assignment) if self.unequal_slices else (),
             links=None if self.links is None else self.links.reordered(assignment),
         )
 
@@ -250,7 +296,9 @@ class CostModel(CostLists[float]):
         }
         every = None if self.per_microbatch is None else self.per_microbatch.merged(size)
         slices = None if self.slices is None else self.slices.merged(size)
-        return replace(CostModel.of_lists(lists, comm_ms=self.comm_ms), per_microbatch=every, slices=slices, links=self.links)
+        cut = tuple(each.merged(size) for each in self.unequal_slices)
+        whole = CostModel.of_lists(lists, comm_ms=self.comm_ms)
+        return replace(whole, per_microbatch=every, slices=slices, unequal_slices=cut, links=self.links)
 
     def with_links(self, measured: Mapping[tuple[int, int], LinkTime], num_ranks: int) -> CostModel:
         """The costs with measured links, (sender, receiver) -> a message: a matrix, or where they are alike their mean."""
@@ -264,21 +312,58 @@ class CostModel(CostLists[float]):
         Raises:
             PlanError: the costs are for another number of stages, ranks, microbatches or slices.
         """
+        return self.of_slices(plan).reordered(plan.assignment)
+
+    def of_slices(self, plan: Plan) -> CostModel:
+        """The costs with those of every slice of a plan, in the order of the data: the same if they have them. See `of_plan`."""
         self.check_fits(plan.placement, plan.num_microbatches)
-        return self.reordered(plan.assignment).divided(plan.num_slices)
+        if not (plan.slice_counts or self.unequal_slices or (self.per_microbatch is not None and plan.num_slices > 1)):
+            return self.divided(plan.num_slices)
+        data = map(plan.batch_index, range(plan.num_microbatches))
+        counts = [count for _, count in sorted(zip(data, plan.passes.slices, strict=True))]
+        if not self.has_slices:
+            return self.with_unequal_slices(self._even(counts))
+        given = [self.slices_of(i).num_slices for i in range(plan.num_microbatches)]
+        if given != counts:
+            raise PlanError(
+                f"the costs are for {quoted(given)} slices of the microbatches and the plan has {quoted(counts)}; give costs of "
+                "each slice"
+            )
+        return self
 
     def divided(self, num_slices: int) -> CostModel:
         """The costs with those of every slice: the same costs if they have them, else each slice an even part of its microbatch.
 
+        Of unequal microbatches the longest has `num_slices`, and the others as many as have about the same work.
+
         Raises:
-            PlanError: they have another number of slices, or unequal microbatches.
+            PlanError: they have another number of slices.
         """
         if num_slices == self.num_slices:
             return self
-        if self.slices is not None or self.per_microbatch is not None:
-            given = "unequal microbatches" if self.slices is None else f"{self.num_slices} slices per microbatch"
-            raise PlanError(f"the costs are for {given} and the plan has {num_slices} slices; give costs of each slice")
-        return self.with_slices(SliceCosts.even(self.lists, num_slices))
+        if self.has_slices:
+            raise PlanError(
+                f"the costs are for {self.num_slices} slices per microbatch and the plan has {num_slices} slices; give costs of "
+                "each slice"
+            )
+        if self.per_microbatch is None:
+            return self.with_slices(SliceCosts.even(self.lists, num_slices))
+        work = [math.fsum(column) for column in zip(*(row for name in COST_LISTS[:3] for row in self.rows(name)), strict=True)]
+        return self.with_unequal_slices(self._even(numbers_of_slices(work, num_slices)))
+
+    def _even(self, counts: Sequence[int]) -> tuple[SliceCosts, ...]:
+        """Even parts of every microbatch, as many as it has slices."""
+        rows = {name: self.rows(name, len(counts)) for name in COST_LISTS}
+        return tuple(
+            SliceCosts.even({name: [row[i] for row in of_name] for name, of_name in rows.items()}, count)
+            for i, count in enumerate(counts)
+        )
+
+    def with_unequal_slices(self, every: Sequence[SliceCosts]) -> CostModel:
+        """The costs with those of every slice of each microbatch, from those of whole ones: all messages have the mean length."""
+        mean = sum(each.num_slices for each in every) / len(every)
+        links = None if self.links is None else self.links.divided(mean)
+        return replace(self, per_microbatch=None, unequal_slices=tuple(every), comm_ms=self.comm_ms / mean, links=links)
 
     def with_slices(self, slices: SliceCosts) -> CostModel:
         """The costs with those of every slice of a microbatch, from those of whole microbatches: a message is a part as long."""
@@ -287,8 +372,8 @@ class CostModel(CostLists[float]):
 
     def duration_ms(self, stage: int, kind: OpKind, microbatch: int = 0, slice: int = 0) -> float:
         """Time of one op in milliseconds; the microbatch counts only if they are unequal, so does the slice."""
-        if self.slices is not None:
-            return self.slices.duration_ms(stage, kind, slice)
+        if self.has_slices:
+            return self.slices_of(microbatch).duration_ms(stage, kind, slice)
         every = self.per_microbatch
         if kind is OpKind.F:
             return self.forward_ms[stage] if every is None else every.forward_ms[stage][microbatch]
@@ -333,6 +418,8 @@ class CostModel(CostLists[float]):
             body["microbatches"] = self.per_microbatch.to_json()
         if self.slices is not None:
             body["slices"] = self.slices.to_json()
+        if self.unequal_slices:
+            body["slices"] = [each.to_json() for each in self.unequal_slices]
         if self.links is not None:
             body["links"] = self.links.to_json()
         return body
@@ -351,12 +438,13 @@ class CostModel(CostLists[float]):
             if not isinstance(body.get(name), list):
                 raise PlanError(f"costs: {name!r} must be a list with one number per stage, got {quoted(body.get(name))}")
         lists = {name: tuple(body[name]) for name in COST_LISTS}
-        every, links = body.get("microbatches"), body.get("links")
+        every, links, slices = body.get("microbatches"), body.get("links"), body.get("slices")
         return CostModel(
             **lists,
             comm_ms=body.get("comm_ms", 0.0),
             per_microbatch=None if every is None else MicrobatchCosts.from_json(every),
-            slices=None if body.get("slices") is None else SliceCosts.from_json(body["slices"]),
+            slices=None if slices is None or isinstance(slices, list) else SliceCosts.from_json(slices),
+            unequal_slices=tuple(map(SliceCosts.from_json, slices)) if isinstance(slices, list) else (),
             links=None if links is None else Links.from_json(links),
         )
 

@@ -13,6 +13,7 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.links import Links
+from megatron.zerobubble.plan.costs.slicing import Slicing
 
 
 def with_sizes(links: Links, tokens: Sequence[int], per_token: float, *, source: str, remedy: str) -> Links:
@@ -71,6 +72,16 @@ class Unequal:
             if len(set(self.tokens)) > 1:  # else the model gives these costs, but for the last digits
                 costs = replace(costs, per_microbatch=model.costs(self.tokens))
         return costs if self.links is None else replace(costs, links=self.links)
+
+    def cut(self, costs: CostModel, slicing: Slicing, num_slices: int) -> CostModel:
+        """`applied`, of microbatches that are cut into slices of about equal work, the longest into `num_slices`.
+
+        Raises:
+            ConfigError: as `Slicing.applied`.
+        """
+        if num_slices == 1:
+            return self.applied(costs)
+        return slicing.applied(replace(self, tokens=()).applied(costs), num_slices, self.tokens)
 
     @property
     def is_plain(self) -> bool:

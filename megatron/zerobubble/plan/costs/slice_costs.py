@@ -8,7 +8,7 @@ end.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ _KEY_LISTS = ("keys", "key_gradients")
 
 @dataclass(frozen=True, kw_only=True)
 class SliceCosts(CostLists[tuple[float, ...]]):
-    """Costs of every stage and slice, `[stage][slice]`, in the units of `CostModel`; the same for all microbatches.
+    """Costs of every stage and slice, `[stage][slice]`, in the units of `CostModel`, of one microbatch or of each alike.
 
     Activation memory is without keys and values. Raises ConfigError for lists of different sizes, and for numbers that are not
     finite or below 0.
@@ -131,16 +131,43 @@ class SliceCosts(CostLists[tuple[float, ...]]):
         return SliceCosts(**{name: tuple(body[name]) for name in COST_LISTS}, **{name: tuple(of) for name, of in others.items()})
 
 
-def memory_of_slices(row: Sequence[Op], costs: SliceCosts) -> list[float]:
+def numbers_of_slices(work: Sequence[float], most: int) -> tuple[int, ...]:
+    """Slices of unequal microbatches: `most` of the longest, and of the others as many as have about the same work, 1 or more.
+
+    Args:
+        work: of every microbatch.
+        most: n.
+    """
+    longest = max(work)
+    return tuple(max(1, round(most * each / longest)) if longest > 0 else most for each in work)
+
+
+def mean_slices(every: Sequence[SliceCosts]) -> SliceCosts:
+    """Slices with the mean costs of all slices of these microbatches, as many as one of them has at most.
+
+    Keys and values are part of their activations.
+    """
+    n, total = max(each.num_slices for each in every), sum(each.num_slices for each in every)
+    sums = [each.with_keys.sums() for each in every]
+    means = {
+        name: tuple(math.fsum(column) * n / total for column in zip(*(each[name] for each in sums), strict=True))
+        for name in COST_LISTS
+    }
+    return SliceCosts.even(means, n)
+
+
+def memory_of_slices(row: Sequence[Op], slices_of: Callable[[int], SliceCosts]) -> list[float]:
     """One rank's activation memory at each of its ops, in microbatches: from the start of an F, from the end of another op.
 
     Args:
         row: the rank's ops; those of F alone keep nothing but keys and values, until the microbatch's last slice.
-        costs: of the slices.
+        slices_of: microbatch -> the costs of its slices.
     """
     has_backward = any(op.kind is not OpKind.F for op in row)
-    last, held, memory = costs.num_slices - 1, 0.0, []
-    for stage, kind, _, index in row:
+    held, memory = 0.0, []
+    for stage, kind, microbatch, index in row:
+        costs = slices_of(microbatch)
+        last = costs.num_slices - 1
         before, after = costs.activation[stage][index], costs.activation_after_backward[stage][index]
         if kind is OpKind.F:
             held += before + (costs.keys[stage] if index == 0 else 0.0)

@@ -4,7 +4,8 @@ A slice of ``l`` tokens behind a prefix of ``q`` tokens has ``l`` tokens' work i
 of ``(q + l)^2 - q^2`` of the whole sequence's ``s^2`` pairs of tokens in attention: later slices of one length take longer. So
 the lengths fall, such that the passes of all slices take the same time (SlimPipe, arXiv 2504.14519, has equal lengths and moves
 attention between ranks instead). What a pass takes besides its tokens, the constant of a fit against lengths, is paid once per
-slice: that is how short slices lose.
+slice: that is how short slices lose. Of microbatches with lengths of their own the longest has n slices, and the others as many
+as have about the same work.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.length_model import LengthModel, Terms
 from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS
-from megatron.zerobubble.plan.costs.slice_costs import SliceCosts
+from megatron.zerobubble.plan.costs.slice_costs import SliceCosts, numbers_of_slices
 
 NUMBERS_OF_SLICES = (1, 2, 4, 8, 16)
 """Of which `auto` chooses one."""
@@ -66,6 +67,28 @@ def slice_lengths(work: Terms, tokens: int, num_slices: int, *, multiple: int = 
         best = found
     cuts = (0, *best[units][1])
     return tuple((after - at) * multiple for at, after in itertools.pairwise(cuts))
+
+
+def lengths_of_microbatches(
+    work: Terms, microbatch_tokens: Sequence[int], num_slices: int, *, multiple: int = 1
+) -> list[tuple[int, ...]]:
+    """Per microbatch the tokens of its slices: `num_slices` of the longest, of the others as many as have about the same work.
+
+    Args:
+        work: time of a pass by tokens and squared lengths, some above 0; its constant does not count.
+        microbatch_tokens: length of every microbatch.
+        num_slices: n.
+        multiple: of which every length is one.
+
+    Raises:
+        ConfigError: see `slice_lengths`.
+    """
+    longest = max(microbatch_tokens)
+    counts = numbers_of_slices([work.at(each, each * each) - work.constant for each in microbatch_tokens], num_slices)
+    return [
+        slice_lengths(work, each, count if each == longest else min(count, max(1, each // multiple)), multiple=multiple)
+        for each, count in zip(microbatch_tokens, counts, strict=True)
+    ]
 
 
 def check_slice_lengths(lengths: Sequence[int], tokens: int, *, multiple: int = 1) -> None:
@@ -140,10 +163,10 @@ def costs_of_other_slices(costs: CostModel, num_slices: int, *, multiple: int = 
 
 @dataclass(frozen=True, kw_only=True)
 class Slicing:
-    """Sequences of one length, and what is known of how their costs divide among slices."""
+    """Sequences, and what is known of how their costs divide among slices."""
 
     tokens: int
-    """Length of a sequence, s."""
+    """Length of a sequence, s; where microbatches have lengths of their own, of the longest."""
     attention_share: float = 0.0
     """Share of F's time in attention, of a whole sequence."""
     key_share: float = 0.0
@@ -166,18 +189,26 @@ class Slicing:
         if not 0 <= self.overhead_ms < math.inf:
             raise ConfigError(f"overhead_ms is {quoted(self.overhead_ms)}; it must be a number of 0 or more")
 
-    def applied(self, costs: CostModel, num_slices: int) -> CostModel:
+    def applied(self, costs: CostModel, num_slices: int, microbatch_tokens: Sequence[int] = ()) -> CostModel:
         """The costs of a plan with that many slices per microbatch, of equal work, from those of whole microbatches.
 
+        Args:
+            costs: of microbatches of the mean length.
+            num_slices: n, of the longest microbatch.
+            microbatch_tokens: length of every microbatch; empty: `tokens` each.
+
         Raises:
-            ConfigError: see `slice_lengths`; microbatches that are unequal already.
+            ConfigError: see `slice_lengths`; costs of every microbatch, which do not say what their slices cost.
         """
         if num_slices == 1:
             return costs
         if costs.per_microbatch is not None:
-            raise ConfigError("microbatches of unequal lengths are not cut into slices; give one length, or 1 slice")
-        model = self._model(costs)
-        return costs.with_slices(self.costs(model, self.lengths(model, num_slices)))
+            raise ConfigError("costs of every microbatch do not say what its slices cost; give lengths, or 1 slice")
+        model = self._model(costs, microbatch_tokens)
+        if len(set(microbatch_tokens)) <= 1:
+            return costs.with_slices(self.costs(model, self.lengths(model, num_slices)))
+        lengths = lengths_of_microbatches(_work(model), microbatch_tokens, num_slices, multiple=self.multiple)
+        return costs.with_unequal_slices([self.costs(model, each) for each in lengths])
 
     def lengths(self, model: LengthModel, num_slices: int) -> tuple[int, ...]:
         """Tokens of every slice: F, B and W of all stages together take the same time for each.
@@ -185,27 +216,28 @@ class Slicing:
         By the FLOPs of a transformer layer B and W together are twice F for any share of attention, so that F and the fused
         backward are each the same for all slices, too. B alone is longer for later slices, and W shorter.
         """
-        passes = [*model.forward_ms, *model.backward_ms, *model.wgrad_ms]
-        work = Terms(0.0, math.fsum(terms.per_token for terms in passes), math.fsum(terms.per_square for terms in passes))
-        return slice_lengths(work, self.tokens, num_slices, multiple=self.multiple)
+        return slice_lengths(_work(model), self.tokens, num_slices, multiple=self.multiple)
 
     def costs(self, model: LengthModel, lengths: tuple[int, ...]) -> SliceCosts:
-        """The costs of slices with these lengths."""
-        parts = _parts(lengths)
+        """The costs of slices with these lengths. The keys of one alone are freed with its other activations."""
+        parts, key_share = _parts(lengths), self.key_share if len(lengths) > 1 else 0.0
         lists = {
             name: tuple(tuple(max(0.0, terms.at(*part)) for part in parts) for terms in stages)
             for name, stages in model.lists.items()
         }
         whole = [math.fsum(row) for row in lists["activation"]]
-        lists["activation"] = tuple(tuple((1 - self.key_share) * value for value in row) for row in lists["activation"])
-        keys = tuple(self.key_share * value for value in whole)
+        lists["activation"] = tuple(tuple((1 - key_share) * value for value in row) for row in lists["activation"])
+        keys = tuple(key_share * value for value in whole)
         return SliceCosts(lengths=lengths, keys=keys, key_gradients=keys, **lists)
 
-    def _model(self, costs: CostModel) -> LengthModel:
+    def _model(self, costs: CostModel, microbatch_tokens: Sequence[int] = ()) -> LengthModel:
+        """How costs follow from the length, those of microbatches of these lengths being the means."""
         if self.model is not None:
             return self.model
-        squares = float(self.tokens) * self.tokens
-        model = LengthModel.of(costs, tokens=self.tokens, squares=squares, attention_share=self.attention_share)
+        lengths = microbatch_tokens or (self.tokens,)
+        tokens = sum(lengths) / len(lengths)
+        squares = sum(length * length for length in lengths) / len(lengths)
+        model = LengthModel.of(costs, tokens=tokens, squares=squares, attention_share=self.attention_share)
         if not self.overhead_ms:
             return model
         lists = model.lists
@@ -218,3 +250,10 @@ class Slicing:
             scaled = (terms.scaled(1 - self.overhead_ms / time) for terms, time in zip(lists[name], times, strict=True))
             lists[name] = tuple(terms._replace(constant=self.overhead_ms) for terms in scaled)
         return LengthModel(**lists)
+
+
+def _work(model: LengthModel) -> Terms:
+    """Time of F, B and W of all stages by tokens and squared lengths; where none takes time, as if by tokens."""
+    passes = [*model.forward_ms, *model.backward_ms, *model.wgrad_ms]
+    work = Terms(0.0, math.fsum(terms.per_token for terms in passes), math.fsum(terms.per_square for terms in passes))
+    return work if work.per_token or work.per_square else Terms(per_token=1.0)

@@ -27,7 +27,13 @@ def headline(plan: Plan, name: str | None = None) -> str:
     return (
         f"{name or plan.schedule}: {plan.num_ranks} pipeline ranks (PP), {plan.num_microbatches} microbatches per iteration, "
         f"{plan.placement.num_chunks} stage(s) per rank ({plan.placement.name})"
-    ) + (f", {plan.num_slices} slices per microbatch" if plan.num_slices > 1 else "")
+    ) + (f", {slices_text(plan)}" if plan.num_slices > 1 else "")
+
+
+def slices_text(plan: Plan) -> str:
+    """How many slices a plan's microbatches have."""
+    fewest = min(plan.passes.slices)
+    return f"{plan.num_slices if fewest == plan.num_slices else f'{fewest} to {plan.num_slices}'} slices per microbatch"
 
 
 def lengths(simulation: Simulation, came: Simulation | None = None) -> list[str]:
@@ -38,9 +44,8 @@ def lengths(simulation: Simulation, came: Simulation | None = None) -> list[str]
         came: of the schedule's own order with the data as it came, to compare with.
     """
     costs, plan, lines = simulation.costs, simulation.plan, []
-    every = costs.per_microbatch
-    if every is not None:
-        tokens = [every.tokens[plan.batch_index(i)] for i in range(plan.num_microbatches)] if every.tokens else []
+    if costs.per_microbatch is not None or costs.unequal_slices:
+        tokens = [costs.tokens[plan.batch_index(i)] for i in range(plan.num_microbatches)] if costs.tokens else []
         mean = f" (mean {sum(tokens) / len(tokens):.0f})" if tokens else ""
         lines.append(
             f"microbatches of {min(tokens)} to {max(tokens)} tokens{mean}" if tokens else "microbatches of unequal costs"
@@ -50,6 +55,8 @@ def lengths(simulation: Simulation, came: Simulation | None = None) -> list[str]
             lines.append(f"in the order of the data: {_joined(plan.assignment)}")
         if tokens:
             lines.append(f"with tokens: {_joined(tokens)}")
+        if plan.slice_counts:
+            lines.append(f"in slices: {_joined(plan.slice_counts)}")
     if costs.slices is not None and costs.slices.lengths:
         lines.append(f"slices of {_joined(costs.slices.lengths)} tokens")
     if costs.links is not None:
@@ -65,11 +72,10 @@ def lengths(simulation: Simulation, came: Simulation | None = None) -> list[str]
 
 def slots(plan: Plan, costs: CostModel) -> list[dict[str, int]]:
     """Per slot of the plan its microbatch of the data, and its tokens if they are known; empty if all microbatches are equal."""
-    every = costs.per_microbatch
-    if every is None and not plan.assignment:
+    if costs.per_microbatch is None and not costs.unequal_slices and not plan.assignment:
         return []
     indices = map(plan.batch_index, range(plan.num_microbatches))
-    tokens = every.tokens if every is not None else ()
+    tokens = costs.tokens
     return [{"data_microbatch": index} | ({"tokens": tokens[index]} if tokens else {}) for index in indices]
 
 

@@ -61,7 +61,7 @@ def smallest_memory(placement: Placement, num_microbatches: int, costs: CostMode
 def memory_of_microbatches(placement: Placement, costs: CostModel) -> list[float]:
     """Activation memory of each microbatch alone on the rank that needs most, in the unit of the costs; one if all are equal."""
     costs = costs.reserved
-    own = range(1 if costs.per_microbatch is None else costs.per_microbatch.num_microbatches)
+    own = range(1 if costs.per_microbatch is None and not costs.unequal_slices else costs.num_microbatches or 1)
     return [
         max(
             math.fsum(costs.of_microbatch("activation", stage, microbatch) for stage in stages)
@@ -89,10 +89,10 @@ def check_memory_limit(placement: Placement, num_microbatches: int, costs: CostM
 def largest_microbatch(placement: Placement, costs: CostModel, share: float) -> str:
     """Which microbatch a limit of this share of its memory is too small for, with its tokens if known; empty if all are equal."""
     memory = memory_of_microbatches(placement, costs)
-    if len(memory) == 1 or costs.per_microbatch is None:
+    if len(memory) == 1:
         return ""
     index = memory.index(max(memory))
-    tokens = costs.per_microbatch.tokens
+    tokens = costs.tokens
     return f", microbatch {index} " + (
         f"has {tokens[index]} tokens and the limit holds at most {int(tokens[index] * share)}" if tokens else "is the largest"
     )
