@@ -16,6 +16,7 @@ trust: a wrong one only lowers the bound. ADR 39 has the proofs of the bounds.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import re
@@ -32,9 +33,9 @@ TOLERANCE = 1e-6
 """Relative difference allowed between two computations of one time."""
 
 Op = tuple[int, str, int]
-"""Stage, kind (F, B, W, or BW for both without a break), and microbatch; with n slices, n times the microbatch plus the slice."""
+"""Stage, kind (F, B, W, or BW for both without a break), and microbatch; with slices, the slice, counted through microbatches."""
 Table = list[list[float]]
-"""A cost of every stage and microbatch or slice: `[stage][microbatch]`, or as in `Op`; of keys and values one per stage."""
+"""A cost of every stage and microbatch or slice, as in `Op` but in the order of the data; of keys those of its microbatch."""
 
 
 class Pass(NamedTuple):
@@ -64,10 +65,17 @@ def is_number(value: object, largest: float = LARGEST) -> bool:
     return type(value) in (int, float) and 0 <= value <= largest  # type: ignore[operator]
 
 
-def read_plan(plan: dict[str, Any]) -> tuple[list[list[Op]], list[int], list[int], int]:
-    """The ops per rank, the rank per stage, which microbatch or slice of the data every one of the plan is, and n, the slices."""
+def read_plan(plan: dict[str, Any]) -> tuple[list[list[Op]], list[int], list[int], list[int]]:
+    """The ops per rank, the rank per stage, which microbatch or slice of the data every one of the plan is, and the number of
+    slices of every microbatch of the data.
+    """
     rank_of, m, n, rows = plan["stage_to_rank"], plan["num_microbatches"], plan.get("num_slices", 1), plan["ops"]
-    need(type(n) is int and 0 < n <= LARGEST, "the plan's number of slices is not an integer above 0")
+    is_number = type(m) is int and 0 < m <= sum(map(len, rows))
+    need(bool(rank_of) and is_number, "the plan has no stages, or not an op of every microbatch")
+    slices = plan.get("slice_counts") or [n] * m
+    are_counts = len(slices) == m and all(type(each) is int and 0 < each <= LARGEST for each in slices)
+    need(are_counts, "the plan's number of slices is not an integer above 0")
+    starts = [0, *itertools.accumulate(slices)]
     order: dict[tuple[int, str], list[int]] = {(stage, part): [] for stage in range(len(rank_of)) for part in "FBW"}
     ops: list[list[Op]] = []
     for rank, row in enumerate(rows):
@@ -77,44 +85,55 @@ def read_plan(plan: dict[str, Any]) -> tuple[list[list[Op]], list[int], list[int
             if found is None:
                 raise RefusedError(f"{text!r:.40} is not an op")
             stage, kind, i, part = int(found[1]), found[2], int(found[3]), int(found[4] or 0)
-            need(part < n, f"{text} is of a slice that does not exist")
-            i = i * n + part
+            need(i < m, f"{text} is none of the ops of every microbatch")
+            need(part < slices[i], f"{text} is of a slice that does not exist")
+            begin, end = starts[i : i + 2]
             need(stage < len(rank_of) and rank_of[stage] == rank, f"{text} is on rank {rank}, which does not have its stage")
-            ops[rank].append((stage, kind, i))
+            ops[rank].append((stage, kind, begin + part))
             for each in kind:  # F in the order of the slices, B and W in reverse
-                order[stage, each].append(i if each == "F" else i + n - 1 - 2 * part)
+                order[stage, each].append(begin + part if each == "F" else end - 1 - part)
     for (stage, each), given in order.items():
-        is_complete = len(given) == m * n and given == [*range(len(given))]
-        slices = "" if n == 1 else ", their slices ascending in F and descending in B and W"
-        need(is_complete, f"stage {stage} does not have {each} of every microbatch once, in ascending order{slices}")
-    need(bool(rank_of) and type(m) is int and m > 0, "the plan has no stages or no microbatches")
+        is_complete = len(given) == starts[-1] and given == [*range(len(given))]
+        also = "" if starts[-1] == m else ", their slices ascending in F and descending in B and W"
+        need(is_complete, f"stage {stage} does not have {each} of every microbatch once, in ascending order{also}")
     numbers = (plan["num_ranks"], m, *rank_of, *(plan.get("assignment") or ()))
     need({*map(type, numbers)} == {int}, "the plan has a rank or a microbatch that is not an integer")
     need({*rank_of} == {*range(len(ops))} and plan["num_ranks"] == len(ops), "the plan's stages do not have all of its ranks")
     assignment = plan.get("assignment") or [*range(m)]
     need(sorted(assignment) == [*range(m)], "the plan's assignment does not have every microbatch once")
-    return ops, rank_of, [i * n + part for i in assignment for part in range(n)], n
+    of_data = [count for _, count in sorted(zip(assignment, slices, strict=True))]
+    firsts = [0, *itertools.accumulate(of_data)]
+    return ops, rank_of, [firsts[i] + part for i in assignment for part in range(of_data[i])], of_data
 
 
-def read_costs(body: dict[str, Any], rank_of: list[int], m: int, n: int) -> dict[str, Table]:
+def read_costs(body: dict[str, Any], rank_of: list[int], counts: list[int]) -> dict[str, Table]:
     """Time and memory of every stage and microbatch; "down", its message to the next stage, and "up", the gradient's way back.
 
-    With slices, m counts all slices: n of each microbatch, which cost the same in every microbatch.
+    With slices, of every slice of every microbatch: the same of each microbatch, or a list of each one's own.
     """
     own, slices, links, last = body.get("microbatches"), body.get("slices"), body.get("links"), len(rank_of) - 1
-    need(bool(slices) or n == 1, "costs: a plan of slices needs costs of each")
-    need(not (own and slices), "costs: unequal microbatches cannot have slices")
+    m = sum(counts)
+    need(bool(slices) or m == len(counts), "costs: a plan of slices needs costs of each")
+    need(not (own and slices), "costs: those of microbatches do not go with those of slices")
+    each: list[Any] = slices if isinstance(slices, list) else [slices] * len(counts)
+    fits = not slices or [len(one["forward_ms"][0]) for one in each] == counts
+    need(fits, "costs: every microbatch must have as many slices as in the plan")
     costs: dict[str, Table] = {
-        name: own[name] if own else [row * (m // n) for row in slices[name]] if slices else [[value] * m for value in body[name]]
+        name: own[name]
+        if own
+        else [[value for one in each for value in one[name][s]] for s in range(last + 1)]
+        if slices
+        else [[value] * m for value in body[name]]
         for name in NAMES
     }
     for name, rows in costs.items():
         fits = len(rows) == len(rank_of) and all(len(row) == m and all(map(is_number, row)) for row in rows)
         need(fits, f"costs: {name} must have {len(rank_of)} stages and {m} passes, finite numbers from 0 to {LARGEST:g}")
     for name in KEYS:
-        values = slices[name] if slices else [0.0] * len(rank_of)
-        need(len(values) == len(rank_of) and all(map(is_number, values)), f"costs: {name} must have a finite number per stage")
-        costs[name] = [[value] for value in values]
+        of_each = [one[name] for one in each] if slices else [[0.0] * len(rank_of)] * m
+        fits = all(len(values) == len(rank_of) and all(map(is_number, values)) for values in of_each)
+        need(fits, f"costs: {name} must have a finite number per stage")
+        costs[name] = [[values[s] for values, n in zip(of_each, counts, strict=True) for _ in range(n)] for s in range(last + 1)]
 
     def message(source: int, target: int, i: int) -> tuple[float, float]:
         one, other = rank_of[source], rank_of[target]
@@ -148,16 +167,17 @@ def inputs(stage: int, kind: str, i: int, last: int) -> list[Op]:
 
 
 def simulate(
-    ops: list[list[Op]], rank_of: list[int], costs: dict[str, Table], assignment: list[int], n: int
+    ops: list[list[Op]], rank_of: list[int], costs: dict[str, Table], assignment: list[int], counts: list[int]
 ) -> tuple[float, float, float]:
     """Span, makespan, and the peak memory of the rank that needs most. A link carries one message after the other.
 
     Keys and values are in memory from the F of the first slice to its B, the last of the microbatch, their gradients from the B
-    of the last slice on.
+    of the last slice on. With one slice the gradients come and go within its B.
     """
     there: dict[Op, float] = {}  # when the next stage has a result
     links: dict[tuple[int, int], float] = {}  # when a link can take the next message
     last = len(rank_of) - 1
+    firsts = {0, *itertools.accumulate(counts)}  # the first slice of every microbatch, and their number
     at, first, free, held = ([0] * len(ops), *([0.0] * len(ops) for _ in range(3)))
     peak, moved = 0.0, True
     while moved:
@@ -179,9 +199,12 @@ def simulate(
                     links[link] = sent + costs[f"{way} busy"][from_][assignment[i]]
                     there[stage, kind[0], i] = sent + costs[way][from_][assignment[i]]
                 held[rank] += {"F": whole, "B": kept - whole, "W": -kept, "BW": -whole}[kind]
-                (keys,), (gradients,) = costs["keys"][stage], costs["key_gradients"][stage]
-                held[rank] += keys * (kind == "F" and i % n == 0) + gradients * ("B" in kind and i % n == n - 1)
-                held[rank] -= (keys + gradients) * ("B" in kind and i % n == 0)
+                one = assignment[i]
+                is_first, is_last = one in firsts, one + 1 in firsts
+                keys, gradients = costs["keys"][stage][one], costs["key_gradients"][stage][one]
+                gradients *= not (is_first and is_last)
+                held[rank] += keys * (kind == "F" and is_first) + gradients * ("B" in kind and is_last)
+                held[rank] -= (keys + gradients) * ("B" in kind and is_first)
                 peak = max(peak, held[rank])
                 at[rank], moved = at[rank] + 1, True
     need(at == [*map(len, ops)], "the plan deadlocks")
@@ -230,7 +253,13 @@ def areas(passes: list[Pass], limit: float, is_equal: bool) -> dict[str, tuple[f
 
 
 def bounds(
-    costs: dict[str, Table], rank_of: list[int], rank: int, limit: float, prices: dict[str, float], objective: str, n: int
+    costs: dict[str, Table],
+    rank_of: list[int],
+    rank: int,
+    limit: float,
+    prices: dict[str, float],
+    objective: str,
+    counts: list[int],
 ) -> dict[str, float]:
     """Name -> lower bound on the time of any plan within the limit, from what one rank has to do. Not all apply to every rank."""
     stages = [stage for stage, owner in enumerate(rank_of) if owner == rank]
@@ -244,25 +273,35 @@ def bounds(
     leave = [sum(b[:s] + up[:s]) + w[0] for s in range(len(f))]
 
     # With slices such a path waits, at the slowest stage from one on, for F of the slices behind its own, and for B of those.
+    starts = [0, *itertools.accumulate(counts)]
+    firsts = starts[:-1]
+    ends = [end for end, n in zip(starts[1:], counts, strict=True) for _ in range(n)]
+    has_slices = len(ends) > len(counts)
+
     def wait(name: str, since: int, part: int) -> float:
-        return max(sum(row[part:n]) - min(row) for row in costs[name][since:]) if n > 1 else 0.0
+        return max(sum(row[part : ends[part]]) - min(row) for row in costs[name][since:]) if has_slices else 0.0
+
+    def least_wait(name: str, since: int) -> float:
+        return min(wait(name, since, part) for part in firsts)
 
     whole = zip(costs["activation"], costs["keys"], strict=True)
-    costs = costs | {"activation": [[size + keys * (i % n == 0) for i, size in enumerate(row)] for row, (keys,) in whole]}
+    costs = costs | {
+        "activation": [[size + keys[i] * (i in {*firsts}) for i, size in enumerate(row)] for row, keys in whole],
+    }
 
     # Every microbatch, also the slowest, has to go all the way and back.
     ways = [*zip(*(row for name in (*NAMES[:2], "down", "up") for row in costs[name]), strict=True)]
     alone = [sum(way) + costs["wgrad_ms"][0][i] for i, way in enumerate(ways)]
-    alone.append(turn[0] + wait("forward_ms", 0, 0) + wait("backward_ms", 0, 0) + w[0])
+    alone.append(turn[0] + max(wait("forward_ms", 0, i) + wait("backward_ms", 0, i) for i in firsts) + w[0])
 
-    turns = {s: [turn[s] + wait("forward_ms", s, part) + wait("backward_ms", s, part) for part in range(n)] for s in stages}
+    turns = {s: [turn[s] + wait("forward_ms", s, i) + wait("backward_ms", s, i) for i in range(len(ends))] for s in stages}
 
     passes: list[Pass] = []
-    for i in range(len(costs["down"][0])):
+    for i in range(len(ends)):
         held = 0.0
         for s in stages:
             held += costs["activation"][s][i]
-            passes.append(Pass._make((*(costs[name][s][i] for name in NAMES), held, turns[s][i % n])))
+            passes.append(Pass._make((*(costs[name][s][i] for name in NAMES), held, turns[s][i])))
     total, is_equal = len(passes), len({(one.whole, one.kept) for one in passes}) == 1
     forward, backward, wgrad = (sum(one[kind] for one in passes) for kind in range(3))
     all_fit = sum(one.whole for one in passes) <= limit
@@ -277,29 +316,29 @@ def bounds(
     run = most("before the first B", [[(one.forward, one.whole)] for one in passes])
     if is_equal:
         run = min(run, fit(passes[0].whole, limit, total) * max(one.forward for one in passes))
-    idle_head = max(0.0, arrive[last] - arrive[first] + turn[last] - b[last] + wait("forward_ms", first, 0) - run)
+    idle_head = max(0.0, arrive[last] - arrive[first] + turn[last] - b[last] + least_wait("forward_ms", first) - run)
     left = most("after the last F", [[(one.wgrad, one.kept), (one.backward + one.wgrad, one.whole)] for one in passes])
     if len({one[:5] for one in passes}) == 1:  # in whole passes: some with their B, and as many W as fit beside them
         one = passes[0]
         fitting = (k for k in range(total + 1) if k * one.whole <= limit)
         left = max(k * one.backward + min(total, k + fit(one.kept, limit - k * one.whole, total)) * one.wgrad for k in fitting)
-    until_end = turn[first] - (arrive[last] - arrive[first]) - f[last] + w[first] + wait("backward_ms", first, 0)
+    until_end = turn[first] - (arrive[last] - arrive[first]) - f[last] + w[first] + least_wait("backward_ms", first)
     idle_tail = max(0.0, until_end - left)
     put_off = most("after the last B", [[(one.wgrad, min(one.whole, one.kept))] for one in passes])
 
     # If not all F fit, the last F comes after the first B, and the idle times do not overlap.
-    ends = max(idle_head, idle_tail) if all_fit else idle_head + idle_tail
+    idle = max(idle_head, idle_tail) if all_fit else idle_head + idle_tail
     before = arrive[first] if objective == "makespan" else 0.0  # the span is at least the rank's own time
     needed = idle_head + forward + backward + max(0.0, wgrad - put_off)
     found = {
         "nothing": 0.0,
-        "work and idle ends": before + forward + backward + wgrad + ends,
+        "work and idle ends": before + forward + backward + wgrad + idle,
         "one microbatch": max(alone),
         "travel, work, travel": arrive[first] + needed + leave[first],
     }
     if not all_fit:
         freeing = idle_head + forward + max(0.0, backward + wgrad - left)
-        home = turn[last] - f[last] + wait("backward_ms", 0, 0) + leave[last]
+        home = turn[last] - f[last] + least_wait("backward_ms", 0) + leave[last]
         found["round trip, free memory, round trip"] = arrive[first] + freeing + home
     for name, (area, during_w, last_w, later_w) in areas(passes, limit, is_equal).items():
         found[name] = before + area + during_w + last_w
@@ -311,13 +350,12 @@ def check(body: dict[str, Any]) -> tuple[float, float]:
     """The objective and its lower bound, both in milliseconds. Raises RefusedError if anything in the certificate is wrong."""
     need(body.get("format") == FORMAT, f"its format is {body.get('format')!r:.40}; this checker reads {FORMAT}")
     plan, claimed, objective, allowed = body["plan"], body["bound"], body["objective"], body["memory_limit"]
-    ops, rank_of, assignment, n = read_plan(plan)
-    costs = read_costs(plan["costs"], rank_of, len(assignment), n)
-    span, makespan, peak = simulate(ops, rank_of, costs, assignment, n)
+    ops, rank_of, assignment, counts = read_plan(plan)
+    costs = read_costs(plan["costs"], rank_of, counts)
+    span, makespan, peak = simulate(ops, rank_of, costs, assignment, counts)
     need(allowed is None or is_number(allowed), "its memory_limit must be a number from 0, or null")
-    m = len(assignment) // n
-    everything = sum(sum(row) for name in NAMES[3:] for row in costs[name])  # no plan needs more
-    everything += m * sum(sum(row) for name in KEYS for row in costs[name])
+    m = len(counts)
+    everything = sum(sum(row) for name in (*NAMES[3:], *KEYS) for row in costs[name])  # no plan needs more
     limit = (everything if allowed is None else allowed * min(len(ops), m)) * (1 + 1e-9) + 1e-9  # rounded up
     need(peak <= limit, f"the plan needs {peak:.10g} microbatches of memory and its limit is {limit:.10g}")
     need(objective in ("span", "makespan"), f"its objective is {objective!r:.40}; span and makespan are known")
@@ -326,7 +364,7 @@ def check(body: dict[str, Any]) -> tuple[float, float]:
     name, rank, bound, prices = claimed["name"], claimed["rank"], claimed["bound_ms"], claimed["prices"]
     need(type(rank) is int and 0 <= rank < len(ops), f"its bound is about rank {rank!r:.40}, which does not exist")
     need(all(is_number(price, sys.float_info.max) for price in prices.values()), "its prices must be finite and 0 or more")
-    proven = bounds(costs, rank_of, rank, limit, prices, objective, n)
+    proven = bounds(costs, rank_of, rank, limit, prices, objective, counts)
     need(name in proven, f"its bound {name!r:.40} is not known for these costs and memory; known are {', '.join(proven)}")
     for text, number in (("objective_ms", body["objective_ms"]), ("bound_ms", bound), *claimed["terms_ms"].items()):
         need(is_number(number, sys.float_info.max), f"its {text!r:.40} must be a finite number from 0")
@@ -355,8 +393,9 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     gap = max(0.0, value / bound - 1) if bound > 0 else math.inf if value > 0 else 0.0
     within = "" if body["memory_limit"] is None else f" within {body['memory_limit']:.6g} of 1F1B's memory"
-    n = body["plan"].get("num_slices", 1)
-    within = within if n == 1 else f" with {n} slices per microbatch{within}"
+    n, counts = body["plan"].get("num_slices", 1), body["plan"].get("slice_counts")
+    slices = f"{min(counts)} to {n}" if counts else n
+    within = within if n == 1 else f" with {slices} slices per microbatch{within}"
     print(f"valid; {body['objective']} {value:.6g} ms, no plan{within} takes less than {bound:.6g} ms, gap {100 * gap:.3f} %")
     return 0
 

@@ -4,6 +4,7 @@ Unlike `exact` it needs no solver, times need not be whole, microbatches may be 
 time. Up to about 18 ops.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -15,27 +16,27 @@ _Cell = tuple[int, int]
 
 
 def shortest(
-    costs: dict[str, list[list[float]]], rank_of: list[int], limit: float, objective: Objective, num_slices: int = 1
+    costs: dict[str, list[list[float]]], rank_of: list[int], limit: float, objective: Objective, slices: list[int]
 ) -> float:
     """The shortest time of any plan within the limit; infinite if there is none.
 
     Args:
         costs: per stage and microbatch or slice, by the names of `CostModel`, and "down" and "up": messages to the next stage and
-            back; per stage "keys" and "key_gradients".
+            back; "keys" and "key_gradients" of the microbatch of each.
         rank_of: stage -> rank.
         limit: most activation memory per rank, in microbatches.
         objective: which time.
-        num_slices: n; slice j of microbatch i is n * i + j.
+        slices: of every microbatch, counted through all of them.
     """
-    return _Search(costs, rank_of, limit, objective, num_slices).best
+    return _Search(costs, rank_of, limit, objective, slices).best
 
 
 class _Search:
     def __init__(
-        self, costs: dict[str, list[list[float]]], rank_of: list[int], limit: float, objective: Objective, num_slices: int
+        self, costs: dict[str, list[list[float]]], rank_of: list[int], limit: float, objective: Objective, slices: list[int]
     ) -> None:
         self._costs, self._rank_of, self._limit, self._objective = costs, rank_of, limit, objective
-        self._n = num_slices
+        self._firsts = {0, *itertools.accumulate(slices)}
         self._cells = [(stage, i) for stage in range(len(rank_of)) for i in range(len(costs["down"][0]))]
         self.best = math.inf
         self._seen: dict[tuple[int, ...], list[tuple[float, ...]]] = {}
@@ -68,8 +69,9 @@ class _Search:
                 for name in ("forward_ms", "backward_ms", "wgrad_ms", "activation", "activation_after_backward")
             )
             memory = held[rank] + {"F": whole, "B": kept - whole, "W": -kept, "BW": -whole}[kind]
-            (keys,), (gradients,) = self._costs["keys"][stage], self._costs["key_gradients"][stage]
-            is_first, is_last = i % self._n == 0, i % self._n == self._n - 1
+            keys, gradients = self._costs["keys"][stage][i], self._costs["key_gradients"][stage][i]
+            is_first, is_last = i in self._firsts, i + 1 in self._firsts
+            gradients *= not (is_first and is_last)
             memory += keys if kind == "F" and is_first else gradients if kind in ("B", "BW") and is_last else 0.0
             memory -= keys + gradients if kind in ("B", "BW") and is_first else 0.0
             if memory > self._limit:
@@ -90,7 +92,9 @@ class _Search:
         for (stage, i), count in done.items():
             before, after = (stage - 1, i), (stage + 1, i)
             earlier, later = (stage, i - 1), (stage, i + 1)
-            if (count == 0 and i % self._n and done[earlier] < 1) or (count == 1 and later[1] % self._n and done[later] < 2):
+            if count == 0 and i not in self._firsts and done[earlier] < 1:
+                continue
+            if count == 1 and i + 1 not in self._firsts and done[later] < 2:
                 continue
             if count == 0 and (stage == 0 or done[before] >= 1):
                 yield (stage, i), "F", ends["F", before] + self._costs["down"][stage - 1][i] if stage else 0.0

@@ -84,11 +84,11 @@ def test_the_checker_proves_every_bound_not_only_the_largest(
         limit = smallest_memory(placement, m, costs) * 1.5
     memory = limit * min(placement.num_ranks, m) * (1 + 1e-9) + 1e-9
     rank_of = list(placement.stage_to_rank)
-    checked = verify.read_costs(costs.to_json(), rank_of, m * n, n)
+    checked = verify.read_costs(costs.to_json(), rank_of, [n] * m)
     for found in derivations(Instance(placement, costs, m, memory)):
         rank = found.ranks[-1]
         prices = _prices(costs, placement.rank_to_stages[rank], m, memory)
-        proven = verify.bounds(checked, rank_of, rank, memory, prices, "span", n)
+        proven = verify.bounds(checked, rank_of, rank, memory, prices, "span", [n] * m)
         assert proven[found.name] >= found.value_ms * (1 - 1e-9) - 1e-9, found.name
 
 
@@ -108,7 +108,13 @@ def tiny_problems(draw: st.DrawFn) -> tuple[list[int], int, dict[str, Any]]:
     p = max(rank_of) + 1
     if n > 1:
         keys = {name: [0.0 if is_equal else draw(numbers) for _ in rank_of] for name in verify.KEYS}
-        return rank_of, m, {"slices": tables | keys, "comm_ms": draw(st.sampled_from([0.0, 1.0, 4.0]))}
+        slices: Any = tables | keys
+        if draw(st.booleans()):  # microbatches of their own lengths
+            m = draw(st.integers(1, 6 // len(rank_of) - (n - 1)))
+            slices = [_first_slices(slices, draw(st.integers(1, n)) if i else n, draw(numbers)) for i in range(m)]
+            m = next(m for m in range(m, 0, -1) if sum(_slices({"slices": slices[:m]}, m)) * len(rank_of) <= 6)
+            slices = slices[:m]
+        return rank_of, m, {"slices": slices, "comm_ms": draw(st.sampled_from([0.0, 1.0, 4.0]))}
     if p == 1 or draw(st.booleans()):
         return rank_of, m, {"microbatches": tables, "comm_ms": draw(st.sampled_from([0.0, 1.0, 4.0]))}
     latency, speed = ([[draw(each) for _ in range(p)] for _ in range(p)] for each in (numbers, st.sampled_from([0.5, 1.0, 4.0])))
@@ -123,8 +129,26 @@ def tiny_problems(draw: st.DrawFn) -> tuple[list[int], int, dict[str, Any]]:
     )
 
 
+def _first_slices(slices: dict[str, Any], count: int, more: float) -> dict[str, Any]:
+    """Those of a shorter microbatch, whose first one takes more memory."""
+    cut = {name: [row[:count] for row in slices[name]] for name in verify.NAMES}
+    cut["activation"] = [[row[0] + more, *row[1:]] for row in cut["activation"]]
+    return cut | {name: slices[name] for name in verify.KEYS}
+
+
+def _slices(body: dict[str, Any], m: int) -> list[int]:
+    """Slices of every microbatch of a tiny problem."""
+    slices = body.get("slices")
+    if slices is None:
+        return [1] * m
+    return [len(each["forward_ms"][0]) for each in (slices if isinstance(slices, list) else [slices] * m)]
+
+
 def _model(body: dict[str, Any]) -> CostModel:
     """The costs of a tiny problem, as the planner has them."""
+    if isinstance(body.get("slices"), list):
+        every = tuple(map(SliceCosts.from_json, body["slices"]))
+        return replace(CostModel.of_lists(every[0].sums(), comm_ms=body["comm_ms"]), unequal_slices=every)
     if "slices" in body:
         slices = SliceCosts.from_json(body["slices"])
         return replace(CostModel.of_lists(slices.sums(), comm_ms=body["comm_ms"]), slices=slices)
@@ -154,13 +178,13 @@ def test_no_plan_takes_less_than_any_bound_at_any_price(
 ) -> None:
     """Every bound of the checker, and that of the planner, against the best of all orders, found by trying them all."""
     rank_of, m, body = problem
-    n = len(body["slices"]["forward_ms"][0]) if "slices" in body else 1
-    costs = verify.read_costs(body, rank_of, m * n, n)
-    limit = n * times * max(max(row) for name in verify.NAMES[3:] for row in costs[name]) + 1e-9
+    slices = _slices(body, m)
+    costs = verify.read_costs(body, rank_of, slices)
+    limit = max(slices) * times * max(max(row) for name in verify.NAMES[3:] for row in costs[name]) + 1e-9
     prices = dict.fromkeys(("before the first B", "after the last F", "after the last B"), price)
-    best = shortest(costs, rank_of, limit, objective, n)
+    best = shortest(costs, rank_of, limit, objective, slices)
     for rank in set(rank_of):
-        for name, bound in verify.bounds(costs, rank_of, rank, limit, prices, objective.value, n).items():
+        for name, bound in verify.bounds(costs, rank_of, rank, limit, prices, objective.value, slices).items():
             assert bound <= best + 1e-6, name
     if best < math.inf:
         placement = Placement(tuple(rank_of))
@@ -363,9 +387,9 @@ def test_a_worse_price_is_a_lower_bound_still() -> None:
     with pytest.raises(verify.RefusedError, match="bound"):
         verify.check(body)
     rank_of, rank = body["plan"]["stage_to_rank"], body["bound"]["rank"]
-    costs = verify.read_costs(body["plan"]["costs"], rank_of, 8, 1)
+    costs = verify.read_costs(body["plan"]["costs"], rank_of, [1] * 8)
     for price in (0.0, 1.0, 3.0, 10.0, 27.4, 100.0):
-        found = verify.bounds(costs, rank_of, rank, 4.0, dict.fromkeys(body["bound"]["prices"], price), "span", 1)
+        found = verify.bounds(costs, rank_of, rank, 4.0, dict.fromkeys(body["bound"]["prices"], price), "span", [1] * 8)
         assert len(found) >= 6
         assert all(value <= body["bound"]["bound_ms"] * (1 + 1e-6) for value in found.values())
 

@@ -48,7 +48,7 @@ class Instance:
     def _slowest(self, placement: Placement, costs: CostModel) -> Paths:
         """The paths of the microbatch whose way through all stages and back takes longest."""
         m = costs.num_microbatches
-        if m is None:
+        if m is None or costs.has_slices:
             return self.paths
         return max((Paths(placement, costs, i) for i in range(m)), key=lambda paths: paths.there_and_back(0) + paths.back_from(0))
 
@@ -89,14 +89,16 @@ class Items:
     """Times and memory of passes as (time, memory, count): one item per stage, or of each slice or unequal microbatch."""
 
     def __init__(self, costs: CostModel, num_microbatches: int) -> None:
-        every: MicrobatchCosts | SliceCosts | None = costs.per_microbatch
-        self.parts: list[tuple[CostLists[float], int]] = [(costs, num_microbatches)]
+        every: list[MicrobatchCosts | SliceCosts] = [each.with_keys for each in costs.unequal_slices]
         if costs.slices is not None:
-            every = costs.slices.with_keys
-        if every is not None:
-            count = 1 if costs.slices is None else num_microbatches
-            columns = zip(*(zip(*rows, strict=True) for rows in every.lists.values()), strict=True)
-            self.parts = [(CostLists(**dict(zip(COST_LISTS, lists, strict=True))), count) for lists in columns]
+            every = [costs.slices.with_keys]
+        elif costs.per_microbatch is not None:
+            every = [costs.per_microbatch]
+        self.parts: list[tuple[CostLists[float], int]] = [] if every else [(costs, num_microbatches)]
+        count = 1 if costs.slices is None else num_microbatches
+        for each in every:
+            columns = zip(*(zip(*rows, strict=True) for rows in each.lists.values()), strict=True)
+            self.parts += [(CostLists(**dict(zip(COST_LISTS, lists, strict=True))), count) for lists in columns]
 
     def sum(self, name: str, stages: Sequence[int]) -> float:
         """Sum of a list of costs over stages and microbatches."""
@@ -144,6 +146,8 @@ class Paths:
             self._turn.append(self._turn[-1] + (self.down_ms[s] + self.back_ms[s]) + forward[s] + self.backward_ms[s])
         self._turn.reverse()
         self._forwards, self._backwards = (_waits(costs, name) for name in COST_LISTS[:2])
+        counts = [each.num_slices for each in costs.unequal_slices or (costs.slices,) if each is not None]
+        self._firsts = [0, *accumulate(counts[:-1])] if counts else []
 
     def down_to(self, stage: int) -> float:
         """From the start of F of stage 0 to the start of F of `stage`."""
@@ -153,13 +157,26 @@ class Paths:
         """From the start of F of `stage` to the end of its B."""
         return self._turn[stage]
 
-    def wait_forward(self, stage: int, part: int = 0) -> float:
-        """Time of F of slices `part` to n-1, less the fastest, at the slowest stage from `stage` on; 0 without slices."""
-        return self._forwards[part][stage] if self._forwards else 0.0
+    def wait_forward(self, stage: int, part: int | None = None) -> float:
+        """Time of F of slice `part` and all behind it, less the fastest, at the slowest stage from `stage` on; 0 without slices.
 
-    def wait_backward(self, stage: int, part: int = 0) -> float:
+        Slices are counted through all unequal microbatches. Without `part`, it is all slices of the fastest microbatch.
+        """
+        return self._wait(self._forwards, stage, part)
+
+    def wait_backward(self, stage: int, part: int | None = None) -> float:
         """The same of B."""
-        return self._backwards[part][stage] if self._backwards else 0.0
+        return self._wait(self._backwards, stage, part)
+
+    def _wait(self, waits: list[list[float]], stage: int, part: int | None) -> float:
+        if not waits:
+            return 0.0
+        return waits[part][stage] if part is not None else min(waits[first][stage] for first in self._firsts)
+
+    @property
+    def longest_wait(self) -> float:
+        """Both waits of the microbatch for which they are longest, from its first slice and stage 0 on."""
+        return max((self.wait_forward(0, part) + self.wait_backward(0, part) for part in self._firsts), default=0.0)
 
     def back_from(self, stage: int) -> float:
         """From the end of B of `stage` to the end of W of stage 0."""
@@ -168,10 +185,14 @@ class Paths:
 
 def _waits(costs: CostModel, name: str) -> list[list[float]]:
     """Per slice j and stage s, the most, over stages from s on, that the slices from j on take longer than the fastest slice."""
-    if costs.slices is None:
+    if not costs.has_slices:
         return []
-    rows = getattr(costs.slices, name)
-    longer = [[math.fsum(row[part:]) - min(row) for row in rows] for part in range(costs.num_slices)]
+    fastest = [min(row) for row in costs.rows(name)]
+    longer = [
+        [math.fsum(row[part:]) - least for row, least in zip(getattr(each, name), fastest, strict=True)]
+        for each in costs.unequal_slices or (costs.slices_of(0),)
+        for part in range(each.num_slices)
+    ]
     return [list(accumulate(reversed(of_part), max))[::-1] for of_part in longer]
 
 

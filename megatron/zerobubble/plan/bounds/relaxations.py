@@ -153,7 +153,7 @@ class _Arguments:
         paths, first = self._instance.slowest, self._stages[0]
         return (
             ("stage 0 to the rank", paths.down_to(first)),
-            ("from F to B of the rank", paths.there_and_back(first) + paths.wait_forward(0) + paths.wait_backward(0)),
+            ("from F to B of the rank", paths.there_and_back(first) + paths.longest_wait),
             ("back to stage 0, with its W", paths.back_from(first)),
         )
 
