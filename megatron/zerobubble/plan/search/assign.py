@@ -4,7 +4,8 @@ A schedule for equal microbatches keeps its ranks busy because everything in a c
 rank waits for the longest pass near it. Which microbatch runs when is free, though: within a global batch their order does not
 change the sum of the gradients. So a microbatch of the plan is a *slot*, and the search looks for the permutation of the data
 that suits the slots: long ones side by side in the middle, short ones at both ends, where all ranks wait for one. Meanwhile it
-moves ops as for equal microbatches (`core`), and W fills what remains.
+moves ops as for equal microbatches (`core`), and W fills what remains. Where microbatches have different numbers of slices, these
+move with the data: slots then have as many passes as the microbatch that they run, and the order is one of passes.
 
 The result is never slower than the plan it starts from with the data in the order in which it came, nor sorted by length,
 wherever those fit the memory limit. A long microbatch counts there for several short ones. Equal costs give the plan itself, to
@@ -16,11 +17,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.ir import Op, OpKind, Plan
+from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS
+from megatron.zerobubble.plan.ir import OpKind, Plan
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.search.core import PythonCore
 from megatron.zerobubble.plan.search.interface import Order, Problem
@@ -28,7 +31,7 @@ from megatron.zerobubble.plan.search.orders import order_of, plan_of_order, with
 from megatron.zerobubble.plan.search.search import best_core
 from megatron.zerobubble.plan.search.search_options import SearchOptions, check_memory_limit
 from megatron.zerobubble.plan.simulate import peak_memory, simulate
-from megatron.zerobubble.plan.transforms import split_fused
+from megatron.zerobubble.plan.transforms import recut, split_fused
 from megatron.zerobubble.plan.validate import MEMORY_TOLERANCE
 
 ITERATION_BUDGET = 1e6
@@ -72,7 +75,8 @@ def assign(
 
     Args:
         bases: plans of one placement and number of microbatches to start from. The first one is the schedule's own; the others,
-            which need less memory, are for limits that it exceeds. All have split backwards, or none.
+            which need less memory, are for limits that it exceeds. All have split backwards, or none. With slices they are for
+            the data as it comes.
         costs: costs per microbatch as the data comes, and links. With plain costs the first base is returned.
         options: objective, seed, budget, and the memory limit; None: the most that the first base needs with the data as it comes
             or sorted by length, for which a run has to have the memory anyway.
@@ -80,7 +84,7 @@ def assign(
         core: `PythonCore` or the compiled one; by default the compiled one if the install built it.
 
     Raises:
-        ConfigError: a limit that the largest microbatch alone exceeds, or a base with slices.
+        ConfigError: a limit that the largest microbatch alone exceeds, or slices under a matrix of links.
         PlanError: costs for another number of stages, ranks or microbatches; a plan with fused and split backwards; with
             `fixed_order`, no assignment found that fits the memory limit.
     """
@@ -94,10 +98,9 @@ def assign(
 
 
 def check_sliceable(num_slices: int, costs: CostModel) -> None:
-    """Raise ConfigError for slices of unequal microbatches, or under a matrix of links."""
-    if num_slices > 1 and not costs.is_plain:
-        what = "unequal links" if costs.per_microbatch is None else "unequal microbatches"
-        raise ConfigError(f"{num_slices} slices per microbatch cannot be planned with {what}; give equal ones, or 1 slice")
+    """Raise ConfigError for slices under a matrix of links."""
+    if num_slices > 1 and costs.links is not None:
+        raise ConfigError(f"{num_slices} slices per microbatch cannot be planned with unequal links; give equal ones, or 1 slice")
 
 
 class _Search:
@@ -106,7 +109,8 @@ class _Search:
     def __init__(
         self, bases: Sequence[Plan], costs: CostModel, options: SearchOptions, fixed_order: bool, core: type[PythonCore]
     ) -> None:
-        self._base, self._costs, self._options, self._fixed = bases[0], costs, options, fixed_order
+        self._bases, self._costs, self._options, self._fixed = bases, costs, options, fixed_order
+        self._base = bases[0]
         self._fused = _is_fused(self._base)
         self._m = self._base.num_microbatches
         stages = self._base.placement.rank_to_stages
@@ -115,9 +119,7 @@ class _Search:
         )
         self._came = list(self._base.assignment) or list(range(self._m))
         self._ascending = sorted(range(self._m), key=self._work_ms)
-        self._orders = [order_of(split_fused(plan)) for plan in bases]
-        if self._fused:
-            self._orders = [without_wgrad(order) for order in self._orders]
+        self._slices = [costs.slices_of(i).num_slices if costs.has_slices else 1 for i in range(self._m)]
         self._reserved = costs if self._fused else costs.reserved
         limit = options.memory_limit
         self._limit = max(self._peaks(self._reserved)) if limit is None else float(limit)
@@ -126,15 +128,22 @@ class _Search:
         self._seed = options.seed * 1_000_003
 
     def _work_ms(self, microbatch: int) -> float:
-        every = self._costs.per_microbatch
-        if every is None:
-            return 0.0
-        return math.fsum(row[microbatch] for rows in (every.forward_ms, every.backward_ms, every.wgrad_ms) for row in rows)
+        stages = range(self._base.num_stages)
+        return math.fsum(self._costs.of_microbatch(name, stage, microbatch) for name in COST_LISTS[:3] for stage in stages)
 
     def _given(self) -> list[Plan]:
         """The base with the data in the order in which it came, and sorted by length both ways."""
-        assignments = (self._came, self._ascending, self._ascending[::-1])
-        return [replace(self._base, assignment=tuple(assignment)) for assignment in assignments]
+        return [self._assigned(self._base, each) for each in (self._came, self._ascending, self._ascending[::-1])]
+
+    def _assigned(self, plan: Plan, assignment: Sequence[int]) -> Plan:
+        """A plan with another assignment, and the slices of these microbatches."""
+        if self._costs.has_slices:
+            plan = recut(plan, [self._slices[index] for index in assignment])
+        return replace(plan, assignment=tuple(assignment))
+
+    def _order(self, plan: Plan, assignment: Sequence[int]) -> Order:
+        order = order_of(split_fused(self._assigned(plan, assignment)))
+        return without_wgrad(order) if self._fused else order
 
     def _peaks(self, costs: CostModel) -> list[float]:
         return [max(peak_memory(plan, costs)) for plan in self._given()]
@@ -158,13 +167,14 @@ class _Search:
     def best(self) -> Plan:
         """Score the given orders, anneal from the best starts, and return the best of all."""
         for plan in self._given():
-            objective = self._take(self._orders[0], plan.assignment)
+            order = self._order(plan, plan.assignment)
+            objective = self._take(order, plan.assignment)
             if objective == math.inf and max(peak_memory(plan, self._costs)) <= self._limit + MEMORY_TOLERANCE:
                 # It fits, but not with the memory that the search reserves at every F (`CostModel.reserved`).
                 objective = self._options.objective.of(simulate(plan, self._costs))
-                self._found.append(_Found(objective, self._orders[0], list(plan.assignment)))
+                self._found.append(_Found(objective, order, list(plan.assignment)))
         budget = self._options.budget
-        starts = [self._start(order) for order in self._orders]
+        starts = [self._start(plan) for plan in self._bases]
         probe = _PROBE_SHARE * budget / len(starts) if len(starts) > 1 else 0.0
         reached = [self._anneal(start, probe, _TEMPERATURES[0]) for start in starts]
         start = starts[min(range(len(starts)), key=lambda index: (reached[index], index))]
@@ -188,16 +198,15 @@ class _Search:
             best = min(self._found, key=lambda found: found.objective)
         return self._plan_of(best)
 
-    def _start(self, order: Order) -> _Start:
-        """The best of an order's assignments by rule, with its own Ws or with Ws that fill the bubbles."""
+    def _start(self, plan: Plan) -> _Start:
+        """The best of a plan's assignments by rule, with its own Ws or with Ws that fill the bubbles."""
         rising, falling = self._ascending[::2], self._ascending[1::2][::-1]
-        choices = [(order, math.inf)]
-        if not self._fixed and not self._fused:
-            choices = [(without_wgrad(order), patience) for patience in _PATIENCES]
+        has_own = self._fixed or self._fused
         starts = []
-        for rows, value in choices:
-            patience = [value] * len(rows)
+        for value in (math.inf,) if has_own else _PATIENCES:
             for assignment in (rising + falling, self._came, self._ascending, self._ascending[::-1]):
+                order = self._order(plan, assignment)
+                rows, patience = order if has_own else without_wgrad(order), [value] * len(order)
                 score = self._core.evaluate_assigned(rows, patience, assignment)[0]
                 starts.append(_Start(score, rows, patience, assignment))
         return min(starts, key=lambda start: start.score)
@@ -221,10 +230,12 @@ class _Search:
 
     def _plan_of(self, found: _Found) -> Plan:
         own = found.assignment == list(range(self._m))
-        if (without_wgrad(found.order) if self._fused else found.order) == self._orders[0]:
-            plan = self._base
+        order = without_wgrad(found.order) if self._fused else found.order
+        if order == self._order(self._base, found.assignment):
+            plan = self._assigned(self._base, found.assignment)
         else:
-            plan = plan_of_order(found.order, self._base.schedule, self._base.placement, self._m, fused=self._fused)
+            slices = [self._slices[index] for index in found.assignment]
+            plan = plan_of_order(found.order, self._base.schedule, self._base.placement, slices, fused=self._fused)
         return replace(plan, assignment=() if own else tuple(found.assignment))
 
     def _too_little_memory(self) -> PlanError:
@@ -243,16 +254,13 @@ def _is_fused(plan: Plan) -> bool:
     return OpKind.BW in kinds
 
 
-def _one_after_the_other(plan: Plan) -> Order:
+def _one_after_the_other(plan: Plan) -> Plan:
     """The order that needs the least memory: each microbatch runs through all stages before the next one begins."""
     rows = []
     for stages in plan.placement.rank_to_stages:
-        rows.append(
-            [
-                Op(stage, kind, microbatch)
-                for microbatch in range(plan.num_microbatches)
-                for kind, some in ((OpKind.F, stages), (OpKind.B, stages[::-1]), (OpKind.W, stages))
-                for stage in some
-            ]
-        )
-    return order_of(Plan.of(plan.schedule, plan.placement, plan.num_microbatches, rows))
+        row = []
+        for begin, end in pairwise(plan.passes.starts):
+            for kind, some in ((OpKind.F, stages), (OpKind.B, stages[::-1]), (OpKind.W, stages)):
+                row += [plan.passes.nth(stage, kind, number) for stage in some for number in range(begin, end)]
+        rows.append(tuple(row))
+    return replace(plan, ops=tuple(rows))

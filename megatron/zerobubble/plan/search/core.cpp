@@ -42,7 +42,7 @@ class NativeCore : public ListScheduler {
   void stop() { stopped_ = true; }
 
   Order anneal(const Order& order, const std::vector<double>& patience, std::uint64_t seed, double budget, double temperature) {
-    return improve(order, patience, slots_, seed, budget, temperature, false, false).first;
+    return improve(order, patience, own_, seed, budget, temperature, false, false).first;
   }
 
   std::pair<Order, std::vector<int>> assign(const Order& order, const std::vector<double>& patience,
@@ -60,16 +60,16 @@ class NativeCore : public ListScheduler {
     std::vector<int> chunks;
     for (const auto& own : stages_) chunks.push_back(static_cast<int>(own.size()));
     const Moves moves(m_, std::move(chunks));
-    take_slots(assignment);
+    take(assignment);
     Order rows = order, best = order;
     std::vector<double> patience = patience_of, best_patience = patience_of, saved;
-    std::vector<int> best_slots = assignment, previous;
+    std::vector<int> assigned = assignment, best_assigned = assignment, previous;
     const bool filled = std::any_of(patience.begin(), patience.end(), [](double value) { return value < kInfinity; });
     const int kinds = filled ? 2 : 3;
     const double shift_share = assigns ? kLateMoveShare : filled ? kShiftShare : kPlainShiftShare;
     auto [score, objective] = run<true>(rows, patience, nullptr);
     double best_score = objective < kInfinity ? score : kInfinity;
-    if (score == kInfinity || (fixed_order && width_ == 1)) budget = 0.0;
+    if (score == kInfinity || (fixed_order && !is_unequal_)) budget = 0.0;
     if (budget > 0) find_critical(rows);
     const double begin = work;
     Changes changed;
@@ -80,10 +80,11 @@ class NativeCore : public ListScheduler {
       previous.clear();
       double since = -kInfinity;
       const double choice = random.unit();
-      if (fixed_order || (assigns && width_ > 1 && choice < kAssignShare)) {
-        previous = slots_;
-        moves.reassign(slots_, random);
-        since = time_before_microbatch(first_difference(previous, slots_));
+      if (fixed_order || (assigns && is_unequal_ && choice < kAssignShare)) {
+        previous = assigned;
+        moves.reassign(assigned, random);
+        take(assigned);
+        since = time_before_forward(first_changed(previous, assigned));
       } else {
         const double kind = assigns ? random.unit() : choice;
         if (filled && kind < kPatienceShare) {
@@ -116,23 +117,25 @@ class NativeCore : public ListScheduler {
         if (reached < kInfinity && score < best_score) {
           best = rows;
           best_patience = patience;
-          if (width_ > 1) best_slots = slots_;
+          best_assigned = assigned;
           best_score = score;
         }
       } else {
         for (auto& [rank, row] : changed) rows[rank].swap(row);
         if (!saved.empty()) patience.swap(saved);
-        if (!previous.empty()) slots_.swap(previous);
+        if (!previous.empty()) {
+          assigned.swap(previous);
+          take(assigned);
+        }
       }
     }
-    take_slots(best_slots);
+    take(best_assigned);
     Order found = fill(best, best_patience);
-    reset_slots();
-    return {std::move(found), std::move(best_slots)};
+    take(own_);
+    return {std::move(found), std::move(best_assigned)};
   }
 
-  template <typename Sequence>
-  static int first_difference(const Sequence& before, const Sequence& after) {
+  static int first_difference(const Row& before, const Row& after) {
     return static_cast<int>(std::mismatch(before.begin(), before.end(), after.begin()).first - before.begin());
   }
 
@@ -180,14 +183,15 @@ std::vector<int> ints_of(const int* values, int count) { return {values, values 
 // Each takes a core first, but for the first. Orders go in and out as the codes of all ranks in turn and the number per rank; the
 // caller's buffers for results hold every op. The arguments are those of the methods of core.py.
 
-EXPORTED NativeCore* zb_new(int num_microbatches, int num_slices, int num_stages, const int* stage_to_rank, const double* lists,
-                            const int* sizes, double comm_ms, double limit, int is_makespan, double excess_ms) {
+EXPORTED NativeCore* zb_new(int num_microbatches, int num_slices, const int* counts, int num_counts, int num_stages,
+                            const int* stage_to_rank, const double* lists, const int* sizes, double comm_ms, double limit,
+                            int is_makespan, double excess_ms) {
   Doubles values(lists);
   auto durations = values.next(sizes[0]), activation = values.next(sizes[1]), remaining = values.next(sizes[2]);
   auto links = values.next(sizes[3]), busy = values.next(sizes[4]);
-  return new NativeCore(num_microbatches, num_slices, ints_of(stage_to_rank, num_stages), std::move(durations), comm_ms,
-                        std::move(activation), std::move(remaining), limit, is_makespan != 0, std::move(links),
-                        std::move(busy), excess_ms);
+  return new NativeCore(num_microbatches, num_slices, ints_of(counts, num_counts), ints_of(stage_to_rank, num_stages),
+                        std::move(durations), comm_ms, std::move(activation), std::move(remaining), limit, is_makespan != 0,
+                        std::move(links), std::move(busy), excess_ms);
 }
 
 EXPORTED void zb_delete(NativeCore* core) { delete core; }

@@ -32,9 +32,10 @@ and by the inequality for c - 1 this activation fits.
 With slices `n[k]` counts slices, `n[c + 1]` only those of microbatches of which all have passed, and a microbatch of which some
 have not passed counts whole: an F of a slice is only admitted where all slices of its microbatch fit. The proof is the same.
 
-Unequal microbatches have costs of their own, and an *assignment* states which of them an order runs as its microbatch i.
-Annealing then changes both (`assign`). An F that does not fit the memory limit is charged for its excess instead of ending the
-evaluation, so that the search leaves assignments that do not fit in small steps. Policies are for equal microbatches only.
+Unequal microbatches have costs of their own, and an *assignment* states which of them an order runs as its microbatch i. They
+may have different numbers of slices, which move with them: a row's k-th F is then another slice's. Annealing then changes both
+(`assign`). An F that does not fit the memory limit is charged for its excess instead of ending the evaluation, so that the search
+leaves assignments that do not fit in small steps. Policies are for equal microbatches only.
 
 All work is counted in op evaluations, never in seconds, so a budget gives the same plan on every machine. The compiled core
 charges what this one does, but runs only the ops that a move may have changed, and stops where the score is certain to be too
@@ -81,7 +82,7 @@ class PythonCore:
 
     def __init__(self, problem: Problem) -> None:
         self.n = n = problem.num_slices
-        self.m = problem.num_microbatches * n
+        self.m = problem.num_passes
         self.rank_of = list(problem.stage_to_rank)
         self.num_stages = len(self.rank_of)
         self.p = max(self.rank_of) + 1
@@ -93,10 +94,13 @@ class PythonCore:
         self.limit = problem.limit
         self.makespan = problem.is_makespan
         self.excess_ms = problem.excess_ms
-        is_unequal = self.m > 1 and len(self.activation) == self.num_stages * self.m
-        self.width = n if n > 1 else self.m if is_unequal else 1
-        self.forward_of = [number + n - 1 - 2 * (number % n) for number in range(self.m)]
-        self.slots = self._own_slots()
+        self.counts = list(problem.counts)
+        has_columns = bool(self.counts) or (n == 1 and self.m > 1 and len(self.activation) == self.num_stages * self.m)
+        self.is_unequal = has_columns and problem.num_microbatches > 1
+        self.width = self.m if has_columns else n
+        self.starts = [0, *accumulate(self.counts)]
+        self.own = list(range(problem.num_microbatches))
+        self._take(self.own)
         self.links = list(problem.links) or self._equal_links(problem.comm_ms)
         self.busy = list(problem.busy)
         self.work = 0.0
@@ -106,12 +110,18 @@ class PythonCore:
         self._critical: list[tuple[int, int]] = []
         self._moves = Moves(self.m, [len(stages) for stages in self.stages])
 
-    def _own_slots(self) -> list[int]:
-        return [number % self.width for number in range(self.m)]
-
-    def _taken(self, assignment: Sequence[int]) -> list[int]:
-        """Equal microbatches have one column of costs, for any assignment."""
-        return list(assignment) if self.width > 1 else [0] * self.m
+    def _take(self, assignment: Sequence[int]) -> None:
+        """Find the column of costs of every F, and the F that every B and W belongs to. Equal microbatches have one column."""
+        if not self.counts:
+            n = self.n
+            self.slots = list(assignment) if self.is_unequal else [number % self.width for number in range(self.m)]
+            self.forward_of = [number + n - 1 - 2 * (number % n) for number in range(self.m)]
+            return
+        self.slots, self.forward_of = [], []
+        for microbatch in assignment:
+            first, count = len(self.slots), self.counts[microbatch]
+            self.slots += range(self.starts[microbatch], self.starts[microbatch + 1])
+            self.forward_of += range(first + count - 1, first - 1, -1)
 
     def _equal_links(self, comm_ms: float) -> list[float]:
         links = []
@@ -139,16 +149,16 @@ class PythonCore:
 
     def evaluate_assigned(self, rows: Rows, patience: Sequence[float], assignment: Sequence[int]) -> tuple[float, float]:
         """Score and objective of rows whose microbatch i is `assignment[i]` in the costs; beyond the limit only a score."""
-        self.slots = self._taken(assignment)
+        self._take(assignment)
         found = self._run(rows, patience, None)
-        self.slots = self._own_slots()
+        self._take(self.own)
         return found
 
     def fill_assigned(self, rows: Rows, patience: Sequence[float], assignment: Sequence[int]) -> Order:
         """`fill` with this assignment."""
-        self.slots = self._taken(assignment)
+        self._take(assignment)
         order = self.fill(rows, patience)
-        self.slots = self._own_slots()
+        self._take(self.own)
         return order
 
     def _run(self, rows: Rows, patience: Sequence[float], out: list[bytearray] | None) -> tuple[float, float]:
@@ -292,7 +302,7 @@ class PythonCore:
 
         If some patience is finite (rows without W), more of the moves change many ops at once, and some change the patience.
         """
-        return self._improve(rows, patience, self.slots, seed, budget, temperature, assigns=False, fixed_order=False)[0]
+        return self._improve(rows, patience, self.own, seed, budget, temperature, assigns=False, fixed_order=False)[0]
 
     def assign(
         self,
@@ -321,24 +331,26 @@ class PythonCore:
     ) -> tuple[Order, list[int]]:
         """`assign`, or with `assigns` false `anneal`, which leaves the assignment as it is."""
         random = Random(seed)
-        self.slots = self._taken(assignment)
+        self._take(assignment)
         current, patient = [bytearray(row) for row in rows], list(patience)
         filled = any(value < math.inf for value in patient)
         shift_share = LATE_MOVE_SHARE if assigns else SHIFT_SHARE if filled else PLAIN_SHIFT_SHARE
         score, objective = self._run(current, patient, None)
-        best, best_patience, best_slots = list(current), patient, self.slots
+        assigned = list(assignment)
+        best, best_patience, best_assigned = list(current), patient, assigned
         best_score = score if objective < math.inf else math.inf
-        if score == math.inf or (fixed_order and self.width == 1):
+        if score == math.inf or (fixed_order and not self.is_unequal):
             budget = 0.0
         if budget > 0:
             self._find_critical()
         begin = self.work
         while self.work - begin < budget and not self._is_stopped:
             left = 1.0 - (self.work - begin) / budget
-            varied, previous, changed = patient, self.slots, dict[int, bytearray]()
+            varied, previous, changed = patient, assigned, dict[int, bytearray]()
             choice = random.unit()
-            if fixed_order or (assigns and self.width > 1 and choice < ASSIGN_SHARE):
-                self.slots = self._moves.reassign(previous, random)
+            if fixed_order or (assigns and self.is_unequal and choice < ASSIGN_SHARE):
+                assigned = self._moves.reassign(previous, random)
+                self._take(assigned)
             else:
                 kind = random.unit() if assigns else choice
                 if filled and kind < PATIENCE_SHARE:
@@ -350,7 +362,7 @@ class PythonCore:
                 else:
                     changed = self._moves.single_move(current, self._critical, random)
             self.work += MOVE_WEIGHT
-            if not changed and varied is patient and self.slots is previous:
+            if not changed and varied is patient and assigned is previous:
                 continue
             candidate = [changed.get(rank, row) for rank, row in enumerate(current)]
             self.work += sum(map(len, changed.values()))
@@ -359,13 +371,14 @@ class PythonCore:
                 current, patient, score = candidate, varied, candidate_score
                 self._find_critical()
                 if reached < math.inf and score < best_score:
-                    best, best_patience, best_slots, best_score = current, patient, self.slots, score
-            else:
-                self.slots = previous
-        self.slots = best_slots
+                    best, best_patience, best_assigned, best_score = current, patient, assigned, score
+            elif assigned is not previous:
+                assigned = previous
+                self._take(assigned)
+        self._take(best_assigned)
         found = self.fill(best, best_patience)
-        self.slots = self._own_slots()
-        return found, list(best_slots if self.width > 1 else assignment)
+        self._take(self.own)
+        return found, best_assigned
 
     def _find_critical(self) -> None:
         """Find the critical path of the last run: the ops that determine when its longest rank ends, last first."""

@@ -26,8 +26,7 @@ class Evaluator : public Problem {
  public:
   template <typename... Arguments>
   explicit Evaluator(Arguments&&... arguments) : Problem(std::forward<Arguments>(arguments)...) {
-    slots_.resize(m_);
-    reset_slots();
+    take(own_);
     for (int list = 0; list < 3 * num_stages_; ++list) lists_.push_back(list_of(list / 3, list % 3));
     for (const auto& own : stages_) {
       Rank rank{work_of(own)};
@@ -64,16 +63,16 @@ class Evaluator : public Problem {
   // The same with microbatch i of an order the one that is `assignment[i]` in the costs.
   std::pair<double, double> evaluate_assigned(const Order& rows, const std::vector<double>& patience,
                                               const std::vector<int>& assignment) {
-    take_slots(assignment);
+    take(assignment);
     const auto found = run<false>(rows, patience, nullptr);
-    reset_slots();
+    take(own_);
     return found;
   }
 
   Order fill_assigned(const Order& rows, const std::vector<double>& patience, const std::vector<int>& assignment) {
-    take_slots(assignment);
+    take(assignment);
     const Order order = fill(rows, patience);
-    reset_slots();
+    take(own_);
     return order;
   }
 
@@ -81,13 +80,32 @@ class Evaluator : public Problem {
   // Index into a list of costs with a column for the microbatch or slice that F number `count` is of.
   int at(int list, int count) const { return list * width_ + slots_[count]; }
 
-  // Equal microbatches have one column of costs, whatever the assignment.
-  void take_slots(const std::vector<int>& assignment) {
-    if (width_ > 1) slots_ = assignment;
+  // Find the column of costs of every F, and the F that every B and W belongs to. Equal microbatches have one column.
+  void take(const std::vector<int>& assignment) {
+    if (counts_.empty()) {
+      if (is_unequal_) {
+        slots_ = assignment;
+      } else if (slots_.empty()) {
+        for (int number = 0; number < m_; ++number) slots_.push_back(number % width_);
+      }
+      return;
+    }
+    slots_.clear();
+    forward_of_.clear();
+    for (const int microbatch : assignment) {
+      const int first = static_cast<int>(slots_.size());
+      for (int slice = 0; slice < counts_[microbatch]; ++slice) {
+        slots_.push_back(starts_[microbatch] + slice);
+        forward_of_.push_back(first + counts_[microbatch] - 1 - slice);
+      }
+    }
   }
 
-  void reset_slots() {
-    for (int slot = 0; slot < m_; ++slot) slots_[slot] = slot % width_;
+  // The first F from which on another assignment differs.
+  int first_changed(const std::vector<int>& before, const std::vector<int>& after) const {
+    const auto same = std::mismatch(before.begin(), before.end(), after.begin()).first;
+    if (counts_.empty()) return static_cast<int>(same - before.begin());
+    return std::accumulate(before.begin(), same, 0, [&](int sum, int microbatch) { return sum + counts_[microbatch]; });
   }
 
   // Score and objective of rows that may leave W out; the rows with every W are appended to `out`.
@@ -229,8 +247,8 @@ class Evaluator : public Problem {
   // A time of the kept order before which `rank` has run nothing from `step` on.
   double time_before(int rank, int step) const { return ranks_[rank].snapshots[step / kSnapshotSteps].now; }
 
-  // The same for the first F of a microbatch.
-  double time_before_microbatch(int microbatch) const { return time_before(rank_of_[0], steps_[microbatch]); }
+  // The same for an F of stage 0.
+  double time_before_forward(int number) const { return time_before(rank_of_[0], steps_[number]); }
 
   // The ops of the kept order, just run, that determine its time.
   void find_critical(const Order& rows) {

@@ -42,7 +42,14 @@ class Problem(NamedTuple):
     excess_ms: float = 0.0
     """Milliseconds charged per unit of memory above the limit; 0: an order that exceeds it has no score."""
     num_slices: int = 1
-    """n, slices per microbatch."""
+    """n, slices per microbatch; of unequal microbatches the most."""
+    counts: Sequence[int] = ()
+    """Slices of each unequal microbatch; empty: n of each."""
+
+    @property
+    def num_passes(self) -> int:
+        """Passes through a stage in each direction."""
+        return sum(self.counts) or self.num_microbatches * self.num_slices
 
     @staticmethod
     def of(
@@ -56,7 +63,8 @@ class Problem(NamedTuple):
         excess_ms: float = 0.0,
     ) -> Problem:
         """That of these costs; with `fused`, of F and BW only, which need no memory after B."""
-        width = costs.num_slices if costs.num_microbatches is None else num_microbatches
+        counts = [each.num_slices for each in costs.unequal_slices]
+        width = sum(counts) or (costs.num_slices if costs.num_microbatches is None else num_microbatches)
         ranks, last = placement.stage_to_rank, placement.num_stages - 1
         links, busy = list[float](), list[float]()
         if costs.links is not None:
@@ -78,6 +86,7 @@ class Problem(NamedTuple):
             busy if any(busy) else [],
             excess_ms,
             costs.num_slices,
+            counts,
         )
 
 

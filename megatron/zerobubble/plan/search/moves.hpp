@@ -125,7 +125,7 @@ class Moves {
   }
 
   void reassign(std::vector<int>& slots, Random& random) const {
-    const int from = random.below(m_), to = (from + 1 + random.below(m_ - 1)) % m_;
+    const int m = static_cast<int>(slots.size()), from = random.below(m), to = (from + 1 + random.below(m - 1)) % m;
     if (random.unit() >= kRotateShare) {
       std::swap(slots[from], slots[to]);
     } else if (from < to) {

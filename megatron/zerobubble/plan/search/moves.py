@@ -131,8 +131,9 @@ class Moves:
 
     def reassign(self, slots: Sequence[int], random: Random) -> list[int]:
         """Assign two microbatches to each other's slots, or move one to another slot; there are at least two."""
-        start = random.below(self._m)
-        target = (start + 1 + random.below(self._m - 1)) % self._m
+        m = len(slots)
+        start = random.below(m)
+        target = (start + 1 + random.below(m - 1)) % m
         changed = list(slots)
         if random.unit() >= ROTATE_SHARE:
             changed[start], changed[target] = changed[target], changed[start]

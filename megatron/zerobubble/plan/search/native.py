@@ -27,7 +27,7 @@ def _loaded() -> ctypes.CDLL:
     rows, found = [pointer, ctypes.c_char_p, pointer, count], [pointer, pointer]
     anneals = [ctypes.c_uint64, number, number]
     for name, result, arguments in (
-        ("new", pointer, [count, count, count, pointer, pointer, pointer, number, number, count, number]),
+        ("new", pointer, [count, count, pointer, count, count, pointer, pointer, pointer, number, number, count, number]),
         ("delete", None, [pointer]),
         ("work", ctypes.POINTER(number), [pointer]),
         ("stop", None, [pointer]),
@@ -51,11 +51,13 @@ class NativeCore:
     """Methods are those of `PythonCore`, which documents them. A core belongs to one thread, but for `stop`."""
 
     def __init__(self, problem: Problem) -> None:
-        ranks = _ints(problem.stage_to_rank)
+        ranks, counts = _ints(problem.stage_to_rank), _ints(problem.counts)
         lists = (problem.durations, problem.activation, problem.remaining, problem.links, problem.busy)
         self._core = _LIBRARY.zb_new(
             problem.num_microbatches,
             problem.num_slices,
+            _at(counts),
+            len(counts),
             len(ranks),
             _at(ranks),
             _at(values := _doubles(chain.from_iterable(lists))),
@@ -69,7 +71,7 @@ class NativeCore:
         weakref.finalize(self, _LIBRARY.zb_delete, self._core)
         self._work = _LIBRARY.zb_work(self._core)
         self._num_ranks = max(ranks) + 1
-        self._num_ops = 3 * len(ranks) * problem.num_microbatches * problem.num_slices
+        self._num_ops = 3 * len(ranks) * problem.num_passes
 
     @property
     def work(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Sequence
 
-from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
+from megatron.zerobubble.plan.ir import OpKind, Passes, Placement, Plan
 from megatron.zerobubble.plan.search.interface import Order
 from megatron.zerobubble.plan.transforms import split_fused
 
@@ -72,20 +72,18 @@ def order_of(plan: Plan) -> Order:
     return [bytes(3 * chunk[op.stage] + kind_code[op.kind] for op in row) for row in plan.ops]
 
 
-def plan_of_order(
-    order: Order, schedule: str, placement: Placement, num_microbatches: int, *, fused: bool, num_slices: int = 1
-) -> Plan:
-    """The plan of an order; with `fused`, every B becomes a BW and W is dropped."""
-    rows = []
+def plan_of_order(order: Order, schedule: str, placement: Placement, slices: Sequence[int], *, fused: bool) -> Plan:
+    """The plan of an order for microbatches with these numbers of slices; with `fused`, every B becomes a BW and W is dropped."""
+    passes, rows = Passes(tuple(slices)), []
     for rank, codes in enumerate(order):
         counts = [0] * (3 * placement.num_chunks)
         row = []
         for code in codes:
             stage, kind = placement.rank_to_stages[rank][code // 3], _KINDS[code % 3]
             if not fused:
-                row.append(Op.nth(stage, kind, counts[code], num_slices))
+                row.append(passes.nth(stage, kind, counts[code]))
             elif kind is not OpKind.W:
-                row.append(Op.nth(stage, OpKind.BW if kind is OpKind.B else kind, counts[code], num_slices))
+                row.append(passes.nth(stage, OpKind.BW if kind is OpKind.B else kind, counts[code]))
             counts[code] += 1
-        rows.append(row)
-    return Plan.of(schedule, placement, num_microbatches, rows, num_slices=num_slices)
+        rows.append(tuple(row))
+    return Plan(schedule, placement, len(slices), tuple(rows), num_slices=max(slices), slice_counts=passes.slices)

@@ -86,7 +86,7 @@ def search(
 
     n = costs.num_slices
     order = _best_of(start, options, 3 * placement.num_stages * num_microbatches * n, seed_orders)
-    return plan_of_order(order, schedule, placement, num_microbatches, fused=fused, num_slices=n)
+    return plan_of_order(order, schedule, placement, [n] * num_microbatches, fused=fused)
 
 
 def _best_of(
