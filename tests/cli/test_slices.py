@@ -81,6 +81,30 @@ def test_schedules_are_compared_over_slices(capsys: pytest.CaptureFixture[str]) 
     assert "microbatches are whole" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zbv"])
+def test_long_microbatches_have_more_slices_than_short_ones(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens = ["--microbatch-tokens", "8192,1024,2048,4096", "--attention-share", "0.1"]
+    whole = planned(capsys, "--schedule", name, *tokens)
+    file = tmp_path / "certificate.json"
+    cut = planned(capsys, "--schedule", name, *tokens, "--slices", "4", "--key-share", "0.1", "--certificate", str(file))
+    assert (whole["format"], cut["format"]) == ("zerobubble-plan/2", "zerobubble-plan/3")
+    lengths = [each["lengths"] for each in cut["costs"]["slices"]]
+    assert list(map(sum, lengths)) == [8192, 1024, 2048, 4096]
+    assert list(map(len, lengths)) == [4, 1, 1, 2]
+    plan = Plan.from_json(json.dumps(cut))
+    data = plan.assignment or range(4)
+    assert [len(lengths[i]) for i in data] == list(plan.slice_counts)
+    assert cut["metrics"]["makespan_ms"] < 0.8 * whole["metrics"]["makespan_ms"]
+    assert main(["verify", str(file)]) == 0
+    assert "no plan with 1 to 4 slices per microbatch" in capsys.readouterr().out
+    written = tmp_path / "plan.json"
+    written.write_text(json.dumps(cut))
+    assert main(["show", str(written)]) == 0
+    assert "1 to 4 slices per microbatch" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -94,7 +118,12 @@ def test_schedules_are_compared_over_slices(capsys: pytest.CaptureFixture[str]) 
         ([*CUT, "--pass-overhead-ms", "9"], "overhead_ms is 9 and a pass takes "),
         ([*CUT, "--schedule", "interleaved-1f1b"], "'interleaved-1f1b' has no order of slices; choose one of 1f1b, "),
         ([*CUT, "--memory-limit", "0.01"], "0.01"),
-        ([*CUT, "--microbatch-tokens", "1,2,3,4"], "--slices cuts microbatches of one length"),
+        ([*CUT, "--microbatch-tokens", "1,2,3,4"], "--sequence-length is for microbatches of one length"),
+        (
+            ["--slices", "4", "--microbatch-tokens", "1,2,3,2"],
+            "a sequence of 3 tokens has 3 tokens, which is too few for 4 slices",
+        ),
+        (["--slices", "2", "--microbatch-tokens", "9,8", "-m", "4"], "--microbatch-tokens has 2 lengths"),
     ],
 )
 def test_what_cannot_be_cut_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,8 @@ from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan import planner
 from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, MicrobatchCosts
+from megatron.zerobubble.plan.costs.links import Links
+from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.planner import AUTO, CostsOf, Result, make_plan
@@ -236,13 +237,12 @@ def test_of_equally_good_plans_the_one_of_fewer_slices_is_chosen() -> None:
         assert found.num_slices == 1
 
 
-def test_slices_of_unequal_microbatches_and_of_schedules_without_them_are_refused_in_one_line() -> None:
+def test_slices_under_unequal_links_and_of_schedules_without_them_are_refused_in_one_line() -> None:
     def unequal(placement: Placement) -> CostModel:
-        rows = ((1.0, 2.0, 3.0, 4.0),) * placement.num_stages
-        return CostModel.of_microbatches(MicrobatchCosts(**dict.fromkeys(COST_LISTS, rows)))
+        return replace(CostModel.uniform(placement), links=Links(latency_ms=((0.0, 1.0), (2.0, 0.0))))
 
     for name in (AUTO, "zb", "1f1b"):
-        with pytest.raises(ConfigError, match=r"^2 slices per microbatch cannot be planned with unequal microbatches;") as caught:
+        with pytest.raises(ConfigError, match=r"^2 slices per microbatch cannot be planned with unequal links;") as caught:
             make_plan(
                 name, num_ranks=2, num_microbatches=4, costs_of=unequal, options=SearchOptions(budget=0.0), num_slices=[1, 2]
             )

@@ -32,9 +32,10 @@ def add_slice_flags(command: argparse.ArgumentParser) -> None:
         "--slices",
         default="1",
         metavar="N",
-        help="cut each microbatch into N slices along its sequence; auto tries 1, 2, 4, 8 and 16 (default %(default)s)",
+        help="cut each microbatch into N slices along its sequence, with --microbatch-tokens the longest, and shorter ones into "
+        "as many as have about the same work; auto tries 1, 2, 4, 8 and 16 (default %(default)s)",
     )
-    command.add_argument("--sequence-length", type=int, help="tokens of a sequence, for --slices")
+    command.add_argument("--sequence-length", type=int, help="tokens of a sequence, for --slices without --microbatch-tokens")
     command.add_argument(
         "--key-share",
         type=float,
@@ -104,11 +105,11 @@ class GivenCosts:
     def of(self, placement: Placement, num_slices: int = 1) -> CostModel:
         """The costs on a placement. Raises PlanError if those of the file are for other stages or microbatches."""
         costs = CostModel.uniform(placement, **self.scalars) if self.of_file is None else self.of_file
-        costs = self.unequal.applied(costs)
+        costs = self.unequal.applied(costs) if self.slicing is None else self.unequal.cut(costs, self.slicing, num_slices)
         costs.check_fits(placement, self.num_microbatches)
-        if costs.slices is not None:
-            return costs if num_slices == costs.num_slices else costs_of_other_slices(costs, num_slices)
-        return costs if self.slicing is None else self.slicing.applied(costs, num_slices)
+        if costs.slices is None or num_slices == costs.num_slices:
+            return costs
+        return costs_of_other_slices(costs, num_slices)
 
 
 def read_costs(args: argparse.Namespace, *, more_slices: tuple[int, ...] = ()) -> GivenCosts:
@@ -146,7 +147,7 @@ def read_costs(args: argparse.Namespace, *, more_slices: tuple[int, ...] = ()) -
         of_file=of_file,
         scalars={name: getattr(args, name) for name in names},
         file=args.costs,
-        slicing=None if most == 1 or measured is not None else _slicing(args, model),
+        slicing=None if most == 1 or measured is not None else _slicing(args, unequal.tokens, model),
         num_slices=num_slices,
     )
 
@@ -161,18 +162,19 @@ def _read_slices(args: argparse.Namespace, more: tuple[int, ...], *, are_measure
                 why = f"{shown(args.costs)} has measured costs of slices" if are_measured else "microbatches are whole"
                 flag = f"--{name.replace('_', '-')} is {getattr(args, name):g}"
                 raise ConfigError(f"{flag} and {why}; {'drop it' if are_measured else 'give --slices, or drop it'}")
+    elif args.microbatch_tokens is not None:
+        if args.sequence_length is not None:
+            raise ConfigError(
+                "--sequence-length is for microbatches of one length, and --microbatch-tokens gives each its own; drop one"
+            )
     elif args.sequence_length is None:
         raise ConfigError("slices need the tokens of a sequence: give --sequence-length")
-    elif args.microbatch_tokens is not None:
-        raise ConfigError(
-            "--slices cuts microbatches of one length, and --microbatch-tokens gives each its own; drop one of them"
-        )
     return chosen
 
 
-def _slicing(args: argparse.Namespace, model: LengthModel | None) -> Slicing:
+def _slicing(args: argparse.Namespace, tokens: tuple[int, ...], model: LengthModel | None) -> Slicing:
     return Slicing(
-        tokens=args.sequence_length,
+        tokens=max(tokens, default=args.sequence_length),
         attention_share=args.attention_share,
         key_share=args.key_share,
         overhead_ms=args.pass_overhead_ms,

@@ -2,6 +2,7 @@
 
 What depends on the schedule alone, its order for equal microbatches of the mean size, is planned once. What depends on the
 lengths, the assignment of microbatches to the plan's slots and the order that suits them, takes tens of milliseconds for each.
+Where long microbatches have more slices than short ones, it is the order of as many passes as there are (`recut`).
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.registry import plan_of, schedule_info
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.plan.search.assign import ITERATION_BUDGET, assign
-from megatron.zerobubble.plan.search.search_options import SearchOptions, check_memory_limit
+from megatron.zerobubble.plan.search.search_options import SearchOptions, check_memory_limit, smallest_memory
 from megatron.zerobubble.plan.simulate import peak_memory
+from megatron.zerobubble.plan.transforms import recut
 from megatron.zerobubble.plan.validate import validate
 
 _SMALLER_LIMITS = (0.85, 0.7, 0.5, 0.35)
@@ -61,9 +63,13 @@ class MicrobatchPlanner:
         limit, plain = self._options.memory_limit, None if costs is None else costs.plain
         if base_options is None and limit is not None:
             base_options = replace(self._options, budget=0.0)
+        if base_options is not None and base_options.memory_limit is not None and costs is not None and costs.unequal_slices:
+            # As many slices as the longest microbatch has may be more than that one needs memory for; `assign` keeps the limit.
+            least = smallest_memory(spec.placement, num_microbatches, costs.plain)
+            base_options = None if self._fixed else replace(base_options, memory_limit=max(base_options.memory_limit, least))
         self._spec, self._plain, self._base_options = spec, plain, base_options
         self.base = base or plan_of(spec, num_microbatches, costs=plain, options=base_options)
-        """The schedule's plan for equal microbatches."""
+        """The schedule's plan for equal microbatches, all with as many slices as the longest."""
 
     @cached_property
     def _smaller(self) -> list[Plan]:
@@ -77,6 +83,10 @@ class MicrobatchPlanner:
                 plans.append(plan_of(self._spec, self.base.num_microbatches, costs=self._plain, options=smaller))
         return plans
 
+    def _cut(self, plan: Plan, costs: CostModel) -> Plan:
+        """A plan with the slices that these microbatches have."""
+        return recut(plan, [each.num_slices for each in costs.unequal_slices]) if costs.unequal_slices else plan
+
     def plan(self, costs: CostModel) -> Plan:
         """The validated plan for microbatches with these costs.
 
@@ -84,9 +94,10 @@ class MicrobatchPlanner:
             ConfigError: a memory limit that the largest microbatch alone exceeds; the message has its tokens.
             PlanError: costs of another size, or an order that is fixed and fits the limit with no assignment that was tried.
         """
-        base, limit = self.base, self._options.memory_limit
+        base, limit = self._cut(self.base, costs), self._options.memory_limit
         check_memory_limit(base.placement, base.num_microbatches, costs, limit)
         fits = limit is None or max(peak_memory(base, costs)) <= limit
-        plan = assign([base, *([] if fits else self._smaller)], costs, self._options, fixed_order=self._fixed)
+        smaller = [] if fits else [self._cut(plan, costs) for plan in self._smaller]
+        plan = assign([base, *smaller], costs, self._options, fixed_order=self._fixed)
         validate(plan, memory_limit=limit, costs=costs)
         return plan

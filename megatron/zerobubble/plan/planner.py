@@ -160,8 +160,8 @@ def make_plan(
         sliced_costs_of: costs of the slices; None: a slice takes an even part of the times and memory of its microbatch.
 
     Raises:
-        ConfigError: a wrong name or number, slices of unequal microbatches or under unequal links, or a memory limit that no plan
-            fits (the message names the smallest that works).
+        ConfigError: a wrong name or number, slices under unequal links, or a memory limit that no plan fits (the message names
+            the smallest that works).
         PlanError: a hand-written pattern that exceeds the limit, or costs for another number of stages.
     """
     slices = sorted(set(num_slices)) or [1]
@@ -171,7 +171,7 @@ def make_plan(
     def costs_of_spec(spec: ScheduleSpec) -> CostModel:
         n = spec.num_slices
         costs = costs_of(spec.placement) if n == 1 or sliced_costs_of is None else sliced_costs_of(spec.placement, n)
-        return costs.divided(n) if costs.is_plain else costs
+        return costs.divided(n)
 
     if name == AUTO:
         if num_chunks is not None or max_pending_backward is not None:
@@ -190,7 +190,7 @@ def hand_written(spec: ScheduleSpec, num_microbatches: int, costs_of: CostsOf, o
 
     Unequal microbatches are assigned to it, with the objective and the seed of `options`.
     """
-    costs = costs_of(spec.placement)
+    costs = costs_of(spec.placement).divided(spec.num_slices)
     if costs.is_plain:
         plan = plan_of(spec, num_microbatches)
     else:
