@@ -209,10 +209,9 @@ def install(
     check_targets(config.written, tries=launch.rank == 0)
     if config.schedule == "stock":
         return
-    if config.num_slices > 1 and microbatch_tokens is not None:
+    if config.chooses_slices and microbatch_tokens is not None:
         raise ConfigError(
-            f"{config.num_slices} slices do not go with microbatch_tokens: slices of microbatches that have lengths of their own "
-            "are not planned; leave one of the two out"
+            "slices 'auto' measures slices of sequences of one length, and microbatch_tokens gives each its own: give a number"
         )
     if config.num_slices == 1 and cut is not None:
         raise ConfigError("cut cuts batches into slices, and there are none: give slices, or leave it out")

@@ -10,10 +10,11 @@ import torch
 
 from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
-from tests.support.gpt import MICRO_BATCH, SEQUENCE, Case, Tensors, Trainer
+from tests.support.gpt import Case, Tensors, Trainer
 from tests.support.mla import MlaCase, MlaTrainer
 from tests.support.moe import MoeCase, MoeTrainer
 from tests.support.mtp import MtpCase, MtpTrainer
+from tests.support.unequal import UnequalCase, UnequalTrainer
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Sliced(Case):
     """What cases with slices have in common."""
 
     num_slices: int = 1
-    lengths: tuple[int, ...] = ()
+    slice_lengths: tuple[int, ...] = ()
     """Tokens of each slice; empty: all have the same length."""
 
     def __str__(self) -> str:
@@ -33,7 +34,7 @@ class Sliced(Case):
 
     @property
     def unpipelined(self) -> Any:
-        return replace(super().unpipelined, num_slices=1, lengths=())
+        return replace(super().unpipelined, num_slices=1, slice_lengths=())
 
 
 @dataclass(frozen=True)
@@ -79,13 +80,13 @@ class SlicedBatches(Trainer):
         super().close()
 
     def _schedule_options(self) -> dict[str, Any]:
-        return {"slicing": SliceOptions(lengths=self.case.lengths)}
+        return {"slicing": SliceOptions(lengths=self.case.slice_lengths)}
 
     def batches(self, step: int) -> Iterator[Any]:
         for number, (tokens, labels) in enumerate(super().batches(step)):
             generator = torch.Generator().manual_seed(step * 100 + number)
-            mask = (torch.rand(MICRO_BATCH, SEQUENCE, generator=generator) < 0.7).float().to(self.device)
-            positions = torch.arange(SEQUENCE, device=self.device).expand(MICRO_BATCH, SEQUENCE)
+            mask = (torch.rand(tokens.shape, generator=generator) < 0.7).float().to(self.device)
+            positions = torch.arange(tokens.size(1), device=self.device).expand(tokens.shape)
             yield {"tokens": tokens, "labels": labels, "loss_mask": mask, "position_ids": positions, "attention_mask": None}
 
     def forward_step(self, iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
@@ -107,6 +108,27 @@ class SlicedBatches(Trainer):
 
 class SlicedTrainer(SlicedBatches):
     """Trains a `SlicedCase`."""
+
+
+@dataclass(frozen=True)
+class SlicedUnequalCase(Sliced, UnequalCase):
+    """A dense model whose microbatches have lengths of their own."""
+
+    def trainer(self, initial: Tensors | None = None) -> UnequalTrainer:
+        return SlicedUnequalTrainer(self, initial)
+
+
+class SlicedUnequalTrainer(SlicedBatches, UnequalTrainer):
+    """Trains a `SlicedUnequalCase`."""
+
+    case: SlicedUnequalCase
+
+    def _schedule_options(self) -> dict[str, Any]:
+        options = UnequalTrainer._schedule_options(self)
+        if "unequal" not in options:
+            return {}
+        unequal = replace(options["unequal"], tokens_of=lambda item: int(item["tokens"].size(1)))
+        return SlicedBatches._schedule_options(self) | {"unequal": unequal}
 
 
 class SlicedMlaTrainer(SlicedBatches, MlaTrainer):

@@ -59,12 +59,15 @@ class UnequalTrainer(Trainer):
         super().__init__(case, initial)
         self.orders: list[tuple[int, ...]] = []
         """Per call, the microbatch that each microbatch of the plan was."""
+        self.slices: list[tuple[int, ...]] = []
+        """Per call, the number of slices of each microbatch of the plan."""
         if self.schedule.unequal is not None:
             arrange = self.schedule.unequal.arrange
 
             def recorded(*args: Any, **options: Any) -> Any:
                 arranged = arrange(*args, **options)
                 self.orders.append(arranged.order)
+                self.slices.append(arranged.program.plan.passes.slices)
                 return arranged
 
             self.schedule.unequal.arrange = recorded  # type: ignore[method-assign]

@@ -76,8 +76,9 @@ PROFILED = ["--zero-bubble-pipeline-timers-start-iter", "1", "--zero-bubble-pipe
 
 @pytest.mark.claims(
     "Long runs",
-    "documents at their own lengths, padded and packed, in whole jobs under ZB-H1 with re-planning, ZBV, and ZBV with "
-    "post-validation, against megatron-core's own 1F1B; runs under 1F1B and ZBV continued from a checkpoint",
+    "documents at their own lengths, padded and packed, in whole jobs under ZB-H1 with re-planning, ZBV, ZBV with "
+    "post-validation, and ZB-H1 over slices, against megatron-core's own 1F1B; runs under 1F1B and ZBV continued from a "
+    "checkpoint",
     "works, 1e-6; continued bit for bit",
 )
 @pytest.mark.parametrize(
@@ -86,8 +87,9 @@ PROFILED = ["--zero-bubble-pipeline-timers-start-iter", "1", "--zero-bubble-pipe
         (PADDED, [*PADDED, "--zero-bubble-v-schedule", "--enable-optimizer-post-validation", "--post-validation-patience", "0"]),
         (PADDED, [*PADDED, "--enable-zero-bubble", *PROFILED, "--zero-bubble-planning-seconds", "0.1"]),
         ([*PACKED, *ROPE], [*PACKED, "--variable-seq-lengths", *ROPE, "--zero-bubble-v-schedule"]),
+        ([*PADDED, *ROPE], [*PADDED, *ROPE, "--enable-zero-bubble", "--zero-bubble-slices", "4", *PROFILED]),
     ],
-    ids=["zbv-post-validation", "zb-h1-replanned", "zbv-packed"],
+    ids=["zbv-post-validation", "zb-h1-replanned", "zbv-packed", "zb-h1-slices"],
 )
 @pytest.mark.sampled(0.34)
 def test_unequal_microbatches_are_the_same_training(
@@ -126,7 +128,13 @@ def test_a_batch_of_padding_trains_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "schedule", [[], ["--zero-bubble-v-schedule", "--enable-optimizer-post-validation"]], ids=["stock", "zbv"]
+    "schedule",
+    [
+        [],
+        ["--zero-bubble-v-schedule", "--enable-optimizer-post-validation"],
+        ["--enable-zero-bubble", "--zero-bubble-slices", "2"],
+    ],
+    ids=["stock", "zbv", "slices"],
 )
 @pytest.mark.sampled(0.5)
 def test_a_run_on_documents_continues_bit_for_bit(documents: str, schedule: list[str], tmp_path: Path) -> None:

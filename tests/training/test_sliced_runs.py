@@ -120,6 +120,10 @@ REFUSED = [
     (f"{P2} auto --zero-bubble-planning-seconds 0", "--zero-bubble-slices auto needs profiled iterations"),
     ("--zero-bubble-schedule 1f1b --zero-bubble-slices auto", "--zero-bubble-slices auto needs profiled iterations"),
     (f"{P2} auto --seq-length 4", "a sequence of 4 tokens has 4 tokens, which is too few for 8 slices"),
+    (
+        f"{P2} auto --variable-seq-lengths",
+        "does not go with --variable-seq-lengths: it measures slices of sequences of one length",
+    ),
     (f"{P2} many", "--zero-bubble-slices is 'many'; give a number from 1 to 1,024, or auto"),
     (f"{P2} {'9' * 5000}", "give a number from 1 to 1,024, or auto"),
     (f"{P2} 0", "--zero-bubble-slices is '0'; give a number from 1 to 1,024, or auto"),

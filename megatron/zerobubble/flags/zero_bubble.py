@@ -354,7 +354,7 @@ class ZeroBubbleConfig:
             plan, costs = read_plan(Path(self.zero_bubble_load_plan).read_bytes())
             if costs is not None:
                 costs.check_fits(plan.placement)
-            if plan.assignment or (costs is not None and costs.per_microbatch is not None):
+            if plan.assignment or plan.slice_counts or (costs is not None and costs.num_microbatches is not None):
                 raise PlanError(
                     "it plans microbatches of certain lengths, and a run plans each iteration for its own; plan without "
                     "--microbatch-tokens"

@@ -155,7 +155,7 @@ def check_config(config: Any, spec: ScheduleSpec, *, knows_lengths: bool = False
             continue
         raise ConfigError(f"{name} does not go with schedule {spec.name!r}: {why}. Turn it off or use the stock schedule")
     if spec.num_slices > 1:
-        check_sliced_config(config, name=spec.name, knows_lengths=knows_lengths)
+        check_sliced_config(config, name=spec.name)
 
 
 _REFUSED = {

@@ -107,7 +107,7 @@ class IterationRunner:
         if is_training:
             start_first_gathers(self._chunks)
         if isinstance(hooks.profiler, Profiler):
-            hooks.profiler.lengths = iteration.lengths
+            hooks.profiler.lengths = iteration.pass_lengths
         self._store.keeps_order = hooks.profiler is not None  # the plan decides what each op takes and holds
         self._store.due_at_once = _due_at_once(program, self._rank)
         try:

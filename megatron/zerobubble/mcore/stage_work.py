@@ -53,14 +53,21 @@ class Iteration:
     """Per microbatch of the plan, its number in the order in which the data came."""
     lengths: Sequence[tuple[int, float]] = ()
     """Per microbatch of the plan, its tokens and squared lengths; empty: all are equal."""
-    parts: Sequence[SlicePart] = ()
-    """The slices of each microbatch; empty: microbatches are not cut."""
+    parts: Sequence[tuple[SlicePart, ...]] = ()
+    """Per microbatch of the plan, its slices; empty: microbatches are not cut."""
     cut: Cut | None = None
     """Cuts what the data iterators return; None: `cut_batch`."""
     forward_only: bool
     collect_non_loss_data: bool
     first_val_step: bool | None
     context_parallel_size: int
+
+    @property
+    def pass_lengths(self) -> Sequence[Sequence[tuple[int, float]]]:
+        """Per microbatch of the plan and slice, its tokens and the squared lengths that it adds; empty: all are equal."""
+        if not self.lengths or not self.parts:
+            return [[each] for each in self.lengths]
+        return [[(part.length, float(part.end**2 - part.offset**2)) for part in parts] for parts in self.parts]
 
 
 class ChunkWork:
@@ -106,7 +113,7 @@ class ChunkWork:
         self._on_counted = on_counted
         self._dispatchers = dispatchers
         self._slices = slices
-        self._sliced_losses = SlicedLosses(len(iteration.parts), per_token=config.calculate_per_token_loss)
+        self._sliced_losses = SlicedLosses([len(parts) for parts in iteration.parts], per_token=config.calculate_per_token_loss)
         iterators = iteration.data_iterators
         if slices is not None:
             iterators = [None if each is None else SlicedBatches(each, slices, iteration.cut) for each in iterators]
@@ -133,7 +140,7 @@ class ChunkWork:
         """Shape of the output of a stage, and of its gradient."""
         sequence, *others = self._iteration.tensor_shapes[microbatch]
         if self._iteration.parts:
-            part = self._iteration.parts[slice]
+            part = self._iteration.parts[microbatch][slice]
             sequence = sequence * part.length // part.whole
         return sequence * self._iteration.output_lengths[stage], *others
 
@@ -204,7 +211,7 @@ class ChunkWork:
             self._inflight[chunk, op.microbatch, op.slice] = activation, output
             if sent is not None:
                 schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
-        elif self._slices is not None and iteration.parts[op.slice].is_last:
+        elif self._slices is not None and iteration.parts[op.microbatch][op.slice].is_last:
             self._slices.release(chunk, op.microbatch)
         return sent
 
@@ -212,7 +219,7 @@ class ChunkWork:
         """Inside, the model runs the op's slice."""
         if self._slices is None:
             return contextlib.nullcontext()
-        return self._slices.running(self._chunk_of[op.stage], op.microbatch, self._iteration.parts[op.slice])
+        return self._slices.running(self._chunk_of[op.stage], op.microbatch, self._iteration.parts[op.microbatch][op.slice])
 
     def _check_shape(self, op: Op, output: Tensor) -> None:
         """Raise ExecutionError if an output has another shape than the next stage's buffer: that rank would wait for the rest."""

@@ -146,7 +146,7 @@ class PipelineSchedule:
             warm_up_groups(config, self._chunks, self.device)
             self._runner = self._make_runner(store, timeout, p2p_max_ctas, batch_p2p_comm)
             if unequal is not None:
-                self.unequal = UnequalMicrobatches(spec, unequal, plan=self.plan, place=self._placed)
+                self.unequal = UnequalMicrobatches(spec, unequal, plan=self.plan, place=self._placed, slicing=self.slicing)
 
     def _make_runner(
         self, store: WeightGradStore | None, timeout: timedelta | None, max_ctas: int | None, batched: bool
@@ -346,7 +346,11 @@ class PipelineSchedule:
             iterators = [None if iterator is None else Replayed(iterator) for iterator in iterators]
         shape_of = partial(self._tensor_shape, seq_length, micro_batch_size, decoder_seq_length)
         shapes = {each: shape_of(each) for each in dict.fromkeys(lengths)}
-        parts = self._parts(seq_length, decoder_seq_length, collect_non_loss_data=collect_non_loss_data)
+        parts: Sequence[tuple[SlicePart, ...]] = ()
+        if self._runner.sliced is not None:
+            check_sliced_call(seq_length, decoder_seq_length, collect_non_loss_data=collect_non_loss_data)
+            tokens = [seq_length if each is None else each.tokens for each in lengths]
+            parts = self.slicing.parts_of(tokens, program.plan.passes.slices)
         iteration = Iteration(
             forward_step_func=forward_step_func,
             data_iterators=iterators,
@@ -362,12 +366,12 @@ class PipelineSchedule:
             first_val_step=first_val_step,
             context_parallel_size=parallel_state.get_context_parallel_world_size(),
         )
-        (sequence, *others) = max(shapes.values())
-        share = max((part.length / part.whole for part in parts), default=1)
-        self._message = (round(sequence * share), *others), self._config.pipeline_dtype
+        longest = [max((part.length / part.whole for part in own), default=1) for own in parts] or [1] * num_microbatches
+        sent = ((round(shapes[each][0] * share), *shapes[each][1:]) for each, share in zip(lengths, longest, strict=True))
+        self._message = max(sent), self._config.pipeline_dtype
         self._count_tokens(forward_only=forward_only)
         if not forward_only:
-            self.slice_lengths = tuple(part.length for part in parts)
+            self.slice_lengths = tuple(part.length for part in parts[0]) if parts and arranged is None else ()
         with nullcontext() if hooks.watch is None else hooks.watch.passes(forward_only=forward_only):
             with self._without_timers():
                 work = self._runner.run(program, iteration, hooks)
@@ -460,13 +464,6 @@ class PipelineSchedule:
             cp_group=parallel_state.get_context_parallel_group(),
         )
         return tuple(shape)
-
-    def _parts(self, seq_length: int, decoder_seq_length: int | None, *, collect_non_loss_data: bool) -> tuple[SlicePart, ...]:
-        """The slices of each microbatch of a call; empty where layers know of none. After `cut` there may be one."""
-        if self._runner is None or self._runner.sliced is None:
-            return ()
-        check_sliced_call(seq_length, decoder_seq_length, collect_non_loss_data=collect_non_loss_data)
-        return self.slicing.parts(seq_length, self.spec.num_slices)
 
     def cut(self, lengths: tuple[int, ...]) -> None:
         """From the next iteration on, cut sequences of their sum into slices of these lengths, or with one not at all.

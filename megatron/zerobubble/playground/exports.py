@@ -65,7 +65,7 @@ def flags(plan: Plan, objective: Objective, costs: CostModel | None = None, layo
     The batch is m microbatches of one sample, without data parallelism: with d data-parallel replicas and b samples per
     microbatch the global batch is m*d*b. A plan for unequal microbatches has none: a run has others in every iteration.
     """
-    if plan.assignment or (costs is not None and costs.per_microbatch is not None):
+    if plan.assignment or plan.slice_counts or (costs is not None and costs.num_microbatches is not None):
         return []
     words = [
         f"--pipeline-model-parallel-size {plan.num_ranks}",

@@ -17,6 +17,7 @@ iteration: another plan may have its peak at another op, and needs the workspace
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from statistics import median
@@ -45,6 +46,8 @@ class MemoryMeter(Recorder):
         self._begin = self._before = 0
         self._changes: dict[tuple[int, OpKind, int], list[int]] = {}
         """By stage, kind and slice, what each op has allocated less what it has freed."""
+        self._of_microbatch: dict[tuple[int, int], Counter[tuple[int, OpKind]]] = {}
+        """By stage and microbatch, the same by stage and kind, all slices together."""
         self.peak_bytes = 0
         """Peak of the bytes held after an op, above those at the start of the iteration."""
         self.workspace_bytes = 0
@@ -72,6 +75,7 @@ class MemoryMeter(Recorder):
     def clear(self) -> None:
         """Discard all measurements, and measure from the bytes held now."""
         self._changes.clear()
+        self._of_microbatch.clear()
         self._begin = self._before = self._live()
         self.peak_bytes = self.workspace_bytes = self.most_bytes = 0
         self._reset_peak()
@@ -97,6 +101,7 @@ class MemoryMeter(Recorder):
         self.workspace_bytes = max(self.workspace_bytes, self._most() - max(held, self._before))
         self.most_bytes = max(self.most_bytes, self._most() - self._begin)
         self._changes.setdefault((op.stage, op.kind, op.slice), []).append(held - self._before)
+        self._of_microbatch.setdefault((op.stage, op.microbatch), Counter())[op.stage, op.kind] += held - self._before
         self._before = held
         self.peak_bytes = max(self.peak_bytes, held - self._begin)
         self._reset_peak()
@@ -142,14 +147,10 @@ class MemoryMeter(Recorder):
 
         The first microbatch also allocates masks and tables that stay.
         """
-        return {
-            stage: [
-                _stage_memory(stage, {key[:2]: values[number] for key, values in self._changes.items() if number < len(values)})
-                for number in range(len(forwards))
-            ]
-            for (stage, kind, _), forwards in sorted(self._changes.items(), key=lambda item: item[0][0])
-            if kind is OpKind.F
-        }
+        found: dict[int, list[StageMemory]] = {}
+        for (stage, _), changes in sorted(self._of_microbatch.items()):
+            found.setdefault(stage, []).append(_stage_memory(stage, changes))
+        return found
 
 
 def _stage_memory(stage: int, changes: Mapping[tuple[int, OpKind], float]) -> StageMemory:

@@ -30,13 +30,14 @@ class Profiler(Recorder):
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.lengths: Sequence[tuple[int, float]] = ()
-        """(tokens, squares) of every microbatch of the plan in the next iteration; empty: all are equal."""
+        self.lengths: Sequence[Sequence[tuple[int, float]]] = ()
+        """(tokens, squares) of every pass of each microbatch of the plan in the next iteration, that is one, or as many as it has
+        slices; empty: all microbatches are equal."""
         self.key_bytes: Mapping[int, int] = {}
         """Where microbatches are cut: for each stage of this rank, the bytes of a microbatch's keys and values."""
         self._marks = Marks(device)
-        self._passes: list[tuple[Op, Any, Any, Sequence[tuple[int, float]]]] = []
-        self._measured: Sequence[tuple[int, float]] = ()
+        self._passes: list[tuple[Op, Any, Any, Sequence[Sequence[tuple[int, float]]]]] = []
+        self._measured: Sequence[Sequence[tuple[int, float]]] = ()
         self._started: Any = None
         self._meter = MemoryMeter(device)
         self._iterations = self._begin = 0
@@ -85,9 +86,9 @@ class Profiler(Recorder):
             times.setdefault(key, []).append(elapsed)
             sliced.setdefault((*key, op.slice), []).append(elapsed)
             if lengths:
-                timed.setdefault(key, []).append(ByLength(*lengths[op.microbatch], elapsed))
+                timed.setdefault(key, []).append(ByLength(*lengths[op.microbatch][op.slice], elapsed))
         typical, memory, slices = {key: median(values) for key, values in times.items()}, self._meter.typical(), {}
-        if any(index for *_, index in sliced):
+        if any(index for *_, index in sliced) and not timed:
             slices = slices_of({key: median(values) for key, values in sliced.items()})
             typical = {(stage, kind): sum(each) for stage, of in slices.items() for kind, each in of.times_ms.items()}
             for stage, of_slices in self._meter.of_slices(self.key_bytes).items():
@@ -112,8 +113,9 @@ class Profiler(Recorder):
         """The memory of the first iteration's microbatches but the first one, which allocates more, if there are others."""
         if not self._measured:
             return {}
-        first = 1 if len(self._measured) > 1 else 0
+        whole = [(sum(tokens for tokens, _ in own), sum(squares for _, squares in own)) for own in self._measured]
+        first = 1 if len(whole) > 1 else 0
         return {
-            stage: tuple(ByLength(*lengths, memory) for lengths, memory in zip(self._measured, held, strict=True))[first:]
+            stage: tuple(ByLength(*own, memory) for own, memory in zip(whole, held, strict=True))[first:]
             for stage, held in self._meter.of_microbatches().items()
         }

@@ -133,6 +133,7 @@ class PipelineReport:
             "num_ranks": plan.num_ranks,
             "num_microbatches": plan.num_microbatches,
             **({"num_slices": plan.num_slices} if plan.num_slices > 1 else {}),
+            **({"slice_counts": list(plan.slice_counts)} if plan.slice_counts else {}),
             "measured": measured | {"work_ms": self.work_ms, "wgrad_share": self.wgrad_share},
             "predicted": predicted,
             "costs": planned.costs.to_json(),
@@ -160,7 +161,7 @@ def report(timeline: Timeline, *, costs: CostModel | None = None) -> PipelineRep
         costs = measured_costs(timeline.plan, timeline.rows, {pair: LinkTime(elapsed) for pair, elapsed in links.items()})
         if timeline.activations is not None:
             costs = costs.with_activations(timeline.activations)
-        if timeline.plan.assignment:
+        if timeline.plan.assignment or timeline.plan.slice_counts:
             costs = _of_each_microbatch(timeline, costs)
     simulation = simulate(timeline.plan, costs)
     counted = [rank.peak_bytes for rank in timeline.ranks if rank.peak_bytes is not None]
@@ -207,18 +208,26 @@ def measured_costs(plan: Plan, rows: Rows, links: Mapping[tuple[int, int], LinkT
 
     slices = slices_of({key: median(values) for key, values in times.items()})
     typical = {(stage, kind): sum(each) for stage, of in slices.items() for kind, each in of.times_ms.items()}
-    return combine(
-        [RankProfile(times_ms=typical, memory={}, slices=slices if plan.num_slices > 1 else {})], plan.placement, links
-    )
+    are_alike = plan.num_slices > 1 and not plan.slice_counts
+    return combine([RankProfile(times_ms=typical, memory={}, slices=slices if are_alike else {})], plan.placement, links)
 
 
 def _of_each_microbatch(timeline: Timeline, costs: CostModel) -> CostModel:
     """The costs with the times of every microbatch as recorded: of unequal ones a median says little."""
     plan, m = timeline.plan, timeline.plan.num_microbatches
-    lists = {name: [[value] * m for value in getattr(costs, name)] for name in COST_LISTS}
+    own = costs.of_slices(plan)
+    if own.has_slices:
+        passes = [{name: list(map(list, rows)) for name, rows in own.slices_of(i).lists.items()} for i in range(m)]
+    else:
+        passes = [{name: [[value] for value in values] for name, values in costs.lists.items()} for _ in range(m)]
     for row in timeline.rows:
-        for (stage, kind, microbatch, _), start, end in row:
+        for (stage, kind, microbatch, part), start, end in row:
             name = COST_LISTS[0 if kind is OpKind.F else 2 if kind is OpKind.W else 1]  # a fused BW is a B, as in `combine`
-            lists[name][stage][plan.batch_index(microbatch)] = end - start
-    every = MicrobatchCosts(**{name: tuple(map(tuple, rows)) for name, rows in lists.items()}, tokens=())
-    return replace(costs, per_microbatch=every)
+            passes[plan.batch_index(microbatch)][name][stage][part] = end - start
+    if own.has_slices:
+        every = tuple(replace(own.slices_of(i), **lists) for i, lists in enumerate(passes))  # type: ignore[arg-type]
+        return replace(costs, slices=None, unequal_slices=every)
+    lists = {
+        name: tuple(tuple(each[name][stage][0] for each in passes) for stage in range(plan.num_stages)) for name in COST_LISTS
+    }
+    return replace(costs, per_microbatch=MicrobatchCosts(**lists, tokens=()))

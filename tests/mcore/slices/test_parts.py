@@ -115,7 +115,7 @@ def test_position_ids_are_found_in_a_part() -> None:
 
 def test_the_loss_of_slices_is_that_of_the_microbatch() -> None:
     values, counted = [torch.tensor([2.0, 4.0], requires_grad=True), torch.tensor([6.0], requires_grad=True)], (2, 1)
-    losses, outputs = SlicedLosses(2, per_token=False), []
+    losses, outputs = SlicedLosses([2], per_token=False), []
     for value, count in zip(values, counted, strict=True):
 
         def loss_function(output: Tensor, count: int = count) -> Any:
@@ -138,7 +138,7 @@ def test_the_loss_of_slices_is_that_of_the_microbatch() -> None:
 
 @pytest.mark.parametrize(("result", "got"), [((torch.zeros(1), {}), "2 values"), (torch.zeros(1), "a Tensor")])
 def test_a_mean_loss_is_refused(result: Any, got: str) -> None:
-    _, of_slice = SlicedLosses(2, per_token=False).around(lambda: (None, lambda _: result), 0)()
+    _, of_slice = SlicedLosses([2], per_token=False).around(lambda: (None, lambda _: result), 0)()
     with pytest.raises(ConfigError, match=rf"must return \(sum of the losses, number of tokens, report\), not {got}"):
         of_slice(None)
 
@@ -242,15 +242,10 @@ MOE = {"num_moe_experts": 4, "moe_router_load_balancing_type": "aux_loss", "moe_
     ],
 )
 def test_options_that_slices_do_not_go_with_are_refused(options: dict[str, Any], message: str) -> None:
-    check_sliced_config(_config(), name="zb-h1", knows_lengths=False)
-    check_sliced_config(_config(**MOE), name="zb-h1", knows_lengths=False)
+    check_sliced_config(_config(), name="zb-h1")
+    check_sliced_config(_config(**MOE), name="zb-h1")
     with pytest.raises(ConfigError, match=message):
-        check_sliced_config(_config(**options), name="zb-h1", knows_lengths=False)
-
-
-def test_lengths_of_their_own_are_refused() -> None:
-    with pytest.raises(ConfigError, match="microbatch_tokens does not go with slices"):
-        check_sliced_config(_config(), name="zb-h1", knows_lengths=True)
+        check_sliced_config(_config(**options), name="zb-h1")
 
 
 def test_megatron_lms_arguments_are_those_of_the_slice_while_it_runs() -> None:

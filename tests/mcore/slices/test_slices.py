@@ -15,7 +15,7 @@ import torch
 
 from tests.support.gpt import compare
 from tests.support.ranks import RankPool
-from tests.support.sliced import SlicedCase, SlicedMlaCase, SlicedMoeCase, SlicedMtpCase
+from tests.support.sliced import SlicedCase, SlicedMlaCase, SlicedMoeCase, SlicedMtpCase, SlicedUnequalCase
 
 TOLERANCE = 1e-6
 
@@ -34,7 +34,7 @@ SHARED_MOE = SlicedMoeCase(
 )
 OTHERS: list[Any] = [
     replace(ZB_H1, num_slices=12),
-    replace(ZB_H1, num_slices=3, lengths=(7, 3, 2)),
+    replace(ZB_H1, num_slices=3, slice_lengths=(7, 3, 2)),
     replace(ZB_H1, own_attention=True),
     replace(ZBV, own_attention=True, llama=True),
     replace(ZB_H1, per_token_loss=True),
@@ -54,7 +54,9 @@ OTHERS: list[Any] = [
     SlicedMoeCase("zbv", 2, 3, num_chunks=2, num_layers=4, num_slices=2, aux_loss_coeff=0.0, expert_parallel=2, shared=True),
     SlicedMoeCase("zb-h1", 2, 3, num_layers=4, num_slices=4),
     SlicedMoeCase("zbv", 2, 3, num_chunks=2, num_layers=4, num_slices=2, balancing="seq_aux_loss", per_token_loss=True),
-    SlicedMoeCase("zbv", 2, 3, num_chunks=2, num_layers=4, num_slices=3, expert_parallel=2, recompute="full", lengths=(6, 4, 2)),
+    SlicedMoeCase(
+        "zbv", 2, 3, num_chunks=2, num_layers=4, num_slices=3, expert_parallel=2, recompute="full", slice_lengths=(6, 4, 2)
+    ),
     SlicedMtpCase("zb-h1", 2, 3, num_layers=4, num_slices=4),
     SlicedMtpCase("zbv", 2, 3, num_chunks=2, num_layers=4, num_slices=2, num_mtp_layers=1, tied=True),
     SlicedMtpCase("zbv", 2, 2, num_chunks=2, num_layers=4, num_slices=12, recompute="full"),
@@ -91,6 +93,31 @@ def test_slices_of_every_generator_have_the_loss_and_gradients_of_whole_microbat
 @pytest.mark.parametrize("case", OTHERS, ids=str)
 @pytest.mark.sampled(0.2)
 def test_slices_have_the_loss_and_gradients_of_whole_microbatches(four_ranks: RankPool, case: Any) -> None:
+    check(four_ranks, case)
+
+
+OF_LENGTHS = SlicedUnequalCase("zbv", 2, 4, num_chunks=2, num_layers=4, num_slices=4, adam_eps=1.0)
+UNEQUAL: list[Any] = [
+    OF_LENGTHS,
+    replace(OF_LENGTHS, num_ranks=4, num_layers=8, num_microbatches=8, num_slices=3),
+    replace(OF_LENGTHS, reorders=False, recompute="full", llama=True),
+    replace(OF_LENGTHS, num_slices=12, tied=True),
+    replace(OF_LENGTHS, tensor_parallel=2, sequence_parallel=True, multiple=2, num_slices=2, llama=True),
+    replace(OF_LENGTHS, different_data=True, overlap_grad_reduce=True, per_token_loss=True),
+    *(SlicedUnequalCase(name, 2, 5, num_layers=4, num_slices=4, adam_eps=1.0) for name in ("1f1b", "zb-h1", "zb-h2", "zb")),
+    SlicedUnequalCase("v-half", 2, 5, num_chunks=2, num_layers=4, num_slices=4, adam_eps=1.0),
+]
+
+
+@pytest.mark.claims(
+    "Schedules",
+    "slices of microbatches with lengths of their own, more of long ones than of short ones, in another order in every step: "
+    "1F1B, ZB-H1, ZB-H2, ZB, ZBV and V-Half on 2 and 4 ranks; recomputation, tensor, sequence and data parallelism",
+    "works, losses and gradients within 1e-6 of whole microbatches",
+)
+@pytest.mark.parametrize("case", UNEQUAL, ids=str)
+@pytest.mark.sampled(0.25)
+def test_slices_of_unequal_microbatches_have_the_loss_and_gradients_of_whole_ones(four_ranks: RankPool, case: Any) -> None:
     check(four_ranks, case)
 
 

@@ -9,6 +9,9 @@ evaluations, not seconds. Only the order within a global batch changes, and no d
 
 Data-parallel replicas run one order of ops, because their collectives follow from it, but each has an assignment of its own:
 slot i runs the k-th longest microbatch of every replica, and the plan counts the longest of those.
+
+Where microbatches are cut, the longest has all slices and the others as many as have about the same work, by operations: what is
+measured changes the order of ops and never what they compute.
 """
 
 from __future__ import annotations
@@ -31,16 +34,19 @@ from megatron.zerobubble.mcore.microbatches.length_exchange import (
     most_of_replicas,
     ranked,
 )
-from megatron.zerobubble.plan.communication import Program
+from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
+from megatron.zerobubble.plan.communication import Program, place_communication
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.links import Links
+from megatron.zerobubble.plan.costs.slicing import Slicing
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.plan.search.assign import ITERATION_BUDGET
 from megatron.zerobubble.plan.search.search_options import SearchOptions
+from megatron.zerobubble.plan.transforms import recut
 
 __all__ = ["Arranged", "UnequalMicrobatches", "UnequalOptions", "attention_share"]
 
@@ -108,6 +114,7 @@ class UnequalMicrobatches:
         costs: of a microbatch of the usual length, until lengths and times are measured; None: F=B=W.
         plan: returns the schedule's plan for a number of equal microbatches.
         place: places the transfers of a training plan.
+        slicing: how microbatches are cut, where the schedule has slices.
     """
 
     def __init__(
@@ -118,8 +125,10 @@ class UnequalMicrobatches:
         plan: Callable[[int], Plan],
         place: PlaceTransfers,
         costs: CostModel | None = None,
+        slicing: SliceOptions | None = None,
     ) -> None:
         self._spec, self._options, self._plan, self._place = spec, options, plan, place
+        self._slicing = slicing or SliceOptions()
         self._comm_ms, self._memory_limit = 0.0, spec.memory_limit
         self._links: Links | None = None
         self._equal_costs = costs or CostModel.uniform(spec.placement)
@@ -198,8 +207,12 @@ class UnequalMicrobatches:
             raise
         replicas = self.exchange(own, num_microbatches)
         self._see(replicas)
+        if self._spec.num_slices > 1:
+            _check_whole(replicas)
         if forward_only or not self._must_plan(replicas):
             program, order = equal(), tuple(range(num_microbatches))
+            if forward_only and self._spec.num_slices > 1:
+                program = place_communication(recut(program.plan, self._slices(replicas)))
         else:
             planned = self._planned(replicas)
             program, own_rank = planned.program, self._ranked(replicas[self._replica], replicas)
@@ -228,9 +241,17 @@ class UnequalMicrobatches:
                 )
         return first
 
-    @staticmethod
-    def _must_plan(replicas: LengthsOfReplicas) -> bool:
-        return len(set(most_of_replicas(replicas))) > 1 or any(len(set(each)) > 1 for each in replicas)
+    def _must_plan(self, replicas: LengthsOfReplicas) -> bool:
+        if len(set(most_of_replicas(replicas))) > 1 or any(len(set(each)) > 1 for each in replicas):
+            return True
+        return self._slices(replicas)[0] < self._spec.num_slices
+
+    def _slices(self, replicas: LengthsOfReplicas) -> tuple[int, ...]:
+        """Number of slices of each microbatch, all replicas being in one order."""
+        if self._spec.num_slices == 1:
+            return (1,) * len(replicas[0])
+        fewest = [min(each.tokens for each in column) for column in zip(*replicas, strict=True)]
+        return self._slicing.numbers([each.tokens for each in most_of_replicas(replicas)], self._spec.num_slices, fewest)
 
     def _ranked(self, own: Sequence[Lengths], replicas: LengthsOfReplicas) -> list[int]:
         """The microbatches of a replica by length; as they come if there is no other replica to match, or nothing moves."""
@@ -251,8 +272,10 @@ class UnequalMicrobatches:
         matched = tuple(tuple(own[place] for place in self._ranked(own, replicas)) for own in replicas)
         most = most_of_replicas(matched)
         per_microbatch = self.model.costs([each.tokens for each in most], [each.squares for each in most])
-        costs = CostModel.of_microbatches(per_microbatch, comm_ms=self._comm_ms, links=self._links)
-        plan = base
+        costs, plan = CostModel.of_microbatches(per_microbatch, comm_ms=self._comm_ms, links=self._links), base
+        if self._spec.num_slices > 1:
+            counts = self._slices(matched)
+            costs, plan = self._cut([each.tokens for each in most], counts, costs), recut(base, counts)
         if self._options.reorders:
             if number not in self._planners:
                 self._planners[number] = self._planner(base)
@@ -261,11 +284,29 @@ class UnequalMicrobatches:
         self.exchange.check_same(program)
         return _Planned(program, plan.assignment or tuple(range(number)))
 
+    def _cut(self, tokens: Sequence[int], counts: Sequence[int], costs: CostModel) -> CostModel:
+        """The costs of slices. Searches take all links for equal, and messages are measured at the length of a slice."""
+        slicing = Slicing(tokens=max(tokens))
+        parts = self._slicing.parts_of(tokens, counts)
+        every = [slicing.costs(self.model, tuple(part.length for part in own)) for own in parts]
+        return replace(costs.with_unequal_slices(every), comm_ms=self._comm_ms, links=None)
+
     def _planner(self, base: Plan) -> MicrobatchPlanner:
         options = SearchOptions(budget=ITERATION_BUDGET, objective=self._options.objective, memory_limit=self._memory_limit)
         # Ws that run together stay together: only the assignment of such an order changes.
         spec = self._spec if self._spec.shard_gradients is None else replace(self._spec, loaded_plan=base)
         return MicrobatchPlanner(spec, base.num_microbatches, options=options, base=base)
+
+
+def _check_whole(replicas: LengthsOfReplicas) -> None:
+    """Raise ConfigError for rows of several sequences."""
+    for own in replicas:
+        for number, (tokens, squares) in enumerate(own):
+            if squares != float(tokens) ** 2:
+                raise ConfigError(
+                    f"slices do not go with packed sequences, whose attention begins anew inside of a slice, and microbatch "
+                    f"{number} has {tokens} tokens and {squares:.15g} squared lengths: leave one of the two out"
+                )
 
 
 def _read(iterator: Any, num_microbatches: int) -> list[Any]:

@@ -103,6 +103,8 @@ def _cut(batch: Any, part: SlicePart, name: str) -> Any:
 
 def _cut_tensor(tensor: Tensor, part: SlicePart, name: str) -> Tensor:
     whole = part.whole
+    if tensor.is_nested:
+        raise ConfigError(f"{name} is a nested tensor, whose sequences slices would cut apart: pad them, or leave out slices")
     if tensor.dim() >= 2 and tensor.size(1) == whole:
         return tensor.narrow(1, part.offset, part.length).contiguous()
     if tensor.dim() == 2 and tensor.size(1) == whole + 1:

@@ -31,12 +31,12 @@ class SlicedLosses:
     """The losses of one iteration, on the rank with the last stage.
 
     Args:
-        num_slices: of each microbatch.
+        slices: number of slices of each microbatch.
         per_token: whether losses are divided by the tokens of the global batch (`config.calculate_per_token_loss`).
     """
 
-    def __init__(self, num_slices: int, *, per_token: bool) -> None:
-        self._num_slices = num_slices
+    def __init__(self, slices: Sequence[int], *, per_token: bool) -> None:
+        self._num_slices = slices
         self._per_token = per_token
         self._losses: dict[int, list[_SliceLoss]] = {}
 
@@ -73,7 +73,7 @@ class SlicedLosses:
     def report(self, microbatch: int) -> list[Any]:
         """The microbatch's report, once the loss of its last slice has been computed; before that, nothing."""
         slices = self._losses[microbatch]
-        if len(slices) < self._num_slices:
+        if len(slices) < self._num_slices[microbatch]:
             return []
         return [_together([each.report for each in slices], [each.num_tokens for each in slices])]
 

@@ -43,27 +43,24 @@ def check_sliced_call(seq_length: int, decoder_seq_length: int | None, *, collec
         raise ConfigError("collect_non_loss_data does not go with slices: what it collects is of a slice; leave one of them out")
 
 
-def check_sliced_config(config: Any, *, name: str, knows_lengths: bool) -> None:
+def check_sliced_config(config: Any, *, name: str) -> None:
     """Check that every option of the model goes with slices.
 
     Args:
         config: TransformerConfig of the model.
         name: of the schedule.
-        knows_lengths: whether microbatches have lengths of their own.
 
     Raises:
         ConfigError: an option that does not, by name.
     """
-    for option, why in _refused(config, knows_lengths):
+    for option, why in _refused(config):
         raise ConfigError(f"{option} does not go with slices of microbatches (schedule {name!r}): {why}. Turn it off, or slices")
 
 
-def _refused(config: Any, knows_lengths: bool) -> Iterator[tuple[str, str]]:
+def _refused(config: Any) -> Iterator[tuple[str, str]]:
     """(name, why) of each option that is on. A release without an option has it off."""
     if config.context_parallel_size > 1:
         yield "context_parallel_size above 1", "both cut sequences, and each rank would hold parts of a slice"
-    if knows_lengths:
-        yield "microbatch_tokens", "slices of microbatches that have lengths of their own are not planned"
     yield from ((name, why) for name, why in _REFUSED.items() if getattr(config, name, None))
     if config.num_moe_experts is not None:
         yield from _refused_balancing(config)

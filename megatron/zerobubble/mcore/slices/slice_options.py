@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.zerobubble.mcore.slices.batches import Cut
 from megatron.zerobubble.mcore.slices.current_slice import SlicePart
 from megatron.zerobubble.plan.costs.length_model import Terms
+from megatron.zerobubble.plan.costs.slice_costs import numbers_of_slices
 from megatron.zerobubble.plan.costs.slicing import check_slice_lengths, slice_lengths, unlike_lengths
 
 __all__ = ["SliceOptions"]
@@ -51,11 +52,40 @@ class SliceOptions:
         elif len(lengths) == num_slices and sum(lengths) == tokens:
             check_slice_lengths(lengths, tokens, multiple=self.multiple)
         else:
-            share = 0.0 if self.attention_share is None else self.attention_share(tokens)
-            work = Terms(per_token=1 - share, per_square=share / tokens)
-            lengths = slice_lengths(work, tokens, num_slices, multiple=self.multiple_of(tokens, num_slices))
+            lengths = slice_lengths(self._work(tokens), tokens, num_slices, multiple=self.multiple_of(tokens, num_slices))
         offsets = itertools.accumulate(lengths, initial=0)
         return tuple(SlicePart(index, offset, length, tokens) for index, (offset, length) in enumerate(zip(offsets, lengths)))  # noqa: B905 -- one offset more
+
+    def parts_of(self, tokens: Sequence[int], slices: Sequence[int]) -> list[tuple[SlicePart, ...]]:
+        """The slices of each of some sequences.
+
+        Args:
+            tokens: of every sequence.
+            slices: number of slices of every sequence.
+
+        Raises:
+            ConfigError: as `parts`.
+        """
+        each = list(zip(tokens, slices, strict=True))
+        parts = {which: self.parts(*which) for which in dict.fromkeys(each)}
+        return [parts[which] for which in each]
+
+    def numbers(self, tokens: Sequence[int], num_slices: int, fewest: Sequence[int]) -> tuple[int, ...]:
+        """Slices of unequal microbatches by their operations: `num_slices` of the longest, and of the others fewer.
+
+        Args:
+            tokens: of every microbatch.
+            num_slices: n.
+            fewest: of every microbatch, tokens of the shortest that is cut into as many slices.
+        """
+        work = self._work(max(tokens))
+        counts = numbers_of_slices([work.at(each, each * each) for each in tokens], num_slices)
+        return tuple(min(count, max(1, each // self.multiple)) for count, each in zip(counts, fewest, strict=True))
+
+    def _work(self, tokens: int) -> Terms:
+        """The operations of sequences, in those of a token of one of `tokens` tokens."""
+        share = 0.0 if self.attention_share is None else self.attention_share(tokens)
+        return Terms(per_token=1 - share, per_square=share / tokens)
 
     def of_lengths(self, lengths: tuple[int, ...]) -> SliceOptions:
         """The options of a run that goes on with slices of these lengths."""

@@ -227,7 +227,10 @@ class CostModel(CostLists[float]):
         return {name: getattr(self, name) for name in COST_LISTS[3:]}
 
     def with_activations(self, activations: Activations) -> CostModel:
-        """The same times with the activation memory of other costs, for as many stages and slices."""
+        """The same times with the activation memory of other costs, for as many stages, of as many slices or of microbatches."""
+        if self.slices is not None and "keys" not in activations:
+            even = SliceCosts.even(self.lists | dict(activations), self.num_slices).lists
+            activations = {name: even[name] for name in COST_LISTS[3:]}
         if self.slices is not None:
             return replace(self, slices=replace(self.slices, **activations))
         return replace(self, **activations)  # type: ignore[arg-type]

@@ -54,14 +54,17 @@ def slice_lengths(work: Terms, tokens: int, num_slices: int, *, multiple: int = 
         raise ConfigError(f"a sequence of {tokens} tokens has {units} {unit}, which is too few for {num_slices} slices")
     if not (work.per_token or work.per_square):
         work = Terms(per_token=1.0)
-    before = [work.at(multiple * unit, (multiple * unit) ** 2) - work.constant for unit in range(units + 1)]
+
+    def before(unit: int) -> float:
+        return work.at(multiple * unit, (multiple * unit) ** 2) - work.constant
+
     # Near the places of equal work, the cuts with the least squared times: rounding each by itself may add up.
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for index in range(1, num_slices + 1):
-        near = bisect.bisect_left(before, before[-1] * index / num_slices)
+        near = bisect.bisect_left(range(units + 1), before(units) * index / num_slices, key=before)
         found = {}
         for cut in range(max(near - _AROUND, index), min(near + _AROUND, units - num_slices + index) + 1):
-            ways = [(cost + (before[cut] - before[at]) ** 2, (*cuts, cut)) for at, (cost, cuts) in best.items() if at < cut]
+            ways = [(cost + (before(cut) - before(at)) ** 2, (*cuts, cut)) for at, (cost, cuts) in best.items() if at < cut]
             if ways:
                 found[cut] = min(ways)
         best = found

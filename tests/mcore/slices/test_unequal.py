@@ -1,0 +1,87 @@
+"""Slices of microbatches with lengths of their own: how many each has, evaluation, re-planning, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.mcore.slices.batches import cut_batch
+from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
+from tests.support.ranks import RankPool
+from tests.support.sliced import SlicedUnequalCase
+from tests.support.unequal import evaluate_unequal, replan_unequal
+
+ZBV = SlicedUnequalCase("zbv", 4, 6, num_chunks=2, num_layers=8, num_slices=4, adam_eps=1.0)
+
+
+def counts_of(rank: int, case: SlicedUnequalCase) -> tuple[list[list[int]], list[list[int]]]:
+    """Per step the lengths of the microbatches in the order of the plan, and their numbers of slices."""
+    trainer: Any = case.trainer()
+    lengths = []
+    for step in range(case.num_steps):
+        trainer.forward_backward(step)
+        own = case.lengths(step, 0)
+        lengths.append([own[place] for place in trainer.orders[-1]])
+    slices = list(map(list, trainer.slices))
+    trainer.close()
+    return lengths, slices
+
+
+def test_long_microbatches_have_more_slices_than_short_ones(four_ranks: RankPool) -> None:
+    found = four_ranks.run(counts_of, replace(ZBV, num_steps=4))
+    assert all(each == found[0] for each in found)
+    lengths, slices = found[0]
+    for own, counts in zip(lengths, slices, strict=True):
+        assert counts == [min(each, max(1, round(4 * each / max(own)))) for each in own]
+    assert len(set(slices[0])) > 1
+    assert set(slices[2]) == {2}, "sequences of two tokens have no four slices"
+
+
+def test_evaluation_has_the_slices_that_training_has(four_ranks: RankPool) -> None:
+    for evaluated, trained, order in four_ranks.run(evaluate_unequal, ZBV):
+        assert evaluated == pytest.approx(trained, rel=1e-6)
+        assert order == tuple(range(6))
+
+
+def test_replanning_fits_times_to_the_lengths_of_slices(four_ranks: RankPool) -> None:
+    found = four_ranks.run(replan_unequal, replace(ZBV, num_steps=5))
+    assert len({each.orders for each in found}) == 1
+    assert len({each.model for each in found}) == 1
+    assert all(each.has_learned and each.is_kept and each.grows for each in found)
+    assert found[0].num_recorded > 4 * 6 * 6, "F, B and W of more slices than six"
+
+
+def pack(rank: int, case: SlicedUnequalCase) -> str:
+    """The error of this rank where rows have two sequences."""
+    trainer: Any = case.trainer()
+    unequal = trainer.schedule.unequal
+    unequal._options = replace(unequal._options, tokens_of=lambda item: (item["tokens"].size(1), 1.0))
+    try:
+        trainer.forward_backward(0)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        trainer.close()
+    return ""
+
+
+def test_packed_sequences_are_refused_on_all_ranks(four_ranks: RankPool) -> None:
+    for error in four_ranks.run(pack, ZBV):
+        assert "slices do not go with packed sequences" in error
+
+
+def test_no_more_slices_than_the_shortest_replica_has_tokens_for() -> None:
+    options = SliceOptions(multiple=2, attention_share=lambda tokens: 0.5)
+    assert options.numbers([64, 32, 16, 4], 8, [64, 32, 16, 4]) == (8, 3, 1, 1)
+    assert options.numbers([64, 32, 16, 4], 8, [6, 4, 2, 2]) == (3, 2, 1, 1)
+    assert [part.length for part in options.parts(6, 3)] == [2, 2, 2]
+
+
+def test_nested_tensors_are_not_cut() -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(3), torch.zeros(5)], layout=torch.jagged)
+    with pytest.raises(ConfigError, match="is a nested tensor"):
+        cut_batch({"tokens": nested}, SliceOptions().parts(8, 2)[0])
