@@ -27,7 +27,7 @@ from megatron.zerobubble.profiling.breakdown import rank_records
 from megatron.zerobubble.profiling.profile import RankProfile, StageSlices
 from megatron.zerobubble.profiling.profiler import Profiler
 from megatron.zerobubble.profiling.report import report
-from tests.support import gpt, sliced
+from tests.support import gpt
 from tests.support.gpt import Case, Trainer
 from tests.support.memory_ledger import RankLedger, train_watched
 from tests.support.ranks import RankPool
@@ -409,7 +409,7 @@ SLICED_LEDGERS = [
 
 
 def _train_sliced(rank: int, case: SlicedCase) -> RankLedger:
-    with mock.patch.object(gpt, "SEQUENCE", 64), mock.patch.object(sliced, "SEQUENCE", 64):
+    with mock.patch.object(gpt, "SEQUENCE", 64):
         return train_watched(rank, case, 3, 1)
 
 

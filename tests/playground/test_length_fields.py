@@ -112,6 +112,22 @@ def test_without_a_search_the_page_shows_what_a_run_would_plan(name: str) -> Non
     assert drawn["metrics"]["came_makespan_ms"] >= drawn["metrics"]["makespan_ms"]
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "v-half"])
+def test_long_microbatches_have_more_slices_than_short_ones(name: str) -> None:
+    (whole,) = search(schedule=name, attention_share=0.1)
+    (drawn,) = search(schedule=name, attention_share=0.1, num_slices=4)
+    plan = Plan.from_json(drawn["plan"])
+    assert sorted(plan.slice_counts) == [1, 1, 1, 1, 2, 4]
+    assert drawn["num_slices"] == 4
+    assert {max(rank["slices"]) for rank in drawn["ranks"]} == {3}
+    assert drawn["metrics"]["makespan_ms"] < (0.95 if name == "1f1b" else 1.01) * whole["metrics"]["makespan_ms"]
+    assert drawn["metrics"]["came_makespan_ms"] >= drawn["metrics"]["makespan_ms"]
+    again = open_file(drawn["plan"].encode())["drawings"][0]
+    assert again["slots"] == drawn["slots"]
+    assert again["slots"]["tokens"] == [TOKENS[index] for index in plan.assignment]
+    assert again["ranks"] == drawn["ranks"]
+
+
 def test_a_search_within_a_limit_keeps_it_and_auto_counts_tokens() -> None:
     for drawn in search(effort="fast", memory_limit=1.8):
         validate(Plan.from_json(drawn["plan"]), memory_limit=1.8, costs=read().costs_of(Placement.v(2)))

@@ -12,8 +12,9 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.training.check import check_settings
+from tests.support.datasets import random_documents, write_documents
 from tests.support.traces import check_trace_files
-from tests.training.test_arguments import settings
+from tests.training.test_arguments import BASE, settings
 from tests.training.test_runs import LAYER, NO_DROPOUT, Job
 
 pytestmark = pytest.mark.claims(
@@ -120,10 +121,6 @@ REFUSED = [
     (f"{P2} auto --zero-bubble-planning-seconds 0", "--zero-bubble-slices auto needs profiled iterations"),
     ("--zero-bubble-schedule 1f1b --zero-bubble-slices auto", "--zero-bubble-slices auto needs profiled iterations"),
     (f"{P2} auto --seq-length 4", "a sequence of 4 tokens has 4 tokens, which is too few for 8 slices"),
-    (
-        f"{P2} auto --variable-seq-lengths",
-        "does not go with --variable-seq-lengths: it measures slices of sequences of one length",
-    ),
     (f"{P2} many", "--zero-bubble-slices is 'many'; give a number from 1 to 1,024, or auto"),
     (f"{P2} {'9' * 5000}", "give a number from 1 to 1,024, or auto"),
     (f"{P2} 0", "--zero-bubble-slices is '0'; give a number from 1 to 1,024, or auto"),
@@ -136,3 +133,12 @@ REFUSED = [
 def test_what_slices_do_not_go_with_is_refused_at_the_start(flags: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_settings(settings(flags, world_size=4))
+
+
+def test_no_number_is_chosen_for_sequences_of_unequal_lengths(tmp_path: Path) -> None:
+    path = write_documents(tmp_path / "some", random_documents([9] * 40))
+    documents = f"--data-path {path} --variable-seq-lengths --calculate-per-token-loss"
+    base = BASE.replace("--mock-data", documents)
+    check_settings(settings(f"{P2} 4", base=base))
+    with pytest.raises(ConfigError, match="--variable-seq-lengths: it measures slices of sequences of one length"):
+        check_settings(settings(f"{P2} auto", base=base))

@@ -18,6 +18,7 @@ from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.registry import build_plan, schedule_info
 from megatron.zerobubble.plan.render.plan_summary import slots
 from megatron.zerobubble.plan.simulate import Simulation, simulate
+from megatron.zerobubble.plan.transforms import recut
 from megatron.zerobubble.playground.limits import MAX_TIME_MS, number, whole
 
 KEYS = frozenset({"microbatch_tokens", "attention_share", "links", "bytes_per_token"})
@@ -121,7 +122,10 @@ def as_it_came(plan: Plan, costs: CostModel, max_pending_backward: int | None = 
             num_microbatches=plan.num_microbatches,
             num_chunks=plan.placement.num_chunks if schedule_info(plan.schedule).num_chunks is None else None,
             max_pending_backward=max_pending_backward,
+            num_slices=plan.num_slices,
         )
+        if costs.unequal_slices:
+            own = recut(own, [each.num_slices for each in costs.unequal_slices])
     except (ConfigError, PlanError):  # a name out of a file
         return None
     return simulate(own, costs) if own.placement == plan.placement else None
@@ -133,7 +137,7 @@ def attention_share(costs: CostModel) -> float | None:
     With this share, the mean costs and the lengths are enough to plan for these microbatches again. A fit of measured times is
     as close to them as the model of a linear and a quadratic term is.
     """
-    every = costs.per_microbatch
+    every = costs.whole.per_microbatch
     if every is None or not every.tokens:
         return None
     squares = math.fsum(float(count) * count for count in every.tokens) / len(every.tokens)

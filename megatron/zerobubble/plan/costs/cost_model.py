@@ -357,10 +357,8 @@ class CostModel(CostLists[float]):
     def _even(self, counts: Sequence[int]) -> tuple[SliceCosts, ...]:
         """Even parts of every microbatch, as many as it has slices."""
         rows = {name: self.rows(name, len(counts)) for name in COST_LISTS}
-        return tuple(
-            SliceCosts.even({name: [row[i] for row in of_name] for name, of_name in rows.items()}, count)
-            for i, count in enumerate(counts)
-        )
+        lists = ({name: [row[i] for row in of_name] for name, of_name in rows.items()} for i in range(len(counts)))
+        return tuple(map(SliceCosts.even, lists, counts, self.tokens or itertools.repeat(0)))
 
     def with_unequal_slices(self, every: Sequence[SliceCosts]) -> CostModel:
         """The costs with those of every slice of each microbatch, from those of whole ones: all messages have the mean length."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from megatron.zerobubble.errors import ConfigError, PlanError
@@ -63,10 +64,15 @@ class SliceCosts(CostLists[tuple[float, ...]]):
         return len(self.forward_ms[0])
 
     @staticmethod
-    def even(lists: Mapping[str, Sequence[float]], num_slices: int) -> SliceCosts:
-        """Slices that take the same part of a microbatch's times and memory each, by the names of the lists."""
+    def even(lists: Mapping[str, Sequence[float]], num_slices: int, tokens: int = 0) -> SliceCosts:
+        """Slices that take the same part of a microbatch's times and memory each, by the names of the lists.
+
+        Its tokens, unless they are 0, are divided as evenly.
+        """
         parts = {name: tuple((value / num_slices,) * num_slices for value in values) for name, values in lists.items()}
-        return SliceCosts(**parts)  # type: ignore[arg-type]
+        cuts = [tokens * index // num_slices for index in range(num_slices + 1)]
+        lengths = tuple(end - begin for begin, end in pairwise(cuts)) if tokens else ()
+        return SliceCosts(**parts, lengths=lengths)  # type: ignore[arg-type]
 
     def sums(self) -> dict[str, tuple[float, ...]]:
         """Per stage, the sum over the slices, by the names of the lists of `CostModel`."""
