@@ -324,6 +324,18 @@ def test_slices_of_unequal_microbatches_pay(name: str) -> None:
     assert cut.simulation.makespan_ms < whole.simulation.makespan_ms * (1.05 if name.startswith("v-") else 1.0)
 
 
+def test_a_limit_leaves_space_for_the_slices_that_run_ahead() -> None:
+    """Of an order of equal slices that fits it others may not, and then as many fewer microbatches are in flight."""
+    spec, tokens = schedule_spec("zbv", num_ranks=4, num_slices=8), some_tokens(12, 3)
+    costs = of_tokens(spec.placement, tokens, 8)
+    free = MicrobatchPlanner(spec, 12, options=SearchOptions(budget=1e5 if COMPILED else 1e4)).plan(costs)
+    limit = 0.9 * max(peak_memory(free, costs))
+    options = SearchOptions(memory_limit=limit, budget=1e6 if COMPILED else 2e4)
+    plan = MicrobatchPlanner(spec, 12, costs=costs, options=options).plan(costs)
+    validate(plan, memory_limit=limit, costs=costs)
+    assert simulate(plan, costs).makespan_ms < 1.3 * simulate(free, costs).makespan_ms
+
+
 def test_the_planner_chooses_the_number_of_slices_of_the_longest() -> None:
     tokens = some_tokens(8, 4)
     found = make_plan(

@@ -2,14 +2,15 @@
 
 What depends on the schedule alone, its order for equal microbatches of the mean size, is planned once. What depends on the
 lengths, the assignment of microbatches to the plan's slots and the order that suits them, takes tens of milliseconds for each.
-Where long microbatches have more slices than short ones, it is the order of as many passes as there are (`recut`).
+Where long microbatches have more slices than short ones, it is the order of as many microbatches as there are slices (`recut`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
@@ -17,7 +18,12 @@ from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.registry import plan_of, schedule_info
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.plan.search.assign import ITERATION_BUDGET, assign
-from megatron.zerobubble.plan.search.search_options import SearchOptions, check_memory_limit, smallest_memory
+from megatron.zerobubble.plan.search.search_options import (
+    SearchOptions,
+    check_memory_limit,
+    memory_of_microbatches,
+    smallest_memory,
+)
 from megatron.zerobubble.plan.simulate import peak_memory
 from megatron.zerobubble.plan.transforms import recut
 from megatron.zerobubble.plan.validate import validate
@@ -25,6 +31,10 @@ from megatron.zerobubble.plan.validate import validate
 _SMALLER_LIMITS = (0.85, 0.7, 0.5, 0.35)
 """Memory limits, as shares of the requested one, of further orders to start from where the data as it comes does not fit: long
 microbatches leave space for fewer."""
+
+
+_ABOUT = 1.1
+"""What an order may need of another one's memory to count as one that needs as much."""
 
 
 class MicrobatchPlanner:
@@ -63,29 +73,46 @@ class MicrobatchPlanner:
         limit, plain = self._options.memory_limit, None if costs is None else costs.plain
         if base_options is None and limit is not None:
             base_options = replace(self._options, budget=0.0)
-        if base_options is not None and base_options.memory_limit is not None and costs is not None and costs.unequal_slices:
-            # As many slices as the longest microbatch has may be more than that one needs memory for; `assign` keeps the limit.
-            least = smallest_memory(spec.placement, num_microbatches, costs.plain)
-            base_options = None if self._fixed else replace(base_options, memory_limit=max(base_options.memory_limit, least))
-        self._spec, self._plain, self._base_options = spec, plain, base_options
-        self.base = base or plan_of(spec, num_microbatches, costs=plain, options=base_options)
-        """The schedule's plan for equal microbatches, all with as many slices as the longest."""
+        self._spec, self._m, self._plain, self._base_options, self._given = spec, num_microbatches, plain, base_options, base
+        if costs is None or not costs.unequal_slices:
+            _ = self.base  # now, and not in the first iteration
+
+    @cached_property
+    def base(self) -> Plan:
+        """The schedule's plan for equal microbatches."""
+        return self._given or plan_of(self._spec, self._m, costs=self._plain, options=self._base_options)
 
     @cached_property
     def _smaller(self) -> list[Plan]:
         """The schedule's plans under smaller memory limits."""
+        return self._within_smaller(lambda options: plan_of(self._spec, self._m, costs=self._plain, options=options))
+
+    def _within_smaller(self, plan: Callable[[SearchOptions], Plan]) -> list[Plan]:
         limit, options, plans = self._options.memory_limit, self._base_options, list[Plan]()
         if limit is None or options is None or self._fixed:
             return plans
         for share in _SMALLER_LIMITS:
-            smaller = replace(options, budget=0.0, memory_limit=share * limit)
             with suppress(ConfigError, PlanError):  # too little for a microbatch of the mean size
-                plans.append(plan_of(self._spec, self.base.num_microbatches, costs=self._plain, options=smaller))
+                plans.append(plan(replace(options, budget=0.0, memory_limit=share * limit)))
         return plans
 
-    def _cut(self, plan: Plan, costs: CostModel) -> Plan:
-        """A plan with the slices that these microbatches have."""
-        return recut(plan, [each.num_slices for each in costs.unequal_slices]) if costs.unequal_slices else plan
+    def _of_passes(self, costs: CostModel, options: SearchOptions | None) -> Plan:
+        """The plan of slices as if each was a microbatch, under a memory limit that n - 1 more fit besides."""
+        slices, placement = [each.num_slices for each in costs.unequal_slices], self._spec.placement
+        number, each = sum(slices), costs.mean_pass
+        if options is not None and options.memory_limit is not None:
+            ahead = (max(slices) - 1) * memory_of_microbatches(placement, each)[0]
+            rest = (options.memory_limit * min(placement.num_ranks, self._m) - ahead) / min(placement.num_ranks, number)
+            options = replace(options, memory_limit=max(rest, smallest_memory(placement, number, each)))
+        return recut(plan_of(replace(self._spec, num_slices=1), number, costs=each, options=options), slices)
+
+    def _cut(self, costs: CostModel, slices: Sequence[int]) -> list[Plan]:
+        """Plans of these slices to start from: the schedule's order of equal ones first, if it needs about the same memory."""
+        if self._given is not None or self._fixed:
+            return [recut(self._given or plan_of(self._spec, self._m), slices)]
+        plans = [self._of_passes(costs, self._base_options), recut(plan_of(self._spec, self._m), slices)]
+        needs = [max(peak_memory(plan, costs)) for plan in plans]
+        return plans[::-1] if needs[1] <= _ABOUT * needs[0] else plans[:1]
 
     def plan(self, costs: CostModel) -> Plan:
         """The validated plan for microbatches with these costs.
@@ -94,10 +121,11 @@ class MicrobatchPlanner:
             ConfigError: a memory limit that the largest microbatch alone exceeds; the message has its tokens.
             PlanError: costs of another size, or an order that is fixed and fits the limit with no assignment that was tried.
         """
-        base, limit = self._cut(self.base, costs), self._options.memory_limit
-        check_memory_limit(base.placement, base.num_microbatches, costs, limit)
-        fits = limit is None or max(peak_memory(base, costs)) <= limit
-        smaller = [] if fits else [self._cut(plan, costs) for plan in self._smaller]
-        plan = assign([base, *smaller], costs, self._options, fixed_order=self._fixed)
+        limit, cut = self._options.memory_limit, [each.num_slices for each in costs.unequal_slices]
+        check_memory_limit(self._spec.placement, self._m, costs, limit)
+        bases = self._cut(costs, cut) if cut else [self.base]
+        if limit is not None and max(peak_memory(bases[0], costs)) > limit:
+            bases += self._within_smaller(partial(self._of_passes, costs)) if cut else self._smaller
+        plan = assign(bases, costs, self._options, fixed_order=self._fixed)
         validate(plan, memory_limit=limit, costs=costs)
         return plan

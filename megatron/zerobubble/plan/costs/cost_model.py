@@ -22,7 +22,7 @@ from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.costs.links import Links, LinkTime, unequal_links
 from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, CostLists, MicrobatchCosts, check_number
-from megatron.zerobubble.plan.costs.slice_costs import SliceCosts, mean_slices, numbers_of_slices
+from megatron.zerobubble.plan.costs.slice_costs import SliceCosts, numbers_of_slices
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
 
 _SMALLEST = 1e-9
@@ -141,9 +141,19 @@ class CostModel(CostLists[float]):
 
     @property
     def plain(self) -> CostModel:
-        """The costs with every microbatch at the mean, or every slice, and every link at `comm_ms`."""
-        slices = mean_slices(self.unequal_slices) if self.unequal_slices else self.slices
-        return self if self.is_plain else replace(self, per_microbatch=None, links=None, unequal_slices=(), slices=slices)
+        """The costs with every microbatch at the mean, whole where their slices are unequal, and every link at `comm_ms`."""
+        return self if self.is_plain else replace(self.whole if self.unequal_slices else self, per_microbatch=None, links=None)
+
+    @property
+    def mean_pass(self) -> CostModel:
+        """The costs of a microbatch that costs what a slice of unequal ones does on average, keys and values included."""
+        number = sum(each.num_slices for each in self.unequal_slices)
+        every = [each.with_keys.sums() for each in self.unequal_slices]
+        lists = {
+            name: [math.fsum(column) / number for column in zip(*(each[name] for each in every), strict=True)]
+            for name in COST_LISTS
+        }
+        return CostModel.of_lists(lists, comm_ms=self.comm_ms)
 
     @property
     def whole(self) -> CostModel:

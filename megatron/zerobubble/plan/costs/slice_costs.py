@@ -148,20 +148,6 @@ def numbers_of_slices(work: Sequence[float], most: int) -> tuple[int, ...]:
     return tuple(max(1, round(most * each / longest)) if longest > 0 else most for each in work)
 
 
-def mean_slices(every: Sequence[SliceCosts]) -> SliceCosts:
-    """Slices with the mean costs of all slices of these microbatches, as many as one of them has at most.
-
-    Keys and values are part of their activations.
-    """
-    n, total = max(each.num_slices for each in every), sum(each.num_slices for each in every)
-    sums = [each.with_keys.sums() for each in every]
-    means = {
-        name: tuple(math.fsum(column) * n / total for column in zip(*(each[name] for each in sums), strict=True))
-        for name in COST_LISTS
-    }
-    return SliceCosts.even(means, n)
-
-
 def memory_of_slices(row: Sequence[Op], slices_of: Callable[[int], SliceCosts]) -> list[float]:
     """One rank's activation memory at each of its ops, in microbatches: from the start of an F, from the end of another op.
 
