@@ -151,7 +151,8 @@ def install(
         reorder_microbatches: with `microbatch_tokens`, run the microbatches of a global batch in the order that suits their
             lengths. Results come back in the order of the data. Gradients are a sum in another order. Goes with `args`, too.
         slices: cut every microbatch into this many slices along its sequence, or with "auto" into as many as are fastest by what
-            is measured in the first iterations, see --zero-bubble-slices. The function that the
+            is measured in the first iterations, see --zero-bubble-slices. With `microbatch_tokens` it is a number, that of the
+            longest microbatch, and shorter ones have as many as make about the same work. The function that the
             loop gives to the schedule runs once per slice, with the part of the batch that its iterator returns, and its loss
             function must return the sum of the losses, the number of tokens and a report.
         cut: takes what `next` of the data iterator returns, the first token of a slice, and its number of tokens, and returns the

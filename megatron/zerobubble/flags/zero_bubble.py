@@ -104,7 +104,8 @@ class ZeroBubbleConfig:
     zero_bubble_slices: str | None = field(default=None, metadata={"metavar": "N|auto"})
     """Cut every microbatch into N slices along its sequence. A slice sees the keys and values of the slices before it, so losses
     and gradients are those of whole microbatches, up to the order of sums. Bubble and activation memory shrink with N; kernels
-    run on shorter sequences. For long sequences. Needs a schedule with slices: 1f1b, zb-h1, zb-h2, zb, zbv, v-half or v-min, and
+    run on shorter sequences. Of microbatches of unequal lengths the longest has N, and shorter ones have as many as make about
+    the same work. For long sequences. Needs a schedule with slices: 1f1b, zb-h1, zb-h2, zb, zbv, v-half or v-min, and
     a loss function that returns the sum of the losses, the number of tokens and a report. auto measures slices of unlike lengths
     in the profiled iterations, then goes on with 1, 2, 4, 8 or 16, the fastest by the planner; a run that is repeated
     may choose another number. Default: those of the --zero-bubble-load-plan plan, else 1."""
