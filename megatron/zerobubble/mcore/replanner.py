@@ -205,6 +205,8 @@ class Replanner:
         )
         everybody, placement = own.gathered(), self._schedule.spec.placement
         self._costs = measured_costs(everybody, placement)
+        if self._schedule.unequal is not None:  # times are those of whole microbatches, and messages of slices
+            self._costs = replace(self._costs, comm_ms=self._costs.comm_ms * self._schedule.spec.num_slices)
         if self._costs.slices is not None:
             self._costs = replace(self._costs, slices=replace(self._costs.slices, lengths=self._schedule.slice_lengths))
         self._unit_bytes, self._headroom = unit_bytes([each.profile for each in everybody], placement), None
@@ -234,7 +236,8 @@ class Replanner:
             usual = min(placement.num_ranks, num_microbatches)
             held = [each * self._unit_bytes / unit for each in self._headroom]
             model, limit = model.within([usual / held[rank] for rank in placement.stage_to_rank]), 1.0
-        unequal.learn(model, comm_ms=self._costs.comm_ms, links=self._costs.links, memory_limit=limit)
+        comm_ms = self._costs.comm_ms / self._schedule.spec.num_slices
+        unequal.learn(model, comm_ms=comm_ms, links=self._costs.links, memory_limit=limit)
         _log.info("microbatches are planned by length: %s", model.text(unequal.usual_tokens))
 
     def _choose_slices(self, num_microbatches: int) -> None:

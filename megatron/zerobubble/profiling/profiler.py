@@ -81,14 +81,25 @@ class Profiler(Recorder):
         times: dict[tuple[int, OpKind], list[float]] = {}
         sliced: dict[tuple[int, OpKind, int], list[float]] = {}
         timed: dict[tuple[int, OpKind], list[ByLength[float]]] = {}
+        whole: dict[tuple[int, Op], float] = {}
         for op, start, end, lengths in self._passes:
             elapsed, key = self._marks.elapsed_ms(start, end), (op.stage, op.kind)
             times.setdefault(key, []).append(elapsed)
             sliced.setdefault((*key, op.slice), []).append(elapsed)
             if lengths:
                 timed.setdefault(key, []).append(ByLength(*lengths[op.microbatch][op.slice], elapsed))
+                of_microbatch = id(lengths), op._replace(slice=0)  # `lengths` are those of one iteration
+                whole[of_microbatch] = whole.get(of_microbatch, 0.0) + elapsed
+        if whole:
+            times = {key: [each for (_, op), each in whole.items() if (op.stage, op.kind) == key] for key in times}
         typical, memory, slices = {key: median(values) for key, values in times.items()}, self._meter.typical(), {}
-        if any(index for *_, index in sliced) and not timed:
+        if any(index for *_, index in sliced) and timed:
+            for stage, held in self._meter.of_microbatches().items():
+                memory[stage] = StageMemory(
+                    activation=median(each.activation for each in held),
+                    after_backward=median(each.after_backward for each in held),
+                )
+        elif any(index for *_, index in sliced):
             slices = slices_of({key: median(values) for key, values in sliced.items()})
             typical = {(stage, kind): sum(each) for stage, of in slices.items() for kind, each in of.times_ms.items()}
             for stage, of_slices in self._meter.of_slices(self.key_bytes).items():
