@@ -13,8 +13,10 @@ from megatron.zerobubble.mcore.slices.batches import cut_batch
 from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
 from tests.support.ranks import RankPool
 from tests.support.sliced import SlicedUnequalCase
+from tests.support.stock import train_unequal
 from tests.support.unequal import evaluate_unequal, replan_unequal
 
+LOOP = "--num-layers 4 --hidden-size 32 --train-iters 3 --num-microbatches 6 --lr 1e-4 --pipeline-model-parallel-size 2"
 ZBV = SlicedUnequalCase("zbv", 4, 6, num_chunks=2, num_layers=8, num_slices=4, adam_eps=1.0)
 
 
@@ -85,3 +87,28 @@ def test_nested_tensors_are_not_cut() -> None:
     nested = torch.nested.nested_tensor([torch.zeros(3), torch.zeros(5)], layout=torch.jagged)
     with pytest.raises(ConfigError, match="is a nested tensor"):
         cut_batch({"tokens": nested}, SliceOptions().parts(8, 2)[0])
+
+
+@pytest.mark.claims(
+    "Your own script",
+    "in a loop of your own: slices of microbatches with lengths of their own (`install(slices=, microbatch_tokens=)`), two "
+    "replicas with different ones, ZB-H1 and ZBV",
+    "works, 1e-4 after three steps",
+)
+@pytest.mark.parametrize(
+    ("more", "options"),
+    [
+        ("", {"schedule": "zb-h1", "slices": 4, "reorder_microbatches": False}),
+        ("--virtual-pipeline-model-parallel-size 2", {"schedule": "zbv", "slices": 2, "optimizer_post_validation": True}),
+    ],
+    ids=["zb-h1-in-order", "zbv-post-validation"],
+)
+@pytest.mark.sampled(0.5)
+def test_slices_of_unequal_microbatches(four_ranks: RankPool, more: str, options: dict[str, Any]) -> None:
+    expected, actual = (
+        [[entry["losses"] for entry in history] for history in four_ranks.run(train_unequal, *given) if history]
+        for given in ((LOOP, {}), (f"{LOOP} {more}", options))
+    )
+    assert len(expected) == 2, "two replicas"
+    for own, reference in zip(actual, expected, strict=True):
+        assert own == [pytest.approx(losses, rel=1e-4) for losses in reference]

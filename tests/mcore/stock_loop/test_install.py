@@ -104,29 +104,6 @@ def test_unequal_microbatches(four_ranks: RankPool, more: str, options: dict[str
             assert own == reference
 
 
-@pytest.mark.claims(
-    "Your own script",
-    "in a loop of your own: slices of microbatches with lengths of their own (`install(slices=, microbatch_tokens=)`), two "
-    "replicas with different ones, ZB-H1 and ZBV",
-    "works, 1e-4 after four steps",
-)
-@pytest.mark.parametrize(
-    ("more", "options"),
-    [
-        ("", {"schedule": "zb-h1", "slices": 4, "reorder_microbatches": False}),
-        ("--virtual-pipeline-model-parallel-size 2", {"schedule": "zbv", "slices": 2, "optimizer_post_validation": True}),
-    ],
-    ids=["zb-h1-in-order", "zbv-post-validation"],
-)
-@pytest.mark.sampled(0.5)
-def test_slices_of_unequal_microbatches(four_ranks: RankPool, more: str, options: dict[str, Any]) -> None:
-    expected = _losses(four_ranks.run(train_unequal, UNEQUAL, {}))
-    actual = _losses(four_ranks.run(train_unequal, f"{UNEQUAL} {more}", options))
-    assert len(expected) == 2
-    for own, reference in zip(actual, expected, strict=True):
-        assert own == [pytest.approx(losses, rel=1e-4) for losses in reference]
-
-
 def test_lengths_that_are_not_known(four_ranks: RankPool) -> None:
     with pytest.raises(AssertionError, match=r"variable_seq_lengths .* schedule 'zb-h1'.*give microbatch_tokens to"):
         four_ranks.run(train_unequal, UNEQUAL, {"schedule": "zb-h1", "microbatch_tokens": None})
