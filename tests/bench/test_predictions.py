@@ -7,36 +7,53 @@ from typing import Any
 
 import pytest
 
-from megatron.zerobubble.bench.predictions import FirstBlock
+from megatron.zerobubble.bench.predictions import FirstBlock, _simulated
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.slice_costs import SliceCosts
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.timeline import Timeline
 
-PLAN = build_plan("zb-h1", num_ranks=2, num_microbatches=3, num_slices=2)
 
-
-def _costs(scale: float) -> CostModel:
+def _costs(scale: float, num_slices: int) -> CostModel:
     lists = {"forward_ms": (2.0, 4.0), "backward_ms": (3.0, 5.0), "wgrad_ms": (1.0, 2.0)}
     memory = {"activation": (1.0, 1.0), "activation_after_backward": (0.5, 0.5)}
     times = {name: tuple(scale * value for value in values) for name, values in lists.items()}
-    return CostModel.of_lists(times | memory).with_slices(SliceCosts.even(times | memory, 2))
+    costs = CostModel.of_lists(times | memory)
+    return costs if num_slices == 1 else costs.with_slices(SliceCosts.even(times | memory, num_slices))
 
 
-def _block(scale: float, later: tuple[float, ...]) -> FirstBlock:
-    result: Any = SimpleNamespace(measured=SimpleNamespace(costs=_costs(scale)), timeline=None)
-    timelines = [Timeline.planned(simulate(PLAN, _costs(each))) for each in later]
+def _block(scale: float, later: tuple[float, ...], num_slices: int) -> FirstBlock:
+    plan = build_plan("zb-h1", num_ranks=2, num_microbatches=3, num_slices=num_slices)
+    result: Any = SimpleNamespace(measured=SimpleNamespace(costs=_costs(scale, num_slices)), timeline=None, sizes=None)
+    timelines = [Timeline.planned(simulate(plan, _costs(each, num_slices))) for each in later]
     return FirstBlock(contender=None, program=None, result=result, later=timelines)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("num_slices", [1, 2])
 @pytest.mark.parametrize(("later", "expected"), [((), 10.0), ((3.0, 4.0), 4.0), ((1.0, 3.0, 4.0, 5.0), 4.0)])
-def test_slices_take_the_median_of_all_blocks(later: tuple[float, ...], expected: float) -> None:
+def test_passes_take_the_median_of_all_blocks(later: tuple[float, ...], expected: float, num_slices: int) -> None:
     """A first block on a machine that was busy just then is one of several."""
-    found = _block(10.0, later).costs
+    found, base = _block(10.0, later, num_slices).costs, _costs(1.0, num_slices)
     assert found is not None
-    assert found.slices is not None
+    assert found.num_slices == num_slices
     for name in ("forward_ms", "backward_ms", "wgrad_ms"):
-        for own, base in zip(getattr(found.slices, name), getattr(_costs(1.0).slices, name), strict=True):
-            assert own == pytest.approx([expected * value for value in base]), name
-    assert found.slices.activation == _costs(1.0).slices.activation  # type: ignore[union-attr]
+        for own, of_one in zip(found.rows(name), base.rows(name), strict=True):
+            assert own == pytest.approx([expected * value for value in of_one]), name
+    assert found.rows("activation") == base.rows("activation")
+
+
+@pytest.mark.parametrize("has_slices", [False, True])
+def test_beside_slices_every_contender_has_its_own_times(has_slices: bool) -> None:
+    """Whole microbatches that ran alone were faster than what all blocks together say; without slices all have the same times."""
+    job: Any = SimpleNamespace(costs_of=lambda costs, *_: lambda placement: costs, has_unequal_lengths=False)
+    blocks = [_block(4.0, (4.0,), 1), _block(1.0, (1.0,), 1), _block(5.0, (5.0,), 2 if has_slices else 1)]
+    for number, block in enumerate(blocks):
+        own = {"contender": SimpleNamespace(text=str(number)), "program": None}
+        block.result.plan = block.later[0].plan.to_json()
+        vars(block).update(own)
+    times = [_simulated(block, blocks, job).makespan_ms for block in blocks]  # type: ignore[union-attr]
+    if has_slices:
+        assert times[0] == pytest.approx(4.0 * times[1])
+    else:
+        assert times[0] == times[1] == times[2]

@@ -6,10 +6,10 @@ the reference trainer made the schedule, and the functions that megatron-core's 
 iteration lasts from one training call to the next, so data, optimizer step and logging count; evaluations in between do not.
 When enough iterations have been timed, the process ends.
 
-A contender's first block also measures what the report explains the times with. Its warm-up has one iteration without any
-measurement, then `contenders.PROFILED`, after which a searched order is planned, then one in which memory is measured, and one
-that is recorded. Later blocks run the plan that the first one found, and record an iteration where microbatches are cut. The
-timed iterations run as in training, with nothing attached, one after the other: all ranks enter the first together.
+The last iteration of a block's warm-up is recorded. A contender's first block also measures what the report explains the times
+with. Its warm-up has one iteration without any measurement, then `contenders.PROFILED`, after which a searched order is planned,
+and one in which memory is measured. Later blocks run the plan that the first one found. The timed iterations run as in training,
+with nothing attached, one after the other: all ranks enter the first together.
 """
 
 from __future__ import annotations
@@ -63,8 +63,6 @@ class BlockRequest:
     """The job under the contender."""
     is_first: bool
     """Whether it is the contender's first block, which measures and plans."""
-    is_recorded: bool
-    """Whether the last iteration of the warm-up is recorded: of every first block, and of all blocks with slices."""
     num_warm_up: int
     """Untimed iterations; in a first block at least `contenders.WARM_UP`."""
     num_timed: int
@@ -263,7 +261,7 @@ class _Block:
             )
         self._model = model[0]
         self._meter = MemoryMeter(schedule.device)
-        schedule.recordings.choose({self._request.num_warm_up} if self._request.is_recorded else (), done=0)
+        schedule.recordings.choose({self._request.num_warm_up}, done=0)
         schedule.recordings.only_chosen = True
         if self._request.plan is not None:
             plan = Plan.from_json(self._request.plan)
@@ -325,7 +323,7 @@ class _Block:
 
     def _end_warm_up(self, schedule: PipelineSchedule) -> None:
         self._stop_clock()
-        timelines = schedule.timelines() if self._request.is_recorded else []
+        timelines = schedule.timelines()
         self._timeline = timelines[-1] if timelines and dist.get_rank() == 0 else None
         gc.collect()  # the garbage of the warm-up is not theirs
         if _on_cuda():

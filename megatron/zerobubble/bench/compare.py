@@ -92,7 +92,6 @@ class _Comparison:
             number=self._num_blocks,
             program=options.programs[name],
             is_first=first is None,
-            is_recorded=first is None or first.is_sliced,
             num_warm_up=options.warm_up(number),
             num_timed=options.num_timed,
             plan=None if first is None else first.result.plan,

@@ -1,8 +1,9 @@
-"""Predictions for every contender from what the first blocks measured, and the timelines to draw.
+"""Predictions for every contender from what the blocks measured, and the timelines to draw.
 
-All predictions use the same pass times, or noise of one block would pass for a difference between schedules: the medians over all
-contenders on the placement with the most stages, from which those of other placements follow (`jobs`). Only slices have times of
-their own, the medians over their contender's blocks: kernels take longer for the same work in shorter pieces.
+All predictions use the same pass times, or noise would pass for a difference between schedules: the medians over the blocks of
+all contenders on the placement with the most stages, from which those of other placements follow (`jobs`). Slices have times of
+their own, because kernels take longer for the same work in shorter pieces. Beside slices every contender's own count, the medians
+over its blocks: where ranks share memory a pass takes longer while others compute, and that is not to pass for what slices cost.
 """
 
 from __future__ import annotations
@@ -52,18 +53,16 @@ class FirstBlock:
 
     @property
     def costs(self) -> CostModel | None:
-        """The profiled costs; of slices, with the medians of the times in all blocks."""
+        """The profiled costs, with the medians of the times in all blocks."""
         costs = None if self.result.measured is None else self.result.measured.costs
-        if costs is None or costs.slices is None:
+        if costs is None or costs.per_microbatch is not None:
             return costs
-        blocks = [costs.slices, *(each.slices for each in map(_costs_of, self.later) if each.slices is not None)]
-        forward, backward, wgrad = (_medians([getattr(block, name) for block in blocks]) for name in COST_LISTS[:3])
-        return replace(costs, slices=replace(costs.slices, forward_ms=forward, backward_ms=backward, wgrad_ms=wgrad))
+        return _with_medians(costs, [costs, *(times_of(each.plan, each.rows) for each in self.later)])
 
     @property
-    def is_sliced(self) -> bool:
-        """Whether its microbatches are cut."""
-        return self.costs is not None and self.costs.slices is not None
+    def recorded(self) -> list[Timeline]:
+        """The recorded iterations of all of its blocks."""
+        return ([] if self.timeline is None else [self.timeline]) + self.later
 
     @property
     def objective(self) -> Objective:
@@ -151,12 +150,17 @@ def measured_costs(blocks: Sequence[FirstBlock], job: Job) -> CostModel | None:
     return None if source is None else source[0]
 
 
-def _costs_of(timeline: Timeline) -> CostModel:
-    return times_of(timeline.plan, timeline.rows)
+def _with_medians(costs: CostModel, blocks: Sequence[CostModel]) -> CostModel:
+    """The costs with the medians of the blocks' times of F, B and W."""
+    forward, backward, wgrad = (_medians([block.rows(name) for block in blocks]) for name in COST_LISTS[:3])
+    if costs.slices is not None:
+        return replace(costs, slices=replace(costs.slices, forward_ms=forward, backward_ms=backward, wgrad_ms=wgrad))
+    (forward_ms,), (backward_ms,), (wgrad_ms,) = (tuple(zip(*rows, strict=True)) for rows in (forward, backward, wgrad))
+    return replace(costs, forward_ms=forward_ms, backward_ms=backward_ms, wgrad_ms=wgrad_ms)
 
 
 def _medians(blocks: Sequence[Sequence[Sequence[float]]]) -> tuple[tuple[float, ...], ...]:
-    """Of every stage and slice, over blocks. [block][stage][slice] -> [stage][slice]"""
+    """The median of every number over blocks. [block][row][column] -> [row][column]"""
     return tuple(tuple(map(statistics.median, zip(*rows, strict=True))) for rows in zip(*blocks, strict=True))
 
 
@@ -178,14 +182,17 @@ def _idle(found: PipelineReport, objective: Objective) -> Idle:
 
 def _simulated(block: FirstBlock, blocks: Sequence[FirstBlock], job: Job) -> Simulation | None:
     """The contender's plan with measured costs."""
-    if block.costs is not None and block.is_sliced:
+    if block.costs is not None and block.costs.slices is not None:
         return simulate(block.plan(), block.costs)
     source = _source(blocks)
     if source is None:
         return None
     plan = block.plan()
     try:
-        return simulate(plan, job.costs_of(*source, block.program)(plan.placement))
+        costs = job.costs_of(*source, block.program)(plan.placement)
+        if block.recorded and any(each.costs is not None and each.costs.slices is not None for each in blocks):
+            costs = _with_medians(costs, [times_of(each.plan, each.rows) for each in block.recorded])
+        return simulate(plan, costs)
     except UserError:
         return None
 
