@@ -41,6 +41,7 @@ main(["--cpu", "--enable-zero-bubble", "script.py", "--theirs"])
 
 
 @pytest.mark.parametrize("statements", [_INSTALL, _FLAGS, _RUN], ids=["install", "flags", "run"])
+@pytest.mark.sampled(0.34)
 def test_the_front_door_loads_nothing_of_the_reference_trainer(statements: str, tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", statements + _LOADED]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

@@ -419,7 +419,7 @@ def _train_sliced(rank: int, case: SlicedCase) -> RankLedger:
     "works, live tensors on the CPU",
 )
 @pytest.mark.parametrize("case", SLICED_LEDGERS, ids=str)
-@pytest.mark.sampled(0.34)
+@pytest.mark.sampled(0.2)
 def test_the_plan_knows_the_peak_with_slices(four_ranks: RankPool, case: SlicedCase) -> None:
     for rank, found in enumerate(four_ranks.run(_train_sliced, case)):
         assert found.complaints() == [], rank

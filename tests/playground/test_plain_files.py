@@ -85,6 +85,9 @@ pytestmark = pytest.mark.claims(
 )
 
 
+_SOME = pytest.mark.sampled(0.5, group="pages without a server")
+
+
 @pytest.fixture(scope="module")
 def app(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files; without a browser none are built."""
@@ -154,6 +157,7 @@ def questions() -> list[tuple[str, str]]:
     return [*((task, json.dumps(body)) for task, body in asked), *(("open", file) for file in files)]
 
 
+@_SOME
 def test_every_task_answers_as_on_a_server(opened: Open) -> None:
     asked = questions()
     assert {task for task, _ in asked} == set(TASKS)
@@ -169,6 +173,7 @@ def untimed(event: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in event.items() if name != "seconds"}
 
 
+@_SOME
 def test_a_curve_is_stopped_between_its_points(opened: Open) -> None:
     with opened("p=2&m=2&effort=drawn") as page:
         body = json.loads(dict(questions())["curve"])
@@ -178,6 +183,7 @@ def test_a_curve_is_stopped_between_its_points(opened: Open) -> None:
         assert seen["after"] == 1
 
 
+@_SOME
 def test_the_page_works_without_a_network_after_the_first_visit(opened: Open, server: Server) -> None:
     with opened("p=4&m=6&s=zbv") as page:
         asked: list[str] = []
@@ -199,6 +205,7 @@ def test_the_page_works_without_a_network_after_the_first_visit(opened: Open, se
         assert (policies[-1] or "").startswith("default-src 'none'; script-src 'self'"), "a worker does not have its page's"
 
 
+@_SOME
 def test_a_stopped_search_keeps_the_best_so_far_and_the_next_one_begins(opened: Open) -> None:
     with opened("p=8&m=24&f=18.5&b=18.1&w=9.3&c=0.6&a=0.37&effort=max&s=v-half") as page:
         page.wait_for_selector(".slot .stop:not([hidden])")
@@ -212,6 +219,7 @@ def test_a_stopped_search_keeps_the_best_so_far_and_the_next_one_begins(opened: 
         assert float(cells(page, "bubble")[0].split()[0]) < 30
 
 
+@_SOME
 def test_a_planner_that_cannot_be_loaded_is_reported_and_other_sites_are_out_of_reach(browser: Browser, server: Server) -> None:
     with browser.new_context(service_workers="block") as context:
         page = context.new_page()
@@ -259,6 +267,7 @@ def smoke(window: Firefox, address: str) -> list[str]:
     return said
 
 
+@_SOME
 def test_firefox_shows_what_chromium_shows_with_a_server_and_without(
     opened: Open, server: Server, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -72,6 +72,7 @@ def test_compressed_text(lines: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     ],
     ids=["one line", "many lines", "deep"],
 )
+@pytest.mark.sampled(0.34)
 def test_a_bomb_is_one_line_soon_and_in_little_memory(unit: bytes, num_units: int, expected: str, tmp_path: Path) -> None:
     """4 GiB of zeros or lines in some MB; the process may allocate 3 GiB."""
     (tmp_path / "bomb.gz").write_bytes(gzip.compress(unit) * num_units)
