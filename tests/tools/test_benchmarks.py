@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.training.launch import environment
-from tools.benchmarks import executor, split
+from tools.benchmarks import executor, slice_passes, split
 from tools.benchmarks.unequal import DISTRIBUTIONS, LINK_CASES, main, markdown
 
 ROOT = Path(__file__).parents[2]
@@ -98,6 +99,25 @@ def test_w_holds_each_input_and_each_output_gradient_once(result: dict[str, Any]
         assert shape["verdicts"][2]["is_met"]
     gpt = result["shapes"][0]["predicted"]
     assert gpt["needed_bytes"] == gpt["bytes_32sbh"]
+
+
+def test_a_gpu_has_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.cuda.set_device takes no device without one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert split.choose_device(None) == split.choose_device("cuda") == torch.device("cuda", 0)
+    assert split.choose_device("cpu") == torch.device("cpu")
+
+
+def test_slices_of_a_layer_compute_what_the_whole_sequence_does(tmp_path: Path) -> None:
+    path = tmp_path / "slices.json"
+    tiny = ["--device", "cpu", "--scale", "0.03", "--dtype", "fp32", "--warmup", "0", "--repeats", "1", "--tokens", "4096"]
+    assert slice_passes.main([*tiny, "--slices", "1", "4", "--json", str(path)]) == 0
+    whole, cut = json.loads(path.read_text())["rows"]
+    assert (whole["slices"], whole["lengths"], sum(cut["lengths"]), len(cut["lengths"])) == (1, [64], 64, 4)
+    assert max(cut["apart"]) < 1e-6
+    for name in ("forward", "backward", "wgrad"):
+        assert len(cut[f"{name}_ms_by_slice"]) == 4
+        assert all(each > 0 for each in cut[f"{name}_ms_by_slice"])
 
 
 TWO_RANKS = ["--num-ranks", "2", "--num-microbatches", "4", "--iterations", "1", "--repeats", "2"]

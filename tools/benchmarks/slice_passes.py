@@ -172,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def measured(args: argparse.Namespace) -> Row:
         device, rows = choose_device(args.device), list[Row]()
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        for tokens in track([int(each * args.scale) for each in args.tokens], "lengths"):
+        for tokens in track([max(64, int(each * args.scale) // 64 * 64) for each in args.tokens], "lengths"):
             rows += measured_at(tokens, args, device)
         return {"rows": rows, "device": name, "torch": torch.__version__, "command": args.command} | origin()
 
