@@ -26,8 +26,8 @@ def _costs(scale: float, num_slices: int) -> CostModel:
 def _block(scale: float, later: tuple[float, ...], num_slices: int) -> FirstBlock:
     plan = build_plan("zb-h1", num_ranks=2, num_microbatches=3, num_slices=num_slices)
     result: Any = SimpleNamespace(measured=SimpleNamespace(costs=_costs(scale, num_slices)), timeline=None, sizes=None)
-    timelines = [Timeline.planned(simulate(plan, _costs(each, num_slices))) for each in later]
-    return FirstBlock(contender=None, program=None, result=result, later=timelines)  # type: ignore[arg-type]
+    timelines = [Timeline.planned(simulate(plan, _costs(each, num_slices))) for each in (scale, *later)]
+    return FirstBlock(contender=None, program=None, result=result, recorded=timelines)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("num_slices", [1, 2])
@@ -50,7 +50,7 @@ def test_beside_slices_every_contender_has_its_own_times(has_slices: bool) -> No
     blocks = [_block(4.0, (4.0,), 1), _block(1.0, (1.0,), 1), _block(5.0, (5.0,), 2 if has_slices else 1)]
     for number, block in enumerate(blocks):
         own = {"contender": SimpleNamespace(text=str(number)), "program": None}
-        block.result.plan = block.later[0].plan.to_json()
+        block.result.plan = block.recorded[0].plan.to_json()
         vars(block).update(own)
     times = [_simulated(block, blocks, job).makespan_ms for block in blocks]  # type: ignore[union-attr]
     if has_slices:

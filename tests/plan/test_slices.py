@@ -30,10 +30,11 @@ HAND_WRITTEN = ("1f1b", "zb-h1", "zb-h2", "zb", "zbv")
 
 
 def test_the_nth_op_and_its_number_are_inverse() -> None:
-    assert [str(Op.nth(3, OpKind.F, number, 3)) for number in range(4)] == ["3F0", "3F0.1", "3F0.2", "3F1"]
-    assert [str(Op.nth(3, OpKind.B, number, 3)) for number in range(4)] == ["3B0.2", "3B0.1", "3B0", "3B1.2"]
+    passes = Passes((3,) * 4)
+    assert [str(passes.nth(3, OpKind.F, number)) for number in range(4)] == ["3F0", "3F0.1", "3F0.2", "3F1"]
+    assert [str(passes.nth(3, OpKind.B, number)) for number in range(4)] == ["3B0.2", "3B0.1", "3B0", "3B1.2"]
     for kind, number in itertools.product(OpKind, range(12)):
-        assert Passes((3,) * 4).number(Op.nth(0, kind, number, 3)) == number
+        assert passes.number(passes.nth(0, kind, number)) == number
 
 
 @pytest.mark.parametrize("name", HAND_WRITTEN)

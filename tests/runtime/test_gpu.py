@@ -23,7 +23,7 @@ SCHEDULES = pytest.mark.parametrize("name", FAMILIES)
 
 @pytest.mark.claims(
     "Schedules",
-    "every schedule on NCCL, whatever is late, on 2 and 4 ranks",
+    "every schedule on NCCL under random delays, on 2 and 4 ranks",
     "works, by ranks that shared an H200 ([what was run](benchmarks/gpu.md))",
 )
 @pytest.mark.gpu

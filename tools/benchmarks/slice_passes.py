@@ -31,20 +31,11 @@ from megatron.zerobubble.wgrad.gemm import choose_kernel
 from tools.benchmarks.reports import Row, markdown_table, origin, run_report
 from tools.benchmarks.split import DTYPES, choose_device
 from tools.benchmarks.wgrad.measure import Clock
-from tools.benchmarks.wgrad.shapes import LayerShape
+from tools.benchmarks.wgrad.shapes import LayerShape, shape_named
 from tools.benchmarks.wgrad.stack import Stack, world_of_one
 
 FORMAT = "zerobubble-slice-passes/1"
-SHAPE = LayerShape(
-    name="Llama-3-70B",
-    hidden_size=8192,
-    num_attention_heads=64,
-    seq_length=4096,
-    micro_batch_size=1,
-    is_llama=True,
-    ffn_hidden_size=28672,
-    num_query_groups=8,
-)
+SHAPE = replace(shape_named("Llama-3-8B"), name="Llama-3-70B", hidden_size=8192, num_attention_heads=64, ffn_hidden_size=28672)
 LENGTHS, SLICES = (4096, 32768), (1, 2, 4, 8, 16)
 PASSES = ("forward", "backward", "wgrad")
 

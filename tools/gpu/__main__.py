@@ -48,8 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = Path(args.out or ROOT / "gpu-report" / datetime.now().strftime("%Y%m%d-%H%M%S")).resolve()
     out.mkdir(parents=True, exist_ok=True)
     what = _machine(args, num_gpus)
-    num_ranks = max(num_gpus, what.num_ranks)
-    return report_on(hour(what), out, num_gpus=num_ranks, minutes=args.minutes, rehearses=args.rehearse)
+    return report_on(hour(what), out, num_gpus=what.num_ranks, minutes=args.minutes, rehearses=args.rehearse)
 
 
 def _machine(args: argparse.Namespace, num_gpus: int) -> Machine:

@@ -118,8 +118,8 @@ class _Comparison:
             outcome.allocated_bytes = result.measured.allocated_bytes
             if contender.schedule == AUTO:
                 outcome.ran = self._first[contender.text].plan().schedule
-        elif result.timeline is not None:
-            self._first[contender.text].later.append(result.timeline)
+        if result.timeline is not None:
+            self._first[contender.text].recorded.append(result.timeline)
         self._progress.say(f"{contender.text}, round {number + 1}: {1000.0 * seconds:.1f} ms per iteration")
 
     def _table(self) -> Table:

@@ -43,26 +43,32 @@ class FirstBlock:
     program: Job
     """What it runs."""
     result: BlockResult
-    later: list[Timeline] = field(default_factory=list)
-    """The iterations that the contender's later blocks have recorded."""
+    recorded: list[Timeline] = field(default_factory=list)
+    """The recorded iteration of each of the contender's blocks."""
 
     @property
     def timeline(self) -> Timeline | None:
-        """The recorded iteration."""
+        """The recorded iteration of the first block."""
         return self.result.timeline
 
     @property
+    def is_sliced(self) -> bool:
+        """Whether its microbatches are cut."""
+        measured = self.result.measured
+        return measured is not None and measured.costs is not None and measured.costs.slices is not None
+
+    @property
     def costs(self) -> CostModel | None:
-        """The profiled costs, with the medians of the times in all blocks."""
+        """The costs profiled in the first block, with the medians of its times and of those recorded in the later blocks."""
         costs = None if self.result.measured is None else self.result.measured.costs
         if costs is None or costs.per_microbatch is not None:
             return costs
-        return _with_medians(costs, [costs, *(times_of(each.plan, each.rows) for each in self.later)])
+        return _with_medians(costs, [costs, *self.times[1:]])
 
     @property
-    def recorded(self) -> list[Timeline]:
-        """The recorded iterations of all of its blocks."""
-        return ([] if self.timeline is None else [self.timeline]) + self.later
+    def times(self) -> list[CostModel]:
+        """The times of F, B and W in each recorded iteration."""
+        return [times_of(each.plan, each.rows) for each in self.recorded]
 
     @property
     def objective(self) -> Objective:
@@ -182,7 +188,7 @@ def _idle(found: PipelineReport, objective: Objective) -> Idle:
 
 def _simulated(block: FirstBlock, blocks: Sequence[FirstBlock], job: Job) -> Simulation | None:
     """The contender's plan with measured costs."""
-    if block.costs is not None and block.costs.slices is not None:
+    if block.is_sliced and block.costs is not None:
         return simulate(block.plan(), block.costs)
     source = _source(blocks)
     if source is None:
@@ -190,8 +196,8 @@ def _simulated(block: FirstBlock, blocks: Sequence[FirstBlock], job: Job) -> Sim
     plan = block.plan()
     try:
         costs = job.costs_of(*source, block.program)(plan.placement)
-        if block.recorded and any(each.costs is not None and each.costs.slices is not None for each in blocks):
-            costs = _with_medians(costs, [times_of(each.plan, each.rows) for each in block.recorded])
+        if block.recorded and any(each.is_sliced for each in blocks):
+            costs = _with_medians(costs, block.times)
         return simulate(plan, costs)
     except UserError:
         return None

@@ -103,16 +103,10 @@ class Op(NamedTuple):
             )
         return Op(int(match[1]), OpKind(match[2]), int(match[3]), int(match[4] or 0))
 
-    @staticmethod
-    def nth(stage: int, kind: OpKind, index: int, num_slices: int = 1) -> Op:
-        """The op that a stage runs as its op number `index` of a kind: F in the order of the slices, all others in reverse."""
-        microbatch, part = divmod(index, num_slices)
-        return Op(stage, kind, microbatch, part if kind is OpKind.F else num_slices - 1 - part)
-
 
 @dataclass(frozen=True)
 class Passes:
-    """The ops that a stage runs of one kind, numbered in their order: microbatches ascend, and slices as in `Op.nth`."""
+    """The ops that a stage runs of one kind, numbered in their order: microbatches ascend; slices do in F, descend in B and W."""
 
     slices: tuple[int, ...]
     """Number of slices of every microbatch."""

@@ -91,7 +91,9 @@ class Profiler(Recorder):
                 of_microbatch = id(lengths), op._replace(slice=0)  # `lengths` are those of one iteration
                 whole[of_microbatch] = whole.get(of_microbatch, 0.0) + elapsed
         if whole:
-            times = {key: [each for (_, op), each in whole.items() if (op.stage, op.kind) == key] for key in times}
+            times.clear()
+        for (_, op), elapsed in whole.items():
+            times.setdefault((op.stage, op.kind), []).append(elapsed)
         typical, memory, slices = {key: median(values) for key, values in times.items()}, self._meter.typical(), {}
         if any(index for *_, index in sliced) and timed:
             for stage, held in self._meter.of_microbatches().items():

@@ -1,4 +1,4 @@
-"""Slices of microbatches with lengths of their own: how many each has, evaluation, re-planning, and what is refused."""
+"""Slices of unequal microbatches: numbers of slices, evaluation, re-planning, and what is refused."""
 
 from __future__ import annotations
 

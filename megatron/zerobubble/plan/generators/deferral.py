@@ -9,7 +9,9 @@ below count slices::
 
 from __future__ import annotations
 
-from megatron.zerobubble.plan.ir import Op, OpKind
+from functools import partial
+
+from megatron.zerobubble.plan.ir import Op, OpKind, Passes
 
 
 def deferred_wgrad_row(stage: int, num_microbatches: int, *, num_ahead: int, delay: int, num_slices: int = 1) -> list[Op]:
@@ -25,11 +27,8 @@ def deferred_wgrad_row(stage: int, num_microbatches: int, *, num_ahead: int, del
         delay: microbatches by which W lags behind B; 0 runs W right after its B.
         num_slices: n.
     """
-    count, ahead = num_microbatches * num_slices, num_ahead + num_slices - 1
-
-    def op(kind: OpKind, number: int) -> Op:
-        return Op.nth(stage, kind, number, num_slices)
-
+    op, count = partial(Passes((num_slices,) * num_microbatches).nth, stage), num_microbatches * num_slices
+    ahead = num_ahead + num_slices - 1
     row = [op(OpKind.F, number) for number in range(min(ahead, count))]
     for number in range(count):
         row.append(op(OpKind.B, number))

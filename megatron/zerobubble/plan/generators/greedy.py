@@ -8,7 +8,7 @@ microbatch can always proceed.
 from __future__ import annotations
 
 from megatron.zerobubble.plan.dependencies import requirements
-from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
+from megatron.zerobubble.plan.ir import Op, OpKind, Passes, Placement, Plan
 
 _PRIORITY = (OpKind.B, OpKind.F, OpKind.W)
 
@@ -18,17 +18,19 @@ def greedy_plan(schedule: str, placement: Placement, num_microbatches: int, *, m
 
     With slices, with at most this number of slices, and the n-1 other ones of a microbatch.
     """
-    count = num_microbatches * num_slices
+    passes = Passes((num_slices,) * num_microbatches)
     rows: list[list[Op]] = [[] for _ in range(placement.num_ranks)]
     upcoming = [dict.fromkeys(_PRIORITY, 0) for _ in rows]
     ended_before: set[Op] = set()
-    while any(counts[OpKind.W] < count for counts in upcoming):
+    while any(counts[OpKind.W] < len(passes) for counts in upcoming):
         chosen: list[Op] = []
         for stage, rank in enumerate(placement.stage_to_rank):
             counts = upcoming[rank]
             for kind in _PRIORITY:
-                op = Op.nth(stage, kind, counts[kind], num_slices)
-                if op.microbatch == num_microbatches or not ended_before.issuperset(requirements(op, placement.num_stages)):
+                if counts[kind] == len(passes):
+                    continue
+                op = passes.nth(stage, kind, counts[kind])
+                if not ended_before.issuperset(requirements(op, placement.num_stages)):
                     continue
                 if kind is OpKind.F and counts[OpKind.F] - counts[OpKind.W] == max_pending + num_slices - 1:
                     continue

@@ -21,19 +21,19 @@ Bubble: (p-1)/(m*n+p-1) of the span. Activation memory of rank i: min(p-i+n-1, m
 
 from __future__ import annotations
 
-from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
+from megatron.zerobubble.plan.ir import OpKind, Passes, Placement, Plan
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int, num_slices: int = 1) -> Plan:
     """1F1B for any p >= 1, m >= 1 and n >= 1 slices per microbatch, one stage per rank."""
-    count = num_microbatches * num_slices
-    rows = []
+    passes = Passes((num_slices,) * num_microbatches)
+    count, rows = len(passes), []
     for rank in range(num_ranks):
         num_ahead = min(num_ranks - rank + num_slices - 1, count)
-        row = [Op.nth(rank, OpKind.F, number, num_slices) for number in range(num_ahead)]
+        row = [passes.nth(rank, OpKind.F, number) for number in range(num_ahead)]
         for number in range(count):
-            row.append(Op.nth(rank, OpKind.BW, number, num_slices))
+            row.append(passes.nth(rank, OpKind.BW, number))
             if number + num_ahead < count:
-                row.append(Op.nth(rank, OpKind.F, number + num_ahead, num_slices))
+                row.append(passes.nth(rank, OpKind.F, number + num_ahead))
         rows.append(row)
     return Plan.of("1f1b", Placement.linear(num_ranks), num_microbatches, rows, num_slices=num_slices)

@@ -35,7 +35,7 @@ from functools import partial
 
 from megatron.zerobubble.plan.generators.building_blocks import grid_seed_orders
 from megatron.zerobubble.plan.generators.request import Request
-from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
+from megatron.zerobubble.plan.ir import Op, OpKind, Passes, Placement, Plan
 from megatron.zerobubble.plan.search.orders import SeedOrder, seed_order_of
 from megatron.zerobubble.plan.transforms import first_microbatches
 
@@ -72,7 +72,8 @@ def zbv_pattern(num_ranks: int, num_microbatches: int, num_slices: int = 1) -> P
 
 def _row(rank: int, num_ranks: int, num_microbatches: int, num_slices: int) -> list[Op]:
     """The seven phases of one rank. Ops beyond the last microbatch are left out."""
-    p, m = num_ranks, num_microbatches * num_slices
+    p, passes = num_ranks, Passes((num_slices,) * num_microbatches)
+    m = len(passes)
     row: list[Op] = []
     upcoming: dict[tuple[int, OpKind], int] = {}
 
@@ -81,7 +82,7 @@ def _row(rank: int, num_ranks: int, num_microbatches: int, num_slices: int) -> l
         for kind in kinds:
             number = upcoming.get((chunk, kind), 0)
             if number < m:
-                row.append(Op.nth(stage, kind, number, num_slices))
+                row.append(passes.nth(stage, kind, number))
                 upcoming[chunk, kind] = number + 1
 
     for _ in range(2 * (p - rank) - 1):

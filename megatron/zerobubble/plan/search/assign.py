@@ -145,6 +145,12 @@ class _Search:
         order = order_of(split_fused(self._assigned(plan, assignment)))
         return without_wgrad(order) if self._fused else order
 
+    def _orders(self, plan: Plan, assignments: Sequence[Sequence[int]]) -> list[Order]:
+        """The order of each assignment: the same of all where no microbatch has slices."""
+        if not self._costs.has_slices:
+            return [self._order(plan, self._came)] * len(assignments)
+        return [self._order(plan, each) for each in assignments]
+
     def _peaks(self, costs: CostModel) -> list[float]:
         return [max(peak_memory(plan, costs)) for plan in self._given()]
 
@@ -166,8 +172,8 @@ class _Search:
 
     def best(self) -> Plan:
         """Score the given orders, anneal from the best starts, and return the best of all."""
-        for plan in self._given():
-            order = self._order(plan, plan.assignment)
+        given = self._given()
+        for plan, order in zip(given, self._orders(self._base, [each.assignment for each in given]), strict=True):
             objective = self._take(order, plan.assignment)
             if objective == math.inf and max(peak_memory(plan, self._costs)) <= self._limit + MEMORY_TOLERANCE:
                 # It fits, but not with the memory that the search reserves at every F (`CostModel.reserved`).
@@ -193,8 +199,8 @@ class _Search:
             self._anneal(_Start(0.0, rows, [_PATIENCE] * len(rows), best.assignment), 0.25 * left, _TEMPERATURES[1])
             best = min(self._found, key=lambda found: found.objective)
         if share * rounds < 1:
-            given = _Start(0.0, best.order, [math.inf] * len(best.order), best.assignment)
-            self._anneal(given, (0.5 if self._fixed else 0.25) * left, _TEMPERATURES[1])
+            start = _Start(0.0, best.order, [math.inf] * len(best.order), best.assignment)
+            self._anneal(start, (0.5 if self._fixed else 0.25) * left, _TEMPERATURES[1])
             best = min(self._found, key=lambda found: found.objective)
         return self._plan_of(best)
 
@@ -202,11 +208,11 @@ class _Search:
         """The best of a plan's assignments by rule, with its own Ws or with Ws that fill the bubbles."""
         rising, falling = self._ascending[::2], self._ascending[1::2][::-1]
         has_own = self._fixed or self._fused
-        starts = []
+        assignments, starts = (rising + falling, self._came, self._ascending, self._ascending[::-1]), []
+        orders = [order if has_own else without_wgrad(order) for order in self._orders(plan, assignments)]
         for value in (math.inf,) if has_own else _PATIENCES:
-            for assignment in (rising + falling, self._came, self._ascending, self._ascending[::-1]):
-                order = self._order(plan, assignment)
-                rows, patience = order if has_own else without_wgrad(order), [value] * len(order)
+            for assignment, rows in zip(assignments, orders, strict=True):
+                patience = [value] * len(rows)
                 score = self._core.evaluate_assigned(rows, patience, assignment)[0]
                 starts.append(_Start(score, rows, patience, assignment))
         return min(starts, key=lambda start: start.score)

@@ -6,7 +6,7 @@ same plan with and without a compiler. Change both together; a test compares the
 
 An *order* has one row per rank, and a row is a string of bytes ``3 * chunk + kind`` with kind 0, 1, 2 for F, B, W. Microbatches
 ascend per stage and kind (an invariant of every plan), so the bytes define the plan completely. With n slices per microbatch the
-same holds of slices: op number k of a kind is `ir.Op.nth`, so B number k needs the F of its own slice, which has another number.
+same holds of slices: ops are numbered as in `ir.Passes`, so B number k needs the F of its own slice, which has another number.
 
 Rows may leave W out. W fills bubbles, and its places follow from the order of F and B: a rank runs its oldest pending W if its
 next op is at least `patience` times that W's duration away, or if an F would otherwise exceed the memory. The remaining Ws run at
