@@ -92,7 +92,7 @@ class Loop:
         given = {} if self._groups is None else {"pg_collection": self._groups}
         gloo = {"use_gloo_process_groups": False} if given else {}
         self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(optimizer="adam", **options | self._options), self.model, **gloo, **given
+            OptimizerConfig(**{"optimizer": "adam"} | options | self._options), self.model, **gloo, **given
         )
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.finalize_model_grads_func = functools.partial(finalize_model_grads, **given)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.zerobubble.errors import WeightGradStoreError
-from megatron.zerobubble.mcore.model.wgrad_split import split_weight_gradients
+from megatron.zerobubble.mcore.ddp.final_gradients import FinalGradients
+from megatron.zerobubble.mcore.model.wgrad_split import driven_modules, split_weight_gradients
 from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumulate
 from megatron.zerobubble.wgrad.store import WeightGradStore
 from tests.support.ranks import RankPool
@@ -149,3 +150,72 @@ def _wrong(_rank: int) -> None:
 
 def test_a_queue_that_w_would_misread_is_an_error(engine: RankPool) -> None:
     engine.run(_wrong)
+
+
+class Layers(nn.Module):
+    """Two linears, of which `read` has other readers."""
+
+    def __init__(self, *, delay: bool) -> None:
+        super().__init__()
+        import transformer_engine.pytorch as te
+
+        how: dict[str, Any] = {"delay_wgrad_compute": delay, "fuse_wgrad_accumulation": False, "device": "cpu", "bias": False}
+        self.first, self.read = te.Linear(8, 8, **how), te.Linear(8, 8, **how)
+
+    def forward(self, x: Tensor, kind: str) -> Tensor:
+        if kind == "perturbed":  # by the gradient of a forward of its own, as adversarial training does
+            x = x.requires_grad_()
+            (gradient,) = torch.autograd.grad(self(x, ""), x)
+            x = (x + 0.1 * gradient).detach()
+        hidden = torch.relu(self.first(x))
+        output = hidden @ self.read.weight if kind == "absorbed" else self.read(hidden)
+        loss: Tensor = output.square().sum()
+        return loss + self.read.weight.square().sum() if kind == "penalty" else loss
+
+
+def _read_elsewhere(_rank: int, kind: str) -> None:
+    torch.manual_seed(1)
+    expected, actual = Layers(delay=False), Layers(delay=True)
+    actual.load_state_dict(expected.state_dict())
+    store = WeightGradStore(WgradKernel(KernelKind.PLAIN, plain_accumulate))
+    split_weight_gradients(actual, store)
+    ready: list[str] = []
+    _like_ddp(expected, [])
+    _like_ddp(actual, ready)
+    gradients = FinalGradients(actual, driven_modules(actual))
+    for microbatch, x in enumerate(_batches()):
+        expected(x, kind).backward()
+        loss = actual(x, kind)
+        store.begin(0, microbatch, fused=False)
+        loss.backward()
+        store.end()
+    for microbatch in range(MICROBATCHES):
+        if microbatch == MICROBATCHES - 1:
+            ready.clear()
+            gradients.begin_last()
+        store.run(0, microbatch)
+    gradients.end_last()
+    gradients.finish()
+    store.check_empty()
+    assert sorted(ready) == ["first.weight", "read.weight"]
+    assert actual.first.wgrad_store.context.empty()
+    assert actual.read.wgrad_store.context.empty()
+    for name, weight in expected.named_parameters():
+        # the sums have other orders: per microbatch one rounding of a sum of two
+        torch.testing.assert_close(actual.get_parameter(name).main_grad, weight.main_grad, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", ["penalty", "absorbed", "perturbed"])
+def test_other_readers_of_a_weight_add_to_its_gradient(engine: RankPool, kind: str) -> None:
+    engine.run(_read_elsewhere, kind)
+
+
+def _asked_for(_rank: int) -> None:
+    model, _, _ = _deferred(False)
+    loss = model(_batches()[0]).square().sum()
+    with pytest.raises(WeightGradStoreError, match=r"was asked for a weight of out, .*: set wgrad_in_backward"):
+        torch.autograd.grad(loss, model.out.weight)
+
+
+def test_the_gradient_of_a_deferred_weight_alone_is_refused(engine: RankPool) -> None:
+    engine.run(_asked_for)

@@ -18,6 +18,7 @@ from torch import nn
 
 from megatron.zerobubble.mcore.ddp.wrap import start_first_gathers
 from megatron.zerobubble.mcore.model.dispatchers import token_dispatchers
+from megatron.zerobubble.mcore.model.wgrad_split import driven_modules, split_weights
 from megatron.zerobubble.mcore.post_validation.rewind import Rewind
 from megatron.zerobubble.mcore.post_validation.token_count import TokenCount
 from megatron.zerobubble.mcore.slices.sliced_chunks import SlicedChunks
@@ -87,6 +88,7 @@ class IterationRunner:
         self._chunks = chunks
         dispatchers = [token_dispatchers(chunk) for chunk in chunks]
         self._dispatchers = dispatchers if any(dispatchers) else []
+        self._deferred = [[*split_weights(chunk), *driven_modules(chunk)] for chunk in chunks]
         self.sliced = SlicedChunks(chunks) if spec.num_slices > 1 else None
         """The chunks, made to run slice by slice; None: microbatches are not cut."""
         self._store = store
@@ -172,6 +174,7 @@ class IterationRunner:
             on_counted=None if token_count is None else token_count.send,
             dispatchers=self._dispatchers,
             slices=None if self.sliced is None else self.sliced.current,
+            deferred=self._deferred,
         )
 
     def _executor(self, program: Program, work: ChunkWork, recorder: Recorder | None, hooks: IterationHooks) -> Executor:

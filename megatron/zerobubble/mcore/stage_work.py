@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.mcore.compat import backward_step
+from megatron.zerobubble.mcore.ddp.final_gradients import FinalGradients
 from megatron.zerobubble.mcore.model.aux_loss_scale import set_auxiliary_scales
 from megatron.zerobubble.mcore.model.dispatchers import drop_graphs
 from megatron.zerobubble.mcore.model.rng import ChunkStreams
@@ -35,6 +36,7 @@ from megatron.zerobubble.mcore.slices.losses import SlicedLosses
 from megatron.zerobubble.plan.communication import Message, Payload
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement
 from megatron.zerobubble.plan.transforms import wgrad_group
+from megatron.zerobubble.wgrad.final import FinalGradient
 from megatron.zerobubble.wgrad.store import WeightGradStore
 
 
@@ -84,6 +86,7 @@ class ChunkWork:
         on_counted: called with `num_tokens` once it is complete, behind the last F of the last stage.
         dispatchers: the `token_dispatchers` of each chunk; empty: no chunk has any.
         slices: the slice that the chunks run, with the keys and values of those in flight; None: microbatches are not cut.
+        deferred: the weights of each chunk whose gradients W computes; empty: no chunk has any.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class ChunkWork:
         on_counted: Callable[[Tensor], None] | None = None,
         dispatchers: Sequence[Sequence[Any]] = (),
         slices: CurrentSlice | None = None,
+        deferred: Sequence[Sequence[FinalGradient]] = (),
     ) -> None:
         self._chunks = chunks
         self._chunk_of = [placement.chunk_of(stage) for stage in range(placement.num_stages)]
@@ -113,6 +117,7 @@ class ChunkWork:
         self._on_counted = on_counted
         self._dispatchers = dispatchers
         self._slices = slices
+        self._deferred = deferred or [()] * len(chunks)
         self._sliced_losses = SlicedLosses([len(parts) for parts in iteration.parts], per_token=config.calculate_per_token_loss)
         iterators = iteration.data_iterators
         if slices is not None:
@@ -120,7 +125,7 @@ class ChunkWork:
         self._iterators = iterators
         self._inflight: dict[tuple[int, int, int], tuple[Tensor | None, Tensor]] = {}
         self._streams = ChunkStreams(0 if iteration.forward_only else len(chunks), device)
-        self._sync: list[_GradSync] = []
+        self._sync: list[FinalGradients] = []
         """Per chunk, from the first B on: before it the caller zeroes the gradients, which resets the state of DDP."""
         self.losses: list[Any] = []
         """The loss function's result for each microbatch; empty on ranks without the last stage."""
@@ -251,7 +256,7 @@ class ChunkWork:
         chunk = self._chunk_of[op.stage]
         activation, output = self._inflight.pop((chunk, op.microbatch, op.slice))
         if not self._sync:
-            self._sync = [_GradSync(each) for each in self._chunks]
+            self._sync = [FinalGradients(*each) for each in zip(self._chunks, self._deferred, strict=True)]
         if last:
             self._sync[chunk].allow()
         set_auxiliary_scales(
@@ -265,7 +270,11 @@ class ChunkWork:
         self._store.begin(chunk, op.microbatch, op.slice, fused=op.kind is OpKind.BW)
         with self._running(op):
             grad = self._backward_step(activation, output, gradient, config=self._config)
+        if last and op.kind is OpKind.BW:
+            self._sync[chunk].begin_last()
         self._store.end()
+        if last and op.kind is OpKind.BW:
+            self._sync[chunk].end_last()
         if self._slices is not None and op.slice == 0:
             self._slices.release(chunk, op.microbatch)
         if self._dispatchers:
@@ -279,12 +288,15 @@ class ChunkWork:
         chunk = self._chunk_of[op.stage]
         group = wgrad_group(op.microbatch, self._wgrad_group_size, self._iteration.num_microbatches)
         # each part of the last group completes some gradients
-        if group[-1] == self._iteration.num_microbatches - 1 and op.slice == 0:
-            self._sync[chunk].allow()
+        is_last = group[-1] == self._iteration.num_microbatches - 1 and op.slice == 0
+        if is_last:
+            self._sync[chunk].begin_last()
         if len(group) == 1:
             self._store.run(chunk, op.microbatch, op.slice)
         else:
             self._store.run_together(chunk, group, part=op.microbatch - group[0])
+        if is_last and op.microbatch == group[-1]:
+            self._sync[chunk].end_last()
 
     def abandon(self) -> None:
         """Free the activations of forwards that will be rerun or whose backward will not run."""
@@ -293,36 +305,14 @@ class ChunkWork:
             self._slices.clear()
 
     def finish(self) -> None:
-        """Call after the last op: check that no deferred gradient is left, and let DDP reduce gradients again."""
+        """Call after the last op: check that no deferred gradient is left, and let DDP reduce gradients again.
+
+        Raises:
+            WeightGradStoreError: a W never ran, or a gradient came too late to be reduced.
+        """
         for sync in self._sync:
-            sync.allow()
+            sync.finish()
         self._streams.finish()
         self._store.check_empty()
         if self._slices is not None:
             self._slices.clear()
-
-
-class _GradSync:
-    """Makes DDP start reductions exactly when gradients are final.
-
-    DDP starts to reduce a bucket when all of its gradients have been reported outside of `no_sync`. With B and W split, the last
-    B of a chunk reports norms and biases, and the last W the rest; between the two, Ws of earlier microbatches may run and must
-    not count. So gradient synchronization is enabled during the last op of each kind only.
-    """
-
-    def __init__(self, chunk: nn.Module) -> None:
-        self._chunk: Any = chunk
-        self._forbidden: contextlib.AbstractContextManager[Any] | None = None
-        self.forbid()
-
-    def allow(self) -> None:
-        """Gradients reported from here on are final."""
-        if self._forbidden is not None:
-            self._forbidden.__exit__(None, None, None)
-            self._forbidden = None
-
-    def forbid(self) -> None:
-        """Gradients reported from here on may still grow."""
-        if hasattr(self._chunk, "no_sync"):
-            self._forbidden = self._chunk.no_sync()
-            self._forbidden.__enter__()

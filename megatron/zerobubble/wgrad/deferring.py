@@ -13,19 +13,25 @@ microbatches between B and W autograd would add placeholders to each other, and 
 each B, and the weight's own data stands in for it during W, as in `SplitWeight.notify`.
 
 A bias that is added outside of the module gets its gradient in B, from autograd, and its hook in W; a second B before that would
-add to the gradient. So gradients that exist after a B are put aside here, and restored for their own W.
+add to the gradient. So gradients that exist after a B are put aside here, and restored for their own W. What autograd computes of
+weights that somebody else reads is added to ``main_grad`` at once: `backward_dw` would replace it.
+
+A backward pass by `torch.autograd.grad`, for activations, queues an entry, too, whose gradient nobody wants: it is dropped.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn import Parameter
 
 from megatron.zerobubble.errors import WeightGradStoreError
+from megatron.zerobubble.wgrad.final import FinalGradient, ShareOfAutograd, Taker, accumulator_of, taker_of
 
 __all__ = ["DeferringModule"]
 
@@ -47,23 +53,86 @@ class WgradKey(NamedTuple):
         return f"chunk {self.chunk}, microbatch {self.microbatch}{part}"
 
 
-class DeferringModule:
+class DeferringModule(FinalGradient):
     """One module with a wgrad queue of its own, and the (chunk, microbatch) pairs in that queue.
 
     Args:
         name: name of the module, for messages.
-        backward_dw: computes the weight gradients of the oldest entry and calls the hooks.
+        module: has Transformer Engine's `backward_dw`, which computes the weight gradients of the oldest entry and calls the
+            hooks, `wgrad_accumulation_and_reduce_hooks` and `wgrad_store`.
         weights: parameters of the module with deferred gradients. Each needs a ``main_grad``, as set by megatron-core's DDP.
+        read: those of them that the module gives no gradient in B, so that what autograd has is that of other readers.
     """
 
-    __slots__ = ("_backward_dw", "_early", "_waiting", "_weights", "name")
+    __slots__ = ("_early", "_module", "_node", "_shares", "_unwanted", "_waiting", "_weights")
 
-    def __init__(self, name: str, backward_dw: Callable[[], object], weights: Sequence[Parameter]) -> None:
-        self.name = name
-        self._backward_dw = backward_dw
+    def __init__(self, name: str, module: Any, weights: Sequence[Parameter], read: Sequence[Parameter] = ()) -> None:
+        super().__init__(name)
+        self._module = weakref.ref(module)
         self._weights = tuple(weights)
+        self._node = accumulator_of(self._weights[0])
+        self._shares = [ShareOfAutograd(each, self) for each in read if not _needs_placeholder(each)]
+        self._unwanted: int | None = None
+        """Entries in the module's queue before a backward pass whose entries nobody wants."""
         self._waiting: deque[WgradKey] = deque()
         self._early: dict[WgradKey, list[tuple[Parameter, Tensor]]] = {}
+
+    @property
+    def weights(self) -> tuple[Parameter, ...]:
+        """The parameters with deferred gradients."""
+        return self._weights
+
+    def remove(self) -> None:
+        """Leave the gradients of the weights to autograd again."""
+        for share in self._shares:
+            share.remove()
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the backward pass that runs now accumulates into the weights.
+
+        Raises:
+            WeightGradStoreError: `torch.autograd.grad` was given one of the weights.
+        """
+        taker = taker_of(self._node)
+        if taker is Taker.AUTOGRAD:
+            raise WeightGradStoreError(
+                f"torch.autograd.grad was asked for a weight of {self.name}, which defers its weight gradients and returns none: "
+                "set wgrad_in_backward = True on the module before it is wrapped, or leave this weight out"
+            )
+        return taker is Taker.DEFERRED
+
+    def forget(self) -> None:
+        """Note that the entries of the backward pass that runs now are unwanted; `drop` removes them at its end."""
+        if self._unwanted is None:
+            self._unwanted = len(self._queue)
+
+    def drop(self) -> None:
+        """Remove the entries that were queued since `forget`."""
+        while self._unwanted is not None and len(self._queue) > self._unwanted:
+            self._queue.pop()
+        self._unwanted = None
+
+    @property
+    def _queue(self) -> Any:
+        """The entries of the module's own queue, the oldest first."""
+        entries = getattr(getattr(getattr(self._module(), "wgrad_store", None), "context", None), "queue", None)
+        if entries is None:
+            raise WeightGradStoreError(
+                f"torch.autograd.grad or backward(inputs=) reached {self.name}, whose queue of weight gradients is not known: "
+                "set wgrad_in_backward = True on the module before it is wrapped"
+            )
+        return entries
+
+    def report(self) -> None:
+        """Notify DDP of the final gradients, if no W has: the weights were read by others alone in the last microbatch."""
+        module = self._module()
+        if self.is_reported or self.is_frozen or module is None:
+            return
+        with _standing_in(self._weights):
+            for hook in getattr(module, "wgrad_accumulation_and_reduce_hooks", ()):
+                hook()
+        self.is_reported = True
 
     @property
     def is_frozen(self) -> bool:
@@ -107,11 +176,29 @@ class DeferringModule:
             if _is_fused(weight):
                 weight.grad = weight.data
                 stand_ins.append(weight)
-        self._backward_dw()
+        module = self._module()
+        assert module is not None, "its forward hook, and so this, is gone with it"
+        module.backward_dw()
         for weight in stand_ins:
             weight.grad = None
+        self.is_reported = self.is_final
+
+
+@contextmanager
+def _standing_in(weights: Sequence[Parameter]) -> Iterator[None]:
+    """Inside, each weight's own data stands in for a gradient that is in ``main_grad``, as in `SplitWeight.notify`."""
+    flags = [getattr(weight, "grad_added_to_main_grad", False) for weight in weights]
+    for weight in weights:
+        weight.grad, weight.grad_added_to_main_grad = weight.data, True  # type: ignore[attr-defined]
+    yield
+    for weight, flag in zip(weights, flags, strict=True):
+        weight.grad, weight.grad_added_to_main_grad = None, flag  # type: ignore[attr-defined]
 
 
 def _is_fused(weight: Parameter) -> bool:
     """Whether the GEMM adds to ``main_grad``. A weight with `zero_out_wgrad` needs its placeholder, and keeps it."""
-    return getattr(weight, "grad_added_to_main_grad", False) and not getattr(weight, "zero_out_wgrad", False)
+    return getattr(weight, "grad_added_to_main_grad", False) and not _needs_placeholder(weight)
+
+
+def _needs_placeholder(weight: Parameter) -> bool:
+    return getattr(weight, "zero_out_wgrad", False)

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.zerobubble.wgrad.final import Taker, taker_of
 from megatron.zerobubble.wgrad.sharing import Gathered, reduce_scatter
 from megatron.zerobubble.wgrad.split_weight import SplitWeight
 from megatron.zerobubble.wgrad.store import WeightGradStore
@@ -88,6 +89,10 @@ def _product(input_: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.d
     return (output if bias is None else output + bias).to(dtype)
 
 
+_WEIGHT = 1
+"""The weight's place among the tensors that `_SplitLinear` was given, and so among the edges of its node."""
+
+
 class _SplitLinear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -116,8 +121,12 @@ class _SplitLinear(torch.autograd.Function):
         input_, weight = ctx.saved_tensors
         how: LinearSplit = ctx.how
         grad_output = grad_output.to(input_.dtype)
-        w_gathers_input = ctx.sequence_parallel and how.store.defers
-        gathering = Gathered(input_, ctx.group) if ctx.sequence_parallel and not w_gathers_input else None
+        taker = taker_of(ctx.next_functions[_WEIGHT][0])
+        if taker is Taker.DEFERRED and how.split.is_hooked:
+            taker = Taker.AUTOGRAD
+        w_gathers_input = ctx.sequence_parallel and taker is Taker.DEFERRED and how.store.defers
+        gathers_input = ctx.sequence_parallel and taker is not Taker.NOBODY and not w_gathers_input
+        gathering = Gathered(input_, ctx.group) if gathers_input else None
         grad_input = grad_output.matmul(weight)
         reducing = None
         if ctx.reduce_input_grad:
@@ -126,10 +135,17 @@ class _SplitLinear(torch.autograd.Function):
             grad_input, reducing = reduce_scatter(grad_input, ctx.group)
         if gathering is not None:
             input_ = gathering.wait()
+        grad_output = grad_output.reshape(-1, grad_output.shape[-1])
+        if taker is not Taker.DEFERRED:  # with a graph where the caller of `autograd.grad` asked for one
+            grad_bias = grad_output.sum(dim=0) if ctx.has_bias else None
+            grad_weight = grad_output.t().matmul(input_.reshape(-1, input_.shape[-1])) if taker is Taker.AUTOGRAD else None
+            if reducing is not None:
+                reducing.wait()
+            return grad_input, grad_weight, grad_bias, None, None, None, None, None
         # Views where possible: the store then holds the memory that autograd saved, and no copy. Detached first: a view holds
         # its base, the base the graph that made it, and the graph the stage's input and its gradient, all of it until W.
         # A gradient can have a graph, too, if a loss returns a tensor that it saved: megatron-core's cross entropy does.
-        grad_output = grad_output.detach().reshape(-1, grad_output.shape[-1])
+        grad_output = grad_output.detach()
         grad_bias = grad_output.sum(dim=0) if ctx.has_bias else None
         input_ = input_.detach().reshape(-1, input_.shape[-1])
         how.store.put(how.split, grad_output, input_, gather_over=ctx.group if w_gathers_input else None)

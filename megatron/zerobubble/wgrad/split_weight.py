@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -9,9 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.zerobubble.wgrad.final import FinalGradient, ShareOfAutograd
 
-class SplitWeight:
+logger = logging.getLogger(__name__)
+
+
+class SplitWeight(FinalGradient):
     """One weight whose gradient is deferred, and the hooks around each of its Ws.
+
+    The weight may have other readers than its linear: the loss, a penalty, another layer. Autograd leaves their gradients in
+    ``weight.grad``, and they are added to ``main_grad`` as soon as autograd has, as DDP's own hook would. So DDP is notified once
+    its last W and every B of the chunk have run, and of a weight that had no W, too (`report`).
 
     Attributes:
         name: the parameter's name, for messages.
@@ -22,19 +31,44 @@ class SplitWeight:
         position: its place in the order of the weights within one W; weights with the same position follow the order of B.
     """
 
-    __slots__ = ("before", "hooks", "name", "position", "weight")
+    __slots__ = ("_has_logged", "_share", "before", "hooks", "position", "weight")
 
     def __init__(self, name: str, weight: torch.nn.Parameter) -> None:
-        self.name = name
+        super().__init__(name)
         self.weight = weight
         self.hooks: list[Callable[[], None]] = []
         self.before: list[Callable[[], None]] = []
         self.position = 0
+        self._has_logged = False
+        self._share = ShareOfAutograd(weight, self)
+
+    @property
+    def weights(self) -> tuple[torch.nn.Parameter, ...]:
+        """The weight."""
+        return (self.weight,)
+
+    def remove(self) -> None:
+        """Leave the gradients of this weight to autograd again."""
+        self._share.remove()
+
+    @property
+    def is_hooked(self) -> bool:
+        """Whether a user's hook waits for the gradient where autograd accumulates it. B then computes it; logged once."""
+        if not has_hooks(self.weight):
+            return False
+        if not self._has_logged:
+            self._has_logged = True
+            logger.warning(
+                "%s has a hook on its gradient: B computes it, as long as there is a hook, and W has less to do", self.name
+            )
+        return True
 
     def prepare(self) -> None:
         """Call the `before` hooks: W is about to add to the accumulator."""
         for hook in self.before:
             hook()
+        if self.before:  # what autograd has left had no accumulator until now
+            self._share.add()
 
     def accumulator(self) -> Tensor:
         """The tensor [out, in] that W adds to; created as zeros on first use where no DDP buffer exists."""
@@ -52,17 +86,34 @@ class SplitWeight:
         own data stands in for that gradient: the right shape, and no allocation. Without a ``main_grad`` the gradient is in
         ``.grad`` itself, and stays.
         """
-        if not self.hooks:
-            return
+        if self.hooks and (self.before or not self.waits_for_end):
+            self._call_hooks()
+
+    def report(self) -> None:
+        """Notify DDP of the final gradient, if no W has. A frozen weight has none."""
+        if self.hooks and not self.is_reported and self.weight.requires_grad:
+            self.is_final = True
+            self.prepare()
+            self._call_hooks()
+
+    def _call_hooks(self) -> None:
         parameter = self.weight
         stands_in = getattr(parameter, "main_grad", None) is not None
         if stands_in:
+            was_added = getattr(parameter, "grad_added_to_main_grad", False)
             parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
             parameter.grad = parameter.data
         for hook in self.hooks:
             hook()
         if stands_in:
             parameter.grad = None
+            parameter.grad_added_to_main_grad = was_added  # type: ignore[attr-defined]
+        self.is_reported = self.is_final
+
+
+def has_hooks(weight: torch.nn.Parameter) -> bool:
+    """Whether somebody has called the weight's `register_hook` or `register_post_accumulate_grad_hook`."""
+    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
 
 
 class DeferredGemm(NamedTuple):

@@ -141,8 +141,13 @@ class WeightGradStore:
     def defer(self, module: DeferringModule) -> None:
         """Queue a module that stores its own weight-gradient inputs; its W runs with the others of this microbatch.
 
-        Called when its backward runs. Outside of a B, its W runs at the end of the backward pass.
+        Called when its backward runs. Outside of a B, its W runs at the end of the backward pass. Nothing is queued by a backward
+        pass that does not accumulate into its weights, such as that of `torch.autograd.grad` for an activation.
         """
+        if not module.is_wanted:
+            module.forget()
+            Variable._execution_engine.queue_callback(module.drop)
+            return
         if self._open_key is None:
             module.note(_OUTSIDE)
             Variable._execution_engine.queue_callback(partial(_compute, module))

@@ -82,6 +82,43 @@ def test_the_same_training_as_zero1(four_ranks: RankPool, case: Case, group_size
         assert min(expected) > 0.0
 
 
+class _ReadTwice(Trainer):
+    """The loss reads weights of the last stage, and a user's hook masks the gradient of its head."""
+
+    def forward_step(self, iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
+        """With a penalty."""
+        output, loss = super().forward_step(iterator, model)
+        head = dict(self.parameters())["output_layer.weight"]
+        if not head._backward_hooks:
+            head.register_hook(lambda gradient: gradient.tril())
+        read = [weight for name, weight in self.parameters() if name.endswith("linear_fc2.weight")]
+
+        def penalized(per_token: torch.Tensor) -> tuple[Any, ...]:
+            value, *others = loss(per_token)
+            return value + 0.1 * sum(weight.square().sum() for weight in [head, *read]), *others
+
+        return output, penalized
+
+
+def _apart_where_read(rank: int, case: Case, group_size: int) -> tuple[float, list[float], list[float]]:
+    outcomes = []
+    for each in (case, replace(case, shard_gradients=group_size)):
+        trainer = _ReadTwice(each)
+        outcomes.append(trainer.train())
+        trainer.close()
+    expected, actual = outcomes
+    apart = max(float((actual.weights[name] - weight).abs().max()) for name, weight in expected.weights.items())
+    return apart, expected.grad_norms, actual.grad_norms
+
+
+@pytest.mark.parametrize("group_size", [5, 2])
+def test_gradients_of_other_readers_and_hooks_reach_the_shards(four_ranks: RankPool, group_size: int) -> None:
+    """The last stage is that of one layer, with its head; weights of up to 1 that are summed in another order."""
+    for apart, expected, actual in four_ranks.run(_apart_where_read, replace(ZERO1, schedule="zb-h1"), group_size):
+        assert apart <= 1e-6
+        assert actual == pytest.approx(expected, rel=1e-5)
+
+
 class _Counted(Reductions):
     """Counts the bytes of full buckets that are reduced, and the most of them, with their parts, when a reduction starts."""
 

@@ -8,6 +8,7 @@ middle of an iteration, or queue operands that nobody takes:
   `overlap_param_gather` DDP's forward hook asserts that weights are trained.
 - A module that defers its weight gradients itself calls the hooks of all its weights and biases, or of none.
 - One that was frozen when DDP wrapped it has neither ``main_grad`` nor hooks.
+- A user's hook on a weight that such a module defers would not be called.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.ddp.zero2 import ShardedGradientsDDP
 from megatron.zerobubble.mcore.model.wgrad_split import deferring_modules, is_deferred, is_driven
+from megatron.zerobubble.wgrad.split_weight import has_hooks
 
 __all__ = ["check_frozen"]
 
@@ -32,7 +34,7 @@ def check_frozen(chunks: Sequence[Any]) -> None:
         ConfigError: names the first weight, and what to do.
     """
     for chunk in chunks:
-        for problem in (*_overlapped(chunk), *_in_part(chunk), *_trained_since(chunk)):
+        for problem in (*_overlapped(chunk), *_in_part(chunk), *_trained_since(chunk), *_hooked(chunk)):
             raise ConfigError(problem)
 
 
@@ -75,3 +77,13 @@ def _trained_since(chunk: Any) -> Iterator[str]:
                 f"{name} ({type(module).__name__}) was frozen when DistributedDataParallel wrapped the model and is trained now: "
                 "its gradients would reach neither DistributedDataParallel nor the optimizer. Wrap the model again"
             )
+
+
+def _hooked(chunk: Any) -> Iterator[str]:
+    for name, module in deferring_modules(chunk.module):
+        for key, weight in module._parameters.items():
+            if weight is not None and is_deferred(weight) and weight.requires_grad and has_hooks(weight):
+                yield (
+                    f"{name}.{key} has a hook on its gradient (register_hook), which {type(module).__name__} computes in W, "
+                    "where autograd calls no hooks: set wgrad_in_backward = True on the module before the model is wrapped"
+                )

@@ -35,6 +35,7 @@ __all__ = [
     "fusion_without_apex",
     "mark_deferred_biases",
     "own_operands",
+    "returns_nothing_in_backward",
     "scaling_tensors",
     "unknown_overlaps",
 ]
@@ -106,6 +107,14 @@ def mark_deferred_biases(module: nn.Module) -> None:
         bias = module._parameters.get(name)
         if bias is not None:
             bias.skip_backward_post_hook = True  # type: ignore[attr-defined]
+
+
+def returns_nothing_in_backward(module: nn.Module, weight: nn.Parameter) -> bool:
+    """Whether a module that defers this weight's gradient gives autograd none in B, so that what autograd has is from others.
+
+    FP8 computes the gradients of biases in B. GroupedLinear returns the memory that its W will fill.
+    """
+    return weight.dim() > 1 and not hasattr(module, "num_gemms")
 
 
 def scaling_tensors(chunks: Sequence[nn.Module]) -> Iterator[Tensor]:

@@ -20,8 +20,9 @@ the kernel of the scan computes their gradients along with its input's.
 
 Experts of the local spec are split like any other linear; an expert without tokens in a microbatch has a wgrad GEMM of zero rows.
 
-One weight gets gradients from both: the embedding of MTP layers (multi-token prediction) that is tied to the output layer. B adds
-the embedding's share, W the output layer's, and DDP is notified in W, when both have been added.
+A weight may get gradients from both, B and W: the embedding of MTP layers (multi-token prediction) that is tied to the output
+layer, or a weight that the loss or another layer reads. B adds what autograd computes, W the linear's own GEMM, and DDP is
+notified when both have been added (`wgrad.split_weight`).
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from megatron.zerobubble.mcore.model.transformer_engine import (
     OLDEST_TRANSFORMER_ENGINE,
     mark_deferred_biases,
     own_operands,
+    returns_nothing_in_backward,
     unknown_overlaps,
 )
 from megatron.zerobubble.wgrad.deferring import DeferringModule
@@ -67,8 +69,8 @@ _MAMBA = "megatron.core.ssm.mamba_mixer"
 _FORWARD_HOOK = "_zero_bubble_forward_hook"
 """Attribute of a module that defers its weight gradients itself: the handle of our forward hook."""
 
-_SHARE_OF_B = "_zero_bubble_share_of_b"
-"""Attribute of a linear that uses another module's weight: the handle of our hook on that weight."""
+_DRIVEN = "_zero_bubble_deferring"
+"""Attribute of such a module: its `DeferringModule`."""
 
 _REGISTER = "register_wgrad_accumulation_and_reduce_hooks"
 """Method of a module that defers its weight gradients: takes what to call after each of them."""
@@ -100,15 +102,17 @@ def split_weight_gradients(chunk: nn.Module, store: WeightGradStore) -> list[str
         owner.weight.skip_backward_post_hook = True
         owner.register_wgrad_accumulation_and_reduce_hooks = split.hooks.append
         linear._forward_impl = _SplitForward(LinearSplit(split, store))
-        if owner is not linear:
-            setattr(linear, _SHARE_OF_B, owner.weight.register_post_accumulate_grad_hook(_add_share_of_b))
         names.append(split.name)
     for module in chunk.modules():
         _hook_biases_of_frozen_weights_in_backward(module)
     for name, module in deferring_modules(chunk):
         mark_deferred_biases(module)
         deferred = {f"{name}.{key}": weight for key, weight in _own_parameters(module) if is_deferred(weight)}
-        driven = DeferringModule(name, module.backward_dw, tuple(deferred.values()))
+        weights = tuple(deferred.values())
+        driven = DeferringModule(
+            name, module, weights, read=[each for each in weights if returns_nothing_in_backward(module, each)]
+        )
+        setattr(module, _DRIVEN, driven)
         setattr(module, _FORWARD_HOOK, module.register_forward_hook(partial(_defer_in_backward, store, driven)))
         names += deferred
     own_operands([module for _, module in deferring_modules(chunk)])
@@ -116,9 +120,14 @@ def split_weight_gradients(chunk: nn.Module, store: WeightGradStore) -> list[str
 
 
 def split_weights(chunk: nn.Module) -> list[SplitWeight]:
-    """The weights of `chunk` whose gradients are deferred, in the order of the model."""
-    forwards = (each.linear.__dict__.get("_forward_impl") for each in _splittable(chunk))
+    """The weights of `chunk` whose gradients are deferred, in the order of the model; also those frozen since."""
+    forwards = (each.linear.__dict__.get("_forward_impl") for each in _splittable(chunk, frozen=True))
     return [forward.how.split for forward in forwards if isinstance(forward, _SplitForward)]
+
+
+def driven_modules(chunk: nn.Module) -> list[DeferringModule]:
+    """The modules of `chunk` that defer weight gradients themselves, as W drives them."""
+    return [getattr(module, _DRIVEN) for module in chunk.modules() if is_driven(module)]
 
 
 def remove_split(chunk: nn.Module) -> None:
@@ -128,16 +137,16 @@ def remove_split(chunk: nn.Module) -> None:
     """
     for _, linear, owner in _splittable(chunk, frozen=True):
         if isinstance(linear.__dict__.get("_forward_impl"), _SplitForward):
+            linear._forward_impl.how.split.remove()
             del linear._forward_impl
             del owner.register_wgrad_accumulation_and_reduce_hooks
             del owner.weight.skip_backward_post_hook
-        if hasattr(linear, _SHARE_OF_B):
-            getattr(linear, _SHARE_OF_B).remove()
-            delattr(linear, _SHARE_OF_B)
     for module in chunk.modules():
         if is_driven(module):
             getattr(module, _FORWARD_HOOK).remove()
+            getattr(module, _DRIVEN).remove()
             delattr(module, _FORWARD_HOOK)
+            delattr(module, _DRIVEN)
 
 
 class _SplitForward:
@@ -233,15 +242,6 @@ def _tied_owners(chunk: nn.Module) -> dict[int, tuple[str, Any]]:
             tied_owner = f"{name}.embedding.word_embeddings".lstrip(".")
             tied_owners[id(model.output_layer)] = tied_owner, model.embedding.word_embeddings
     return tied_owners
-
-
-@torch.no_grad()
-def _add_share_of_b(weight: Tensor) -> None:
-    """Add autograd's gradient of a weight that W adds to as well to its ``main_grad``, as DDP's own hook would."""
-    main_grad = getattr(weight, "main_grad", None)
-    if main_grad is not None and weight.grad is not None:
-        main_grad.add_(weight.grad)
-        weight.grad = None
 
 
 def deferring_modules(chunk: nn.Module) -> Iterator[tuple[str, Any]]:

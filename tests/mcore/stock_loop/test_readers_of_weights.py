@@ -1,0 +1,368 @@
+"""Weights that others than their own linear read, hook or differentiate: the gradients are those of megatron-core's 1F1B.
+
+Autograd adds up the gradients of all readers before it adds the sum to the gradient of earlier microbatches; the split adds a
+reader's gradient in B and the linear's in W. So both round differently: once per reader and microbatch, each time by at most half
+an ulp (6e-8) of the largest partial sum.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.support.loops import SIZES, Loop, plain
+from tests.support.ranks import RankPool
+from tests.support.stock import installed
+
+pytestmark = pytest.mark.claims(
+    "Your own script",
+    "weights with other readers than their linear (fused linear cross entropy, penalties, absorbed projections), hooks on "
+    "weights, `torch.autograd.grad` and `backward(inputs=)` in forward and loss: ZB-H1, ZBV; distributed optimizer, overlapped "
+    "reduction",
+    "the gradients of 1F1B, but for the order of sums",
+)
+
+MICROBATCHES = 4
+READERS = 3
+"""Most readers of one weight in a use."""
+TOLERANCE = 6e-8 * MICROBATCHES * READERS * 4
+"""Of the largest gradient of a weight. The 4: partial sums of gradients that cancel are larger than the sum."""
+STEPS = 3
+LEARNING_RATE = 0.1
+
+CHUNKS = {None: None, "zb-h1": None, "zbv": 2}
+Uses = dict[str, Callable[["Readers"], None]]
+USES: Uses = {}
+
+
+def use(function: Callable[[Readers], None]) -> Callable[[Readers], None]:
+    """Add a use to the list."""
+    USES[function.__name__] = function
+    return function
+
+
+class Readers(Loop):
+    """A loop in which a use changes what reads the weights.
+
+    `loss` gets the output of the last stage, the labels and the number of the microbatch.
+    """
+
+    def __init__(self, args: Any, change: Callable[[Readers], None], **options: Any) -> None:
+        self.prepare: Callable[[Any], None] = lambda chunk: None
+        self.has_labels = True
+        self.loss: Callable[[Tensor, Tensor, int], Tensor] = lambda output, labels, number: output.mean()
+        self.wrapped: Callable[[], None] = lambda: None
+        self.before_iteration: Callable[[int], None] = lambda number: None
+        self.seen_by_hooks: list[Any] = []
+        change(self)
+        super().__init__(args, lambda chunk: self.prepare(chunk), **options)
+        self.wrapped()
+
+    def forward_step(self, data_iterator: Iterator[Tensor], model: Any) -> tuple[Tensor, Any]:
+        number, text = next(data_iterator)
+        labels = text[:, 1:].contiguous()
+        positions = torch.arange(labels.size(1)).expand(len(text), -1)
+        output = model(text[:, :-1].contiguous(), positions, None, labels=labels if self.has_labels else None)
+
+        def loss(output: Tensor) -> tuple[Tensor, dict[str, Any]]:
+            value = self.loss(output, labels, number)
+            return value, {"loss": value.detach()}
+
+        return output, loss
+
+    def iterate(self, number: int) -> None:
+        """The passes of one iteration."""
+        self.before_iteration(number)
+        self.zero()
+        data = [enumerate(self.batches(seed=number)) for _ in self.model]
+        self.passes(MICROBATCHES, forward_step_func=self.forward_step, data_iterator=self.one_or_list(data))
+
+
+def layers_of(chunk: Any) -> Any:
+    """The layers of a chunk that DDP has not wrapped."""
+    return chunk.decoder.layers
+
+
+# -- weights that others read -----------------------------------------------------------------------------------------------
+
+
+def _without_head(loop: Readers, then: Callable[[Tensor, Tensor, int, nn.Parameter], Tensor]) -> None:
+    head: list[nn.Parameter] = []
+
+    def prepare(chunk: Any) -> None:
+        if chunk.post_process:
+            head.append(chunk.output_layer.weight)
+            chunk.output_layer.forward = lambda x, weight=None, runtime_gather_output=None: (x, None)
+
+    loop.prepare, loop.has_labels = prepare, False
+    loop.loss = lambda output, labels, number: then(output, labels, number, head[0])
+
+
+@use
+def a_head_that_only_the_loss_reads(loop: Readers) -> None:
+    _without_head(loop, lambda hidden, labels, _, head: _cross_entropy(functional.linear(hidden, head), labels))
+
+
+@use
+def a_head_that_the_loss_reads_in_some_microbatches(loop: Readers) -> None:
+    def loss(hidden: Tensor, labels: Tensor, number: int, head: nn.Parameter) -> Tensor:
+        return _cross_entropy(functional.linear(hidden, head), labels) if number % 2 else hidden.square().mean()
+
+    _without_head(loop, loss)
+
+
+@use
+def a_penalty_on_all_weights_of_the_last_layer_and_the_head(loop: Readers) -> None:
+    weights: list[nn.Parameter] = []
+
+    def prepare(chunk: Any) -> None:
+        if chunk.post_process:
+            weights.extend([*layers_of(chunk)[-1].parameters(), *chunk.output_layer.parameters()])
+
+    loop.prepare = prepare
+    loop.loss = lambda output, labels, _: output.mean() + 0.1 * sum(weight.square().sum() for weight in weights)
+
+
+@use
+def a_penalty_in_the_first_microbatch(loop: Readers) -> None:
+    weights: list[nn.Parameter] = []
+    loop.prepare = lambda chunk: weights.append(chunk.output_layer.weight) if chunk.post_process else None
+    loop.loss = lambda output, labels, number: output.mean() + (weights[0].square().sum() if number == 0 else 0.0)
+
+
+@use
+def a_projection_that_is_absorbed(loop: Readers) -> None:
+    """A layer reads the weight, and its linear's forward never runs."""
+
+    def prepare(chunk: Any) -> None:
+        for layer in layers_of(chunk):
+            linear = layer.mlp.linear_fc2
+            linear.forward = functools.partial(lambda linear, x: (functional.linear(x, linear.weight), linear.bias), linear)
+
+    loop.prepare = prepare
+
+
+@use
+def a_weight_that_its_layer_reads_twice(loop: Readers) -> None:
+    def prepare(chunk: Any) -> None:
+        for layer in layers_of(chunk):
+            linear = layer.mlp.linear_fc1
+            forward = linear.forward
+            linear.forward = functools.partial(_scaled, forward, linear.weight)
+
+    loop.prepare = prepare
+
+
+def _scaled(forward: Any, weight: Tensor, x: Tensor) -> Any:
+    output, bias = forward(x)
+    return output * (1.0 + weight.square().mean()), bias
+
+
+# -- hooks ----------------------------------------------------------------------------------------------------------------
+
+
+def _mask(weight: Tensor) -> Tensor:
+    mask = torch.zeros(len(weight), 1)
+    mask[-8:] = 1
+    return mask
+
+
+@use
+def a_hook_that_masks_rows(loop: Readers) -> None:
+    def prepare(chunk: Any) -> None:
+        if chunk.post_process:
+            mask = _mask(chunk.output_layer.weight)
+            chunk.output_layer.weight.register_hook(lambda gradient: gradient * mask)
+
+    loop.prepare = prepare
+
+
+@use
+def a_hook_for_some_iterations(loop: Readers) -> None:
+    """Registered after DDP has wrapped the model, and removed again."""
+    handles: list[Any] = []
+
+    def before_iteration(number: int) -> None:
+        for handle in handles:
+            handle.remove()
+        handles.clear()
+        if number == 1:
+            for name, weight in loop.named():
+                if "linear_qkv" in name or "linear_fc2" in name:
+                    handles.append(weight.register_hook(functools.partial(torch.mul, 0.5)))
+
+    loop.before_iteration = before_iteration
+
+
+@use
+def a_hook_behind_the_accumulation(loop: Readers) -> None:
+    def seen(name: str, weight: Any) -> None:
+        loop.seen_by_hooks.append((name, plain(weight.grad), plain(weight.main_grad)))
+        weight.grad.mul_(2.0)
+
+    def wrapped() -> None:
+        for name, weight in loop.named():
+            if name.endswith("linear_proj.weight"):
+                weight.register_post_accumulate_grad_hook(functools.partial(seen, name))
+
+    loop.wrapped = wrapped
+
+
+@use
+def a_hook_and_a_penalty(loop: Readers) -> None:
+    weights: list[nn.Parameter] = []
+
+    def prepare(chunk: Any) -> None:
+        if chunk.post_process:
+            weights.append(chunk.output_layer.weight)
+            weights[0].register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+    loop.prepare = prepare
+    loop.loss = lambda output, labels, _: output.mean() + 0.1 * weights[0].square().sum()
+
+
+# -- gradients that the loss computes -----------------------------------------------------------------------------------------
+
+
+def _with_hidden(loop: Readers, then: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """A loss of the logits' cross entropy and the hidden states in front of the head."""
+    hidden: list[Tensor] = []
+
+    def prepare(chunk: Any) -> None:
+        if chunk.post_process:
+            chunk.decoder.register_forward_hook(lambda module, given, output: hidden.append(output))
+
+    loop.prepare, loop.has_labels = prepare, False
+    loop.loss = lambda logits, labels, _: then(_cross_entropy(logits, labels), hidden.pop())
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean over tokens of logits [b, s, v], or of [s, b, v] if labels [b, s] are of that shape transposed."""
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@use
+def a_loss_weighted_by_the_norm_of_a_gradient(loop: Readers) -> None:
+    def loss(value: Tensor, hidden: Tensor) -> Tensor:
+        (gradient,) = torch.autograd.grad(value, hidden, retain_graph=True)
+        return value / gradient.norm()
+
+    _with_hidden(loop, loss)
+
+
+@use
+def a_penalty_on_a_gradient(loop: Readers) -> None:
+    def loss(value: Tensor, hidden: Tensor) -> Tensor:
+        (gradient,) = torch.autograd.grad(value, hidden, create_graph=True)
+        return value + gradient.square().sum()
+
+    _with_hidden(loop, loss)
+
+
+@use
+def backward_for_an_activation_alone(loop: Readers) -> None:
+    def loss(value: Tensor, hidden: Tensor) -> Tensor:
+        hidden.retain_grad()
+        value.backward(retain_graph=True, inputs=[hidden])
+        norm = hidden.grad.norm()
+        hidden.grad = None
+        return value / norm
+
+    _with_hidden(loop, loss)
+
+
+@use
+def the_gradient_of_a_weight(loop: Readers) -> None:
+    """As losses are balanced by the norms of their gradients by the last shared weight."""
+    _with_head(loop, lambda value, gradient: value / gradient.norm().detach())
+
+
+@use
+def a_penalty_on_the_gradient_of_a_weight(loop: Readers) -> None:
+    _with_head(loop, lambda value, gradient: value + gradient.square().sum())
+
+
+def _with_head(loop: Readers, then: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """A loss of the logits' cross entropy and its gradient by the head's weight."""
+    weights: list[nn.Parameter] = []
+
+    def loss(logits: Tensor, labels: Tensor, number: int) -> Tensor:
+        value = _cross_entropy(logits, labels)
+        (gradient,) = torch.autograd.grad(value, weights[0], create_graph=True)
+        return then(value, gradient)
+
+    loop.prepare = lambda chunk: weights.append(chunk.output_layer.weight) if chunk.post_process else None
+    loop.has_labels, loop.loss = False, loss
+
+
+# -- the tests ------------------------------------------------------------------------------------------------------------
+
+
+def run_use(rank: int, name: str, schedule: str | None, flags: str) -> dict[str, Any]:
+    """Gradients (or with replicas weights) after each iteration, norms and losses of a use on one rank."""
+    chunks = CHUNKS[schedule]
+    flags = f"{SIZES} {flags}" if chunks is None else f"{SIZES} {flags} --virtual-pipeline-model-parallel-size {chunks}"
+    found: dict[str, Any] = {}
+    with installed(flags, schedule) as args:
+        has_replicas = args.use_distributed_optimizer or args.overlap_grad_reduce
+        loop = Readers(args, USES[name], optimizer={"lr": LEARNING_RATE, "adam_eps": 1.0})  # steps are near lr * gradient
+        if args.overlap_grad_reduce:
+            loop.overlap_reductions(is_aligned=False)
+        for step in range(STEPS):
+            loop.iterate(step)
+            if not has_replicas:
+                found |= {f"{step} {key}": plain(weight.main_grad) for key, weight in loop.named()}
+            _, norm, _ = loop.optimizer.step()
+            found[f"{step} norm"] = np.float32(norm)
+            if has_replicas:
+                found |= {f"{step} {key}": plain(weight) for key, weight in loop.named()}
+        for key, *each in loop.seen_by_hooks:
+            found.setdefault(f"hook {key}", []).append(np.array(each))
+        if loop.seen:
+            found["losses"] = np.array([[report["loss"] for report in results] for results in loop.seen])
+    return found
+
+
+@pytest.fixture(scope="module")
+def stock() -> dict[tuple[str, str], dict[str, Any]]:
+    """What each use comes to under megatron-core's 1F1B, once it has run."""
+    return {}
+
+
+def _compare(pool: RankPool, stock: dict[Any, dict[str, Any]], name: str, schedule: str, flags: str) -> None:
+    def merged(which: str | None) -> dict[str, Any]:
+        return functools.reduce(dict.__or__, pool.run(run_use, name, which, flags))
+
+    if (name, flags) not in stock:
+        stock[name, flags] = merged(None)
+    expected, actual = stock[name, flags], merged(schedule)
+    assert actual.keys() == expected.keys()
+    for key, value in expected.items():
+        for one, other in zip(np.atleast_1d(value), np.atleast_1d(actual[key]), strict=True):
+            largest = max(float(np.abs(each).max()) for each in np.atleast_1d(value))
+            assert float(np.abs(one - other).max()) <= TOLERANCE * largest, f"{key}: {one} and {other}"
+
+
+@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize("schedule", ["zb-h1", "zbv"])
+def test_all_readers_add_to_a_gradient(two_ranks: RankPool, stock: Any, name: str, schedule: str) -> None:
+    _compare(two_ranks, stock, name, schedule, "")
+
+
+_OVERLAPPED = "--use-distributed-optimizer --overlap-grad-reduce"
+
+
+@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize(("schedule", "flags"), [("zb-h1", _OVERLAPPED), ("zbv", _OVERLAPPED), ("zbv", "--overlap-grad-reduce")])
+@pytest.mark.sampled(0.3)
+def test_a_bucket_is_reduced_when_the_last_reader_has_added(
+    four_ranks: RankPool, stock: Any, name: str, schedule: str, flags: str
+) -> None:
+    _compare(four_ranks, stock, name, schedule, flags)
