@@ -88,14 +88,15 @@ class _ReadTwice(Trainer):
     def forward_step(self, iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
         """With a penalty."""
         output, loss = super().forward_step(iterator, model)
-        head = dict(self.parameters())["output_layer.weight"]
-        if not head._backward_hooks:
+        weights = dict(self.parameters())
+        head = weights.get("output_layer.weight")
+        if head is not None and not head._backward_hooks:
             head.register_hook(lambda gradient: gradient.tril())
-        read = [weight for name, weight in self.parameters() if name.endswith("linear_fc2.weight")]
 
         def penalized(per_token: torch.Tensor) -> tuple[Any, ...]:
             value, *others = loss(per_token)
-            return value + 0.1 * sum(weight.square().sum() for weight in [head, *read]), *others
+            read = [head, *(weight for name, weight in weights.items() if name.endswith("linear_fc2.weight"))]
+            return value + 0.1 * sum(weight.square().sum() for weight in read if weight is not None), *others
 
         return output, penalized
 
