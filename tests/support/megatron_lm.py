@@ -93,12 +93,14 @@ def pretrain(rank: int, flags: str, zero_bubble: str = "") -> str:
 def _forget() -> None:
     from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
     from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     from megatron.training import global_vars
 
     for child in multiprocessing.active_children():  # of saving a checkpoint
         child.terminate()
         child.join()
     filesystem_async._results_queue = None
+    MTPLossLoggingHelper.tracker.clear()
 
     for undo in (
         global_vars.destroy_global_vars,

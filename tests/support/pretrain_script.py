@@ -19,7 +19,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import arguments, get_args, get_tokenizer, training
@@ -82,16 +82,20 @@ def model(
     pg_collection: Any = None,
 ) -> GPTModel:
     """One chunk."""
-    args = get_args()
+    args, layer = get_args(), get_gpt_layer_local_spec()
+    config = config or arguments.core_transformer_config_from_args(args)
+    mtp = {"mtp_block_spec": get_gpt_mtp_block_spec(config, layer, False, vp_stage)} if args.mtp_num_layers else {}
     chunk = GPTModel(
-        config=config or arguments.core_transformer_config_from_args(args),
-        transformer_layer_spec=get_gpt_layer_local_spec(),
+        config=config,
+        transformer_layer_spec=layer,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,
         post_process=post_process,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         vp_stage=vp_stage,
+        position_embedding_type=args.position_embedding_type,
+        **mtp,
     )
     initialize_weights(chunk)
     return chunk
@@ -126,7 +130,7 @@ def batch(data: Iterator[dict[str, torch.Tensor]] | None, vp_stage: int | None) 
     if parallel_state.is_pipeline_first_stage(**about):
         names = ["tokens"]
     elif parallel_state.is_pipeline_last_stage(**about):
-        names = ["labels", "loss_mask"]
+        names = [*(["tokens"] if args.mtp_num_layers else []), "labels", "loss_mask"]
     if not names:
         return found
     is_reader = parallel_state.get_tensor_model_parallel_rank() == 0
@@ -159,8 +163,10 @@ def forward_step(data: Any, chunk: Any) -> tuple[torch.Tensor, Any]:
 
 
 def embedding_ranks(pipeline: list[int]) -> list[int]:
-    """The ends of the pipeline, if they share a weight."""
-    return [pipeline[0]] if get_args().untie_embeddings_and_output_weights else sorted({pipeline[0], pipeline[-1]})
+    """The ends of the pipeline, if they share a weight: MTP layers have a copy of the embedding."""
+    args = get_args()
+    is_one = args.untie_embeddings_and_output_weights and not args.mtp_num_layers
+    return [pipeline[0]] if is_one else sorted({pipeline[0], pipeline[-1]})
 
 
 def main() -> None:

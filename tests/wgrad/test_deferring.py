@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron.zerobubble.errors import WeightGradStoreError
 from megatron.zerobubble.mcore.ddp.final_gradients import FinalGradients
@@ -132,6 +133,35 @@ def _by_hand(_rank: int, fuse: bool) -> None:
 @pytest.mark.parametrize("fuse", [False, True], ids=["grad", "main_grad"])
 def test_a_backward_outside_of_any_b_computes_at_its_end(engine: RankPool, fuse: bool) -> None:
     engine.run(_by_hand, fuse)
+
+
+def _in_b(_rank: int, fuse: bool, recomputes: bool) -> None:
+    """`fc1` and `fc2` are declared to stay in B by the model around them, `out` is not."""
+    torch.manual_seed(1)
+    model, store = Experts(delay=True, fuse=fuse), WeightGradStore(WgradKernel(KernelKind.PLAIN, plain_accumulate))
+    model.wgrad_in_backward, model.out.wgrad_in_backward = True, False  # type: ignore[assignment]
+    assert sorted(split_weight_gradients(model, store)) == ["out.bias", "out.weight"]
+    ready: list[str] = []
+    _like_ddp(model, ready)
+    own = [name for name, _ in model.named_parameters() if not name.startswith("out")]
+    for microbatch, x in enumerate(_batches()):
+        output = checkpoint(model, x.requires_grad_(), use_reentrant=True) if recomputes else model(x)
+        store.begin(0, microbatch, fused=False)
+        output.square().sum().backward()
+        store.end()
+        assert sorted(ready) == sorted(own * (microbatch + 1))
+    ready.clear()
+    for microbatch in range(MICROBATCHES):
+        store.run(0, microbatch)
+    assert sorted(ready) == sorted(["out.bias", "out.weight"] * MICROBATCHES)
+    store.check_empty()
+    _assert_expected(model, fuse)
+
+
+@pytest.mark.parametrize("recomputes", [False, True], ids=["once", "recomputed"])
+@pytest.mark.parametrize("fuse", [False, True], ids=["grad", "main_grad"])
+def test_a_module_that_is_declared_to_stay_in_b_computes_there(engine: RankPool, fuse: bool, recomputes: bool) -> None:
+    engine.run(_in_b, fuse, recomputes)
 
 
 def _wrong(_rank: int) -> None:

@@ -119,12 +119,20 @@ def router_loss_entries() -> dict[str, Any]:
     return metrics
 
 
+_MTP_SUMS = ("values", "correct_values", "total_values")
+
+
 def mtp_entries() -> dict[str, Any]:
     """What megatron-core keeps of MTP layers for the log: ``values``, from 0.19 on ``loss_values`` and counts of predictions."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     tracker: dict[str, Any] = MTPLossLoggingHelper.tracker
     return tracker
+
+
+def mtp_sums() -> dict[str, Any]:
+    """Those of `mtp_entries` that each microbatch adds to, by name. Shape [MTP layers], those of megatron-core."""
+    return {name: values for name, values in mtp_entries().items() if name.removeprefix("loss_") in _MTP_SUMS}
 
 
 def _values(entry: Any) -> Any:

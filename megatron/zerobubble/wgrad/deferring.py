@@ -28,6 +28,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.autograd import Variable
 from torch.nn import Parameter
 
 from megatron.zerobubble.errors import WeightGradStoreError
@@ -51,6 +52,10 @@ class WgradKey(NamedTuple):
         """The same with commas."""
         part = f", slice {self.slice}" if self.slice else ""
         return f"chunk {self.chunk}, microbatch {self.microbatch}{part}"
+
+
+OUTSIDE = WgradKey(-1, -1)
+"""A backward pass outside of any B, whose weight gradients are computed at its end."""
 
 
 class DeferringModule(FinalGradient):
@@ -142,6 +147,15 @@ class DeferringModule(FinalGradient):
     def note(self, key: WgradKey) -> None:
         """Record that the module's backward runs in the B of this (chunk, microbatch)."""
         self._waiting.append(key)
+
+    def compute_after_backward(self) -> None:
+        """Compute the weight gradients at the end of the backward pass that runs now, in no W. Called when the module's runs."""
+        self.note(OUTSIDE)
+        Variable._execution_engine.queue_callback(self._compute_outside)
+
+    def _compute_outside(self) -> None:
+        self.after_backward(OUTSIDE)
+        self.compute(OUTSIDE)
 
     def after_backward(self, key: WgradKey) -> None:
         """End the B of this (chunk, microbatch): drop placeholders, put real gradients aside. Their hooks run in W."""

@@ -31,9 +31,6 @@ from megatron.zerobubble.wgrad.grouping import WgradGroup
 from megatron.zerobubble.wgrad.sharing import Gathered
 from megatron.zerobubble.wgrad.split_weight import DeferredGemm, SplitWeight
 
-_OUTSIDE = WgradKey(-1, -1)
-"""A backward pass outside of any B."""
-
 
 class WeightGradStore:
     """What B has put and W has not yet taken, on one rank.
@@ -149,8 +146,7 @@ class WeightGradStore:
             Variable._execution_engine.queue_callback(module.drop)
             return
         if self._open_key is None:
-            module.note(_OUTSIDE)
-            Variable._execution_engine.queue_callback(partial(_compute, module))
+            module.compute_after_backward()
             return
         module.note(self._open_key)
         self._open_modules.append(module)
@@ -305,9 +301,3 @@ def _started(gemms: list[DeferredGemm]) -> tuple[SplitWeight, Tensor, Tensor | G
         return None
     split, grad_output, input_, group = gemms.pop()
     return split, grad_output, input_ if group is None else Gathered(input_, group)
-
-
-def _compute(module: DeferringModule) -> None:
-    """W of a module that defers weight gradients itself, at the end of a backward pass outside of any B."""
-    module.after_backward(_OUTSIDE)
-    module.compute(_OUTSIDE)

@@ -52,7 +52,7 @@ class _OwnGradient(torch.autograd.Function):
 class _FusedLinear(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(32, 32))
+        self.weight = nn.Parameter(torch.zeros(64, 32))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _OwnGradient.apply(x, self.weight)
@@ -121,7 +121,7 @@ def _refusals(rank: int) -> dict[str, str]:
 
 
 @pytest.mark.claims(
-    "Your own script", "a weight used by two modules of a chunk, a module with a weight gradient of its own", "rejected"
+    "Your own script", "a weight used by two modules of a chunk, a large module with a weight gradient of its own", "rejected"
 )
 def test_weights_that_cannot_be_split_are_named_in_the_error(four_ranks: RankPool) -> None:
     for messages in four_ranks.run(_refusals):

@@ -121,6 +121,10 @@ RECIPES: dict[str, tuple[int, int, dict[str, Any], list[int]]] = {
     "Kimi-K2, text": (61, 8, {"pipeline_model_parallel_layout": "Ettt|(tttt|)*14ttL"}, KIMI),
     "Qwen3-235B, 94 layers": (94, 8, {}, _stages((5, 1), (6, 14), (5, 1))),
     "Qwen3-235B, fewer at both ends": (94, 8, {FIRST: 10, LAST: 10}, _stages((5, 1), (6, 14), (5, 1))),
+    "Qwen3-235B, odd numbers at both ends": (94, 8, {FIRST: 11, LAST: 11}, _stages((5, 1), (6, 14), (5, 1))),
+    "an odd number in the first stage": (126, 8, {FIRST: 17}, _stages((8, 1), (8, 13), (7, 2))),
+    "an odd number in the last stage": (78, 8, {LAST: 9}, _stages((5, 14), (4, 2))),
+    "one layer in the first stage": (60, 4, {FIRST: 1}, _stages((0, 1), (9, 4), (8, 3))),
     "fewer in the last stage": (62, 8, {LAST: 4}, _stages((4, 15), (2, 1))),
     "fewer in the first stage, uneven": (62, 8, {FIRST: 6}, _stages((3, 1), (4, 14), (3, 1))),
     "46 layers": (46, 4, {}, _stages((5, 1), (6, 6), (5, 1))),
@@ -131,7 +135,7 @@ RECIPES: dict[str, tuple[int, int, dict[str, Any], list[int]]] = {
 
 @pytest.mark.claims(
     "Planning and measuring",
-    "21 recipes of published sizes (DeepSeek-V3, Kimi-K2, Llama-3 405B, Qwen3-235B, ...): the layers of every rank and chunk "
+    "25 recipes of published sizes (DeepSeek-V3, Kimi-K2, Llama-3 405B, Qwen3-235B, ...): the layers of every rank and chunk "
     "as megatron-core's functions build them; one with `m` on a stage of its own",
     "works, configurations only",
 )
@@ -189,8 +193,8 @@ def test_other_schedules_have_megatron_cores_own_division(
         (8, {"pipeline_model_parallel_layout": [["encoder"], [], [], []]}, "pipeline_model_parallel_layout has .*'encoder'"),
         (8, {"pipeline_model_parallel_layout": [["embedding"], 3]}, "pipeline_model_parallel_layout is .*give a text"),
         (8, {"pipeline_model_parallel_layout": 4}, "pipeline_model_parallel_layout is 4; give a text"),
-        (8, {FIRST: 3}, f"{FIRST}=3: 2 stages share .* multiple of 2 above 0"),
-        (8, {LAST: 0}, f"{LAST}=0: 2 stages share .* multiple of 2 above 0"),
+        (8, {FIRST: -3}, f"{FIRST}=-3: give a number of layers above 0, or the layers of each stage by pipeline_model"),
+        (8, {LAST: 0}, f"{LAST}=0: give a number of layers above 0"),
         (8, {LAST: 14}, f"{LAST}=14: 8 layers leave 1 for the other 3 stages"),
         (1, {EMBEDDING: True, LOSS: True}, f"{EMBEDDING}=True, {LOSS}=True: 1 layers leave stage 2 of 4"),
         (1, {}, "num_layers=1: 1 layers do not divide over 4 stages"),
@@ -270,7 +274,7 @@ def _train(rank: int, flags: str, schedule: str | None, given: dict[str, Any]) -
         (f"{CHUNKS} --tie-embeddings-and-output-weights", "zbv", {EMBEDDING: True, LOSS: True}),
         (CHUNKS, "v-half", {"pipeline_model_parallel_layout": _listed([0, 3, 2, 1])}),
         (f"{TWO} --virtual-pipeline-model-parallel-size 4", "zb-w", {}),
-        (f"{CHUNKS} --overlap-grad-reduce", "zbv", {FIRST: 2, LAST: 2}),
+        (f"{CHUNKS} --overlap-grad-reduce", "zbv", {FIRST: 2, LAST: 3}),
         (TWO, "zb-h1", {FIRST: 2}),
         (TWO, "zb-h2", {EMBEDDING: True, LOSS: True}),
         (TWO, "zb-h1", {"pipeline_model_parallel_layout": _listed([4, 2])}),

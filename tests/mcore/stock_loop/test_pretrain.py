@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -196,15 +197,46 @@ def _chain(ranks: RankPool, folder: Path, jobs: list[tuple[str, str]]) -> dict[s
     return {name: values for name, values in logs.items() if name.isdecimal()}
 
 
-def test_the_loss_is_in_tensorboard(four_ranks: RankPool, tmp_path: Path) -> None:
+def _scalars(folder: Path) -> dict[str, list[float]]:
+    """What a run wrote for TensorBoard."""
     accumulators: Any = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulators.EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [event.value for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_the_loss_is_in_tensorboard(four_ranks: RankPool, tmp_path: Path) -> None:
     written = []
     for name, zero_bubble in (("stock", ""), (CHUNKS, "--zero-bubble-v-schedule")):
         folder = tmp_path / name.replace(" ", "")
         flags = f"{TWO} {UNTIED} --train-iters 3 --eval-interval 2 --tensorboard-dir {folder} --tensorboard-log-interval 1"
         _run(four_ranks, f"{flags} {name}" if zero_bubble else flags, zero_bubble)
-        events = accumulators.EventAccumulator(str(folder))
-        events.Reload()
-        written.append([[event.value for event in events.Scalars(tag)] for tag in ("lm loss", "lm loss validation")])
+        written.append([_scalars(folder)[tag] for tag in ("lm loss", "lm loss validation")])
     assert written[0] == written[1]
     assert [len(values) for values in written[0]] == [3, 3]
+
+
+_MTP_LOSSES = re.compile(r"iteration +(\d+)/.*?mtp_1 loss: (\S+) .*?mtp_2 loss: (\S+) ")
+
+
+@pytest.mark.claims(
+    "Your own script",
+    "MTP losses and acceptance rates of Megatron-LM's `pretrain()` under V, in its log and TensorBoard "
+    "(`make test MCORE=0.19.2`)",
+    "works, 2e-6",
+)
+def test_mtp_losses_are_in_the_log_and_in_tensorboard(four_ranks: RankPool, tmp_path: Path) -> None:
+    logs, written = [], []
+    for name, zero_bubble in (("stock", ""), (CHUNKS, "--zero-bubble-v-schedule")):
+        folder = tmp_path / name.replace(" ", "")
+        flags = f"{TWO} {UNTIED} --mtp-num-layers 2 --position-embedding-type rope --train-iters 3 --eval-interval 2"
+        flags = f"{flags} --tensorboard-dir {folder} --tensorboard-log-interval 1 {name if zero_bubble else ''}"
+        *_, last = four_ranks.run(pretrain, flags, zero_bubble)
+        logs.append([float(value) for line in _MTP_LOSSES.findall(last) for value in line])
+        written.append({tag: values for tag, values in _scalars(folder).items() if tag.startswith("mtp")})
+    assert len(logs[0]) == 3 * 3
+    assert logs[1] == pytest.approx(logs[0], rel=2e-6)
+    assert {"mtp_1 loss", "mtp_2 loss"} <= written[0].keys() == written[1].keys()
+    for tag, values in written[0].items():
+        assert len(values) == 3
+        assert written[1][tag] == pytest.approx(values, rel=2e-6), tag

@@ -37,6 +37,7 @@ __all__ = [
     "own_operands",
     "returns_nothing_in_backward",
     "scaling_tensors",
+    "stop_deferring",
     "unknown_overlaps",
 ]
 
@@ -115,6 +116,17 @@ def returns_nothing_in_backward(module: nn.Module, weight: nn.Parameter) -> bool
     FP8 computes the gradients of biases in B. GroupedLinear returns the memory that its W will fill.
     """
     return weight.dim() > 1 and not hasattr(module, "num_gemms")
+
+
+def stop_deferring(module: nn.Module) -> None:
+    """Let a module compute its weight gradients in backward, as if it had been built without `delay_wgrad_compute`.
+
+    Call it before DDP wraps the module, which then hooks the weights' gradients in backward, too.
+    """
+    module.wgrad_store.disable_delay_wgrad_compute()  # type: ignore[operator, union-attr]
+    for weight in module._parameters.values():
+        if weight is not None and hasattr(weight, "skip_backward_post_hook"):
+            weight.skip_backward_post_hook = False
 
 
 def scaling_tensors(chunks: Sequence[nn.Module]) -> Iterator[Tensor]:

@@ -12,11 +12,7 @@ Such modules are recognized by the contract, not by their class, so Transformer 
 A weight that is frozen when a forward uses it leaves nothing for the W of that microbatch; one that is trained again does. What
 DDP and Transformer Engine cannot follow is refused before an iteration (`mcore.ddp.frozen_weights`).
 
-Embeddings, routers, gates of shared experts, norms and biases stay in B: they are cheap. Every other weight must be split or be
-declared to stay in B. An unknown weight would be computed in B unnoticed, and the times of the plan's W would be wrong.
-
-Of a Mamba mixer, in_proj and out_proj are split; the short convolution and what the scan takes (A, D, the bias of dt) stay in B:
-the kernel of the scan computes their gradients along with its input's.
+What stays in B, by declaration, because it is cheap, or because nobody can defer it, is in `kept_in_b`.
 
 Experts of the local spec are split like any other linear; an expert without tokens in a microbatch has a wgrad GEMM of zero rows.
 
@@ -28,30 +24,27 @@ notified when both have been added (`wgrad.split_weight`).
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
-    VocabParallelEmbedding,
     linear_with_frozen_weight,
     linear_with_grad_accumulation_and_async_allreduce,
 )
-from megatron.core.transformer.moe.router import Router
-from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor, nn
 
 from megatron.zerobubble.errors import SplitError
+from megatron.zerobubble.mcore.model.kept_in_b import KEEP_IN_B, declared_in_b, find_kept, is_declared
 from megatron.zerobubble.mcore.model.transformer_engine import (
     OLDEST_TRANSFORMER_ENGINE,
     mark_deferred_biases,
     own_operands,
     returns_nothing_in_backward,
+    stop_deferring,
     unknown_overlaps,
 )
 from megatron.zerobubble.wgrad.deferring import DeferringModule
@@ -60,11 +53,6 @@ from megatron.zerobubble.wgrad.split_weight import SplitWeight
 from megatron.zerobubble.wgrad.store import WeightGradStore
 
 _SPLIT = (ColumnParallelLinear, RowParallelLinear)
-_STAYS_IN_B = (VocabParallelEmbedding, nn.Embedding, LanguageModelEmbedding, Router, SharedExpertMLP)
-"""Modules whose own weights stay in B. Of a SharedExpertMLP that is the gate, one row; its linears are split as others."""
-
-_MAMBA = "megatron.core.ssm.mamba_mixer"
-"""Module of `MambaMixer`. Not imported here: importing it takes time, and few models have one."""
 
 _FORWARD_HOOK = "_zero_bubble_forward_hook"
 """Attribute of a module that defers its weight gradients itself: the handle of our forward hook."""
@@ -74,9 +62,6 @@ _DRIVEN = "_zero_bubble_deferring"
 
 _REGISTER = "register_wgrad_accumulation_and_reduce_hooks"
 """Method of a module that defers its weight gradients: takes what to call after each of them."""
-
-KEEP_IN_B = "wgrad_in_backward"
-"""Set this attribute to True on a module (or its class) to keep its weight gradients in B."""
 
 
 def split_weight_gradients(chunk: nn.Module, store: WeightGradStore) -> list[str]:
@@ -90,12 +75,16 @@ def split_weight_gradients(chunk: nn.Module, store: WeightGradStore) -> list[str
         Names of the weights whose gradients are computed in W.
 
     Raises:
-        SplitError: names each weight that cannot be split: used by two modules of the chunk, or owned by a module of an unknown
-            kind, which computes its own gradient. The chunk is unchanged then.
+        SplitError: names what cannot be split: a weight used by two modules of the chunk, and modules of unknown kinds, which
+            compute a large part of the chunk's weight gradients themselves. The chunk is unchanged then.
     """
-    problems = [*_shared_weights(chunk), *_unknown_weights(chunk), *_unknown_overlaps(chunk)]
+    kept = find_kept(chunk, _leaves_b, _remedy)
+    problems = [*_shared_weights(chunk), *_without_hooks(chunk), *kept.problems, *_unknown_overlaps(chunk)]
     if problems:
         raise SplitError("the backward pass of this model cannot be split into B and W:\n  " + "\n  ".join(problems))
+    kept.log()
+    for module in _kept_deferring_modules(chunk):
+        stop_deferring(module)
     names = []
     for name, linear, owner in _splittable(chunk):
         split = SplitWeight(name, owner.weight)
@@ -223,12 +212,12 @@ class _Splittable(NamedTuple):
 
 def _splittable(chunk: nn.Module, *, frozen: bool = False) -> Iterator[_Splittable]:
     """The linears of `chunk` whose weights are trained; with `frozen` all of them."""
-    tied_owners = _tied_owners(chunk)
+    tied_owners, in_b = _tied_owners(chunk), declared_in_b(chunk)
     for name, module in chunk.named_modules():
-        if not isinstance(module, _SPLIT) or getattr(module, KEEP_IN_B, False) or not _is_stock(module):
+        if not isinstance(module, _SPLIT) or id(module) in in_b or not _is_stock(module):
             continue
         name, owner = (name, module) if module.weight is not None else tied_owners.get(id(module), (name, None))
-        if owner is not None and (frozen or owner.weight.requires_grad):
+        if owner is not None and (frozen or owner.weight.requires_grad) and not is_declared(owner.weight):
             yield _Splittable(f"{name}.weight", module, owner)
 
 
@@ -251,6 +240,16 @@ def deferring_modules(chunk: nn.Module) -> Iterator[tuple[str, Any]]:
             continue
         if any(is_deferred(weight) for _, weight in _own_parameters(module)):
             yield name, module
+
+
+def _kept_deferring_modules(chunk: nn.Module) -> list[Any]:
+    """Those of them whose gradients are declared to stay in B, for which they need not defer them."""
+    in_b = declared_in_b(chunk)
+    return [
+        module
+        for _, module in deferring_modules(chunk)
+        if id(module) in in_b or any(is_declared(weight) for _, weight in _own_parameters(module))
+    ]
 
 
 def is_driven(module: nn.Module) -> bool:
@@ -336,40 +335,43 @@ def _unknown_overlaps(chunk: nn.Module) -> Iterator[str]:
             )
 
 
-def _of_mamba(chunk: nn.Module) -> set[int]:
-    """ids of the Mamba mixers of `chunk` and of their convolutions, which are modules of their own before 0.19."""
-    imported = sys.modules.get(_MAMBA)  # if nothing has imported it, `chunk` has none
-    mixers = [] if imported is None else [each for each in chunk.modules() if isinstance(each, imported.MambaMixer)]
-    return {id(each) for mixer in mixers for each in (mixer, getattr(mixer, "conv1d", mixer))}
+def _leaves_b(module: nn.Module, weight: nn.Parameter) -> bool:
+    """Whether the gradient of a module's weight is computed in W, or the module is refused by `_without_hooks`."""
+    if isinstance(module, _SPLIT):
+        return _is_stock(module)
+    return (_has_contract(module) and is_deferred(weight)) or _has_queue_without_hooks(module)
 
 
-def _unknown_weights(chunk: nn.Module) -> Iterator[str]:
-    of_mamba = _of_mamba(chunk)
+def _remedy(module: nn.Module) -> str:
+    """What to do about weights of the module that stay in B."""
+    if _has_contract(module) and not isinstance(module, _SPLIT):
+        return (
+            "Their module could defer them, but was built without delay_wgrad_compute: set config.delay_wgrad_compute = True "
+            "after the TransformerConfig is made and before the model is built (it needs Transformer Engine "
+            f"{OLDEST_TRANSFORMER_ENGINE} or later)"
+        )
+    return (
+        "They cannot be deferred to W: use a megatron-core ColumnParallelLinear or RowParallelLinear (--transformer-impl local), "
+        f"or set {KEEP_IN_B} = True on the module, on one around it or on the parameter to keep these gradients in B"
+    )
+
+
+def _has_queue_without_hooks(module: nn.Module) -> bool:
+    """Whether the module itself defers weight gradients, and does not call hooks after them.
+
+    A `backward_dw` of a module with submodules, as megatron-core's layers have one, calls theirs.
+    """
+    is_one = hasattr(module, "backward_dw") and not isinstance(module, _SPLIT) and not _has_contract(module)
+    return is_one and next(module.children(), None) is None
+
+
+def _without_hooks(chunk: nn.Module) -> Iterator[str]:
+    in_b = declared_in_b(chunk)
     for name, module in chunk.named_modules():
-        if isinstance(module, _STAYS_IN_B) or getattr(module, KEEP_IN_B, False) or id(module) in of_mamba:
-            continue
         own = [key for key, weight in _own_parameters(module) if weight.dim() > 1]
-        if not own or (isinstance(module, _SPLIT) and _is_stock(module)):
-            continue
-        if _has_contract(module) and not isinstance(module, _SPLIT):
-            in_backward = [key for key, weight in _own_parameters(module) if weight.dim() > 1 and not is_deferred(weight)]
-            if in_backward:
-                yield (
-                    f"{name}.{in_backward[0]} ({type(module).__module__}.{type(module).__name__}) could be deferred by its "
-                    "module, which was built without delay_wgrad_compute: set config.delay_wgrad_compute = True after the "
-                    "TransformerConfig is made and before the model is built (it needs Transformer Engine "
-                    f"{OLDEST_TRANSFORMER_ENGINE} or later)"
-                )
-            continue
-        if hasattr(module, "backward_dw") and not isinstance(module, _SPLIT):
+        if own and _has_queue_without_hooks(module) and id(module) not in in_b:
             yield (
                 f"{name}.{own[0]} ({type(module).__module__}.{type(module).__name__}) has backward_dw, but not {_REGISTER}: "
                 "DDP could not hook into its W. Transformer Engine's modules have both: pip install "
                 f"'transformer-engine[pytorch]>={OLDEST_TRANSFORMER_ENGINE}'"
             )
-            continue
-        yield (
-            f"{name}.{own[0]} ({type(module).__module__}.{type(module).__name__}) computes its own weight gradient, which "
-            f"cannot be deferred. Use a megatron-core ColumnParallelLinear or RowParallelLinear (--transformer-impl local), or "
-            f"set {KEEP_IN_B} = True on the module to keep this gradient in B"
-        )

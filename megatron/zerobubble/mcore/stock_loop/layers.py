@@ -8,8 +8,8 @@ are on rank 0.
 `pipeline_model_parallel_layout`            the stages as given: a text, a list of lists, or megatron-core's own object
 `account_for_embedding_in_pipeline_split`   the first stage has one layer fewer
 `account_for_loss_in_pipeline_split`        the last stage has one layer fewer
-`num_layers_in_first_pipeline_stage`        the first stage's share of them, half for two chunks; others stay even
-`num_layers_in_last_pipeline_stage`         the last stage's share of them
+`num_layers_in_first_pipeline_stage`        the first stage's share of them, half for two chunks, rounded down
+`num_layers_in_last_pipeline_stage`         the last stage's share of them; other stages stay even
 none                                        an equal number, or where that is impossible, stages that differ by one (`balanced`)
 ==========================================  ===================================================================================
 
@@ -138,15 +138,12 @@ class DividedLayers:
 
 
 def _with_ends(num_layers: int, on: dict[str, Any], placement: Placement) -> StageLayers:
-    """The first and the last stage as given, if they are, and the others as even as whole layers allow."""
+    """The first and the last stage with their share of what is given, and the others as even as whole layers allow."""
     given, num_chunks = {}, placement.num_chunks
     for name, count in on.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1 or count % num_chunks:
-            raise ConfigError(
-                f"{name}={count!r}: {num_chunks} stages share the layers of a pipeline rank, as chunks do in megatron-core; give "
-                f"a multiple of {num_chunks} above 0, or the layers of each stage by {_LAYOUT}"
-            )
-        given[name] = count // num_chunks
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ConfigError(f"{name}={count!r}: give a number of layers above 0, or the layers of each stage by {_LAYOUT}")
+        given[name] = count // num_chunks  # the end of the model is the lighter part of an odd number
     rest, ends = num_layers - sum(given.values()), len(given)
     if rest < placement.num_stages - ends:
         raise ConfigError(

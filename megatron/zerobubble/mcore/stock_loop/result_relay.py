@@ -52,6 +52,11 @@ class ResultRelay:
         self._device = device
         self._hosts = group_of(self._ranks, backend="gloo")
 
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank is the one that receives results."""
+        return dist.get_rank() == self._ranks[-1]
+
     def __call__(self, results: list[Any]) -> list[Any]:
         """The first rank's `results`, on the first and the last rank; other ranks keep theirs. All ranks must call it.
 
@@ -59,8 +64,8 @@ class ResultRelay:
             ConfigError: results cannot be pickled; on both ranks.
             Exception: on the last rank, what the first rank gave to `fail` in place of results.
         """
-        rank, first, last = dist.get_rank(), self._ranks[0], self._ranks[-1]
-        if rank == first:
+        first, last = self._ranks[0], self._ranks[-1]
+        if dist.get_rank() == first:
             try:
                 text = _dump(results, self._device)
             except Exception as error:
@@ -71,7 +76,7 @@ class ResultRelay:
                 self.fail(refused)
                 raise refused from error
             dist.send_object_list([text], dst=last, group=self._hosts)
-        elif rank == last:
+        elif self.is_last:
             received: list[Any] = [None]
             dist.recv_object_list(received, src=first, group=self._hosts)
             if isinstance(received[0], _Failure):
