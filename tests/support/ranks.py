@@ -170,8 +170,8 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, crash_file: str, o
         is_shared = torch.cuda.device_count() < size
         os.environ.update(share.variables(rank) if is_shared else {})
         torch.cuda.set_device(0 if is_shared else rank)
-    dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     HostDevice(enabled=not on_gpu).install()
+    dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     pipe.send("ready")
     while True:
         num_modules = len(sys.modules)
@@ -190,7 +190,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, crash_file: str, o
 
 
 def _forget_groups() -> None:
-    """Free process groups that a test has destroyed: each has threads of gloo's, which wake up a hundred times a second.
+    """Free process groups that a test has destroyed: each has threads, sockets and buffers of gloo's.
 
     Some are in cycles, and megatron-core caches what its rotary embeddings computed, with the modules and so their groups.
     """

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.zerobubble.errors import ExecutionError
+from megatron.zerobubble.mcore.cpu.gloo_device import one_device_per_process
 from megatron.zerobubble.plan.communication import Message
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Op, OpKind
@@ -145,7 +146,8 @@ def _collect(pipes: list[Connection]) -> list[Any]:
 def _serve(pipe: Connection, rank: int, num_ranks: int, port: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", rank=rank, world_size=num_ranks, store=store)
-    result = function(rank, *args)
-    dist.destroy_process_group()
+    with one_device_per_process():
+        dist.init_process_group("gloo", rank=rank, world_size=num_ranks, store=store)
+        result = function(rank, *args)
+        dist.destroy_process_group()
     pipe.send(result)

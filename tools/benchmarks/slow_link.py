@@ -35,6 +35,7 @@ import torch.distributed as dist
 from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.cli.progress_bar import track
 from megatron.zerobubble.errors import ConfigError, ExecutionError, UserError
+from megatron.zerobubble.mcore.cpu.gloo_device import one_device_per_process
 from megatron.zerobubble.plan.communication import links_of
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.links import LinkTime, links_text
@@ -265,7 +266,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(words)
     if args.serve is not None:
-        serve(args)
+        with one_device_per_process():
+            serve(args)
         return 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     results = []

@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from megatron.zerobubble.errors import CompatibilityError
@@ -44,6 +45,7 @@ REPLACED = [
     (mcore_random, "_set_cuda_rng_state"),
     (schedules, "torch"),
     (transformer_utils, "torch"),
+    (distributed_c10d.ProcessGroupGloo, "__init__"),
 ]
 
 

@@ -1,6 +1,6 @@
 """The host-device layer: stock megatron-core on a machine without CUDA, with gloo.
 
-megatron-core names `cuda` in about two hundred places. Five small, explicit measures make it run on the CPU and gloo:
+megatron-core names `cuda` in about two hundred places. Six small, explicit measures make it run on the CPU and gloo:
 
 1. **Replaced functions.** While installed, the few functions of `torch.cuda` that megatron-core calls (`current_device`,
    `synchronize`, `get_rng_state` ...) and the RNG accessors of `megatron.core.tensor_parallel.random` are replaced by CPU
@@ -16,6 +16,7 @@ megatron-core names `cuda` in about two hundred places. Five small, explicit mea
    and DDP's buckets get one with inert streams, too (`cpu.streams`).
 4. **Rotary positions of context-parallel ranks** without an index in pinned memory, which needs a driver.
 5. **One all-gather of weights at a time** per process group, because gloo crashes with two (`cpu.gathers`).
+6. **One gloo device**, a polling thread, for all process groups that are made meanwhile (`cpu.gloo_device`).
 
 Invariants: importing this file changes nothing; `install` is idempotent and checks that every name it replaces exists;
 `uninstall` restores exactly what was there; with ``enabled=False`` (on GPUs) every method does nothing.
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import logging
 import types
 import warnings
@@ -38,6 +40,7 @@ from torch.overrides import TorchFunctionMode
 from megatron.zerobubble.errors import CompatibilityError
 from megatron.zerobubble.mcore.compat import SUPPORTED
 from megatron.zerobubble.mcore.cpu.gathers import one_at_a_time
+from megatron.zerobubble.mcore.cpu.gloo_device import shared_device
 from megatron.zerobubble.mcore.cpu.rotary import own_positions
 from megatron.zerobubble.mcore.cpu.streams import InertStream, cuda_without_streams, split_sizes_on_host
 
@@ -104,7 +107,7 @@ class HostDevice:
                     f"Install a supported release: pip install 'megatron-core{SUPPORTED}'"
                 )
         for owner, name, replacement in replacements:
-            self._undo.append((owner, name, getattr(owner, name)))
+            self._undo.append((owner, name, inspect.getattr_static(owner, name)))
             setattr(owner, name, replacement)
         _rng_logger().addFilter(_drop_rng_message)
 
@@ -177,6 +180,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (dispatcher, "maybe_move_tensor_to_cpu", split_sizes_on_host),
         (dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", InertStream()),
         (bucket_group, "start_param_sync", one_at_a_time(bucket_group.start_param_sync)),
+        *shared_device(),
     ]
 
 
