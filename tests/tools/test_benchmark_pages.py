@@ -190,6 +190,23 @@ def test_measurements_of_others_are_within_the_tolerance() -> None:
     assert f"1F1B within {100 * longest:.1f} %, gains within {100 * gain:.1f} %" in README
 
 
+def test_the_page_of_a_shared_gpu_shows_every_iteration() -> None:
+    """Losses of the job in which schedules part, each beside 1F1B's, and the largest difference of the other job."""
+    jobs = json.loads((DOCS / "data" / "shared_gpu.json").read_text(encoding="utf-8"))["jobs"]
+    page = (DOCS / "gpu.md").read_text(encoding="utf-8")
+    losses = {name: {row["iteration"]: row["loss"] for row in rows} for name, rows in jobs["1.6B, s=4096"].items()}
+    base = losses.pop("1f1b")
+    for iteration in set().union(base, *losses.values()):
+        cells = [f"{base[iteration]:.5f}" if iteration in base else ""]
+        for own in (losses["zb-h1"], losses["zbv-slices"]):
+            cells.append(f"{own[iteration]:.5f}" if iteration in own else "")
+            both = iteration in base and iteration in own
+            cells.append(f"{100 * (own[iteration] / base[iteration] - 1):+.3f} %" if both else "")
+        assert f"| {iteration} | {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |") in page
+    rows = zip(*(jobs["165M, s=1024, 15 iterations"][name] for name in ("zbv", "1f1b")), strict=True)
+    assert f"at most {100 * max(abs(ours['loss'] / stock['loss'] - 1) for ours, stock in rows):.3f} % apart" in page
+
+
 def test_measurements_of_others_are_simulated_again() -> None:
     facts = json.loads(published_gpu.FACTS.read_text(encoding="utf-8"))
     uneven = facts["vocabulary_parallelism"]
