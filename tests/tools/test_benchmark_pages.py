@@ -27,7 +27,8 @@ pytestmark = [
     pytest.mark.claims(
         "Planning and measuring",
         "the simulator against iterations and gains that others measured on A100s",
-        "1F1B within 2 %, gains of ZB-1p, ZB-2p and ZBV within 6 %; other runtimes, **not run on a GPU**; [numbers](benchmarks/published_gpu.md)",
+        "1F1B within 2 %, gains of ZB-1p, ZB-2p and ZBV within 6 %; other runtimes, **not run on a GPU**; "
+        "[numbers](benchmarks/published_gpu.md)",
     ),
 ]
 
