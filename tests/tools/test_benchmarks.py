@@ -36,11 +36,18 @@ def test_every_layer_is_measured_on_every_rank(tmp_path: Path) -> None:
 
 
 def test_the_published_result_is_of_this_format() -> None:
-    """The executor overhead stays under 60 microseconds per op."""
+    """The executor overhead stays under 60 microseconds per op, and README has what a job under `zerobubble run` has in sum."""
     body = json.loads((ROOT / "docs" / "benchmarks" / "data" / "executor.json").read_text())
     assert body["format"] == "zerobubble-executor-benchmark/1"
     assert all(set(row) == MEASUREMENT for row in body["slowest"])
     assert max(row["median_us"] for row in body["slowest"]) < 60
+    medians = {(row["schedule"], row["layer"]): row["median_us"] for row in body["slowest"]}
+    sums = [
+        walk + sum(medians[schedule, more] - walk for more in ("watched", "process group", "model"))
+        for (schedule, layer), walk in medians.items()
+        if layer == "executor"
+    ]
+    assert f"| {min(sums):.0f} to {max(sums):.0f} µs per op |" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 TINY = ["--device", "cpu", "--scale", "0.02", "--repeats", "2", "--warmup", "1", "--num-layers", "2", "--dtype", "bf16"]
