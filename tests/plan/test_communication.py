@@ -39,7 +39,7 @@ pytestmark = pytest.mark.claims(
     "Schedules",
     "transfers: order, buffers, no deadlock, random delays on both ends, every schedule; each of three rules broken on "
     "purpose is noticed",
-    "works, gloo and a model without buffers; not tried on NCCL",
+    "works, gloo and a model without buffers; on NCCL by `runtime/test_gpu.py`, but for broken rules",
     also=("runtime/test_executor.py",),
 )
 

@@ -51,7 +51,7 @@ def test_waves_and_margins_by_hand() -> None:
 
 
 def test_a_slow_host_and_a_short_queue_delay_the_passes() -> None:
-    """One layer on one rank, a microbatch: F and BW have 130 launches, and each kernel waits for those before it."""
+    """One layer on one rank, a microbatch: F and BW have 78 launches, and each kernel waits for those before it."""
     program = place_communication(build_plan("1f1b", num_ranks=1, num_microbatches=1))
 
     def ms(**given: float) -> float:
@@ -60,9 +60,17 @@ def test_a_slow_host_and_a_short_queue_delay_the_passes() -> None:
     passes = pass_ms(FREE, SHAPE, OpKind.F) + pass_ms(FREE, SHAPE, OpKind.BW)
     assert ms() == pytest.approx(passes)
     last = gpu_model.LAUNCHES[OpKind.F] + gpu_model.LAUNCHES[OpKind.BW]
-    assert last == 130
+    assert last == 78
     assert ms(launch_us=1e5) == pytest.approx(1e2 * last + Gpu().layer(SHAPE, OpKind.BW)[-1].us * 4 / 1e3, rel=1e-3)
     assert ms(launch_us=20.0, queue=1) > ms(launch_us=20.0)
+
+
+def test_the_launches_are_those_that_were_counted() -> None:
+    """Per layer, of the stage of four layers on the first row of the page of fake tensors."""
+    (counted,) = json.loads((ROOT / "docs/benchmarks/data/fake_tensors.json").read_text())["cases"][0]["stages"].values()
+    assert {kind: 4 * launches for kind, launches in gpu_model.LAUNCHES.items()} == {
+        kind: counted[kind.name]["kernels"] for kind in OpKind
+    }
 
 
 def test_a_norm_that_needs_all_sms_waits_for_every_transfer_and_hangs_where_receives_are_early() -> None:

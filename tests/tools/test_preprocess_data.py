@@ -20,8 +20,8 @@ with quiet_third_parties():
 
 pytestmark = pytest.mark.claims(
     "Long runs",
-    "`tools/preprocess_data.py`: several processes make the same dataset as one; `.gz`; damaged, non-UTF-8 and other bad "
-    "input is one line",
+    "`tools/preprocess_data.py`: a dataset is written whole or not at all; `.gz`; damaged, non-UTF-8 and other bad input is "
+    "one line",
     "works",
 )
 

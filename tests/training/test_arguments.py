@@ -113,7 +113,7 @@ def test_batch_and_data_parallelism() -> None:
 @pytest.mark.claims(
     "Layers",
     "`--attention-backend fused`, `flash` with dropout",
-    "rejected on a CPU; **not run on a GPU**, as are torch's CUDA kernels",
+    "rejected on a CPU; **not run on a GPU**",
     also=("mcore/attention/test_torch_attention.py",),
 )
 @pytest.mark.claims(

@@ -1,10 +1,11 @@
 """Measure the overhead of the executor: Python time per op beyond the op's own work.
 
 One process plays each rank of the pipeline in turn. Nothing is computed and nothing is transferred; what remains is overhead.
-There are four layers, each a line of the result, in microseconds per op:
+There are five layers, each a line of the result, in microseconds per op:
 
   executor       the walk over the ops; links and work do nothing
   timed          the same while passes are timed for planning
+  watched        the same with the reports that the watchdog reads, which is on in pretrain_gpt.py and under zerobubble run
   process group  the same through ProcessGroupLinks, over torch's backend "fake": adds the Python of isend and irecv
   model          the same as "executor", with ops that run a tiny linear through megatron-core's own forward_step and
                  backward_step, less the time of those two for the unsplit linear without an executor
@@ -35,6 +36,8 @@ from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.profiling.profiler import Profiler
 from megatron.zerobubble.runtime.executor import Executor
 from megatron.zerobubble.runtime.p2p import P2PLinks, ProcessGroupLinks
+from megatron.zerobubble.runtime.recording import Recorder
+from megatron.zerobubble.runtime.watch import Watch
 from tools.benchmarks.reports import origin, write_json
 
 FORMAT = "zerobubble-executor-benchmark/1"
@@ -104,17 +107,20 @@ def timed(run: Callable[[], Any], repeats: int) -> list[float]:
 
 
 def measure_executor(
-    program: Program, rank: int, links: P2PLinks, layer: str, repeats: int, *, times: bool = False
+    program: Program, rank: int, links: P2PLinks, layer: str, repeats: int, recorder: Recorder | None = None
 ) -> Measurement:
-    """Measure the executor with empty ops; with `times` a `Profiler` times each of them."""
-    profiler = None
-    if times:
-        profiler = Profiler(CPU)
-        with profiler:  # its first iteration measures memory
-            pass
-    executor = Executor(program, rank, links, EmptyWork(), profiler)
+    """Measure the executor with empty ops; with `recorder`, what that takes for each of them, too."""
+    executor = Executor(program, rank, links, EmptyWork(), recorder)
     num_ops = len(program.steps[rank])
     return summary(program, layer, rank, [sample / num_ops for sample in timed(executor.run, repeats)])
+
+
+def timing_profiler() -> Profiler:
+    """A `Profiler` behind its first iteration, which measures memory: it times the next ones."""
+    profiler = Profiler(CPU)
+    with profiler:
+        pass
+    return profiler
 
 
 def summary(program: Program, layer: str, rank: int, samples: Sequence[float]) -> Measurement:
@@ -254,7 +260,8 @@ def benchmark(schedule: str, args: argparse.Namespace) -> list[Measurement]:
     program = place_communication(build_plan(schedule, num_ranks=args.num_ranks, num_microbatches=args.num_microbatches))
     ranks = range(args.num_ranks)
     results = [measure_executor(program, rank, InstantLinks(), "executor", args.repeats) for rank in ranks]
-    results += [measure_executor(program, rank, InstantLinks(), "timed", args.repeats, times=True) for rank in ranks]
+    results += [measure_executor(program, rank, InstantLinks(), "timed", args.repeats, timing_profiler()) for rank in ranks]
+    results += [measure_executor(program, rank, InstantLinks(), "watched", args.repeats, Watch(CPU)) for rank in ranks]
     results += measure_process_group(program, args.repeats)
     last = program.plan.num_stages - 1
     inner = [rank for rank in ranks if not {0, last} & set(program.plan.placement.rank_to_stages[rank])]

@@ -40,8 +40,9 @@ from tools.benchmarks.wgrad.shapes import LayerShape, shape_named
 FORMAT = "zerobubble-gpu-model-benchmark/1"
 PAGE = ROOT / "docs" / "benchmarks" / "gpu_model.md"
 CONTENDERS = (("1f1b", None), ("interleaved-1f1b", 4), ("zb-h1", None), ("zbv", None))
-LAUNCHES = {OpKind.F: 51, OpKind.B: 71, OpKind.W: 4, OpKind.BW: 79}
-"""Kernels per layer of Llama-3-8B, counted on FakeTensors of a CUDA device: megatron-core's local layers, torch's attention."""
+LAUNCHES = {OpKind.F: 37, OpKind.B: 37, OpKind.W: 4, OpKind.BW: 41}
+"""Kernels per layer of Llama-3-8B, counted on FakeTensors of a CUDA device (`docs/benchmarks/fake_tensors.md`, first row):
+megatron-core's local layers, torch's attention."""
 PEAK_TFLOPS, HBM_TB = 989.0, 3.35
 """Of an H100 (SXM), as NVIDIA publishes them."""
 

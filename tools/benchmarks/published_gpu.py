@@ -1,4 +1,4 @@
-"""Simulate what others have measured on GPUs, and print measured beside simulated. Nothing of ours has run on a GPU.
+"""Simulate what others have measured on GPUs, and print measured beside simulated. No speed of ours was measured on a GPU.
 
 The measurements and their sources are in `docs/benchmarks/data/published_gpu.json`:
 

@@ -1,6 +1,6 @@
 """This process' place in its job, from the environment variables of torchrun, and whether ZERO_BUBBLE=0 turns `install` off.
 
-The only module that reads `os.environ`.
+The only module that reads `os.environ` for a job; in `cli`, `output_files` reads what a terminal shows and `env` lists variables.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Parses the command line into checked `Settings`, or reports one line and exits with code 2.
 
-The only module that reads argv. It imports no torch and has no side effects, so that `--help` and a mistyped flag cost nothing.
+Besides the commands in `cli`, the only module that reads argv. It imports no torch and has no side effects, so that `--help` and
+a mistyped flag cost nothing.
 """
 
 from __future__ import annotations

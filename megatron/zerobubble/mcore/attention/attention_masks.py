@@ -55,7 +55,7 @@ class MaskRule:
             after = 0 if self.mask_type in _CAUSAL else after
             masks.append(_window(num_queries, num_keys, before, after, query.dtype, query.device))
         elif is_causal and not masks and num_queries != num_keys and query.is_cuda:
-            return {"attn_mask": causal_lower_right(num_queries, num_keys)}  # no entries; not run on a GPU
+            return {"attn_mask": causal_lower_right(num_queries, num_keys)}  # no entries
         elif is_causal and num_queries != num_keys:
             masks.append(_lower_right(num_queries, num_keys, query.dtype, query.device))
         elif is_causal and masks:

@@ -1,7 +1,7 @@
 """1F1B-V: two stages per rank in a V with the classic fused backward (arXiv 2405.15362, section 3).
 
-About two thirds of 1F1B's activation memory without splitting the backward pass; without a separate W nothing can fill the
-bubble. p=3, m=3, capitals for the chunk on the way down, small letters for the chunk on the way up::
+Two thirds of 1F1B's activation memory with many ranks, 0.81 with 8, without splitting the backward pass; without a separate W
+nothing can fill the bubble. p=3, m=3, capitals for the chunk on the way down, small letters for the chunk on the way up::
 
     rank 0  F0 F1 F2 ..... f0 bw0-- f1 bw1-- ........ f2 bw2-- BW0-- ..... BW1-- ..... BW2--
     rank 1     F0 F1 F2 f0 .. f1 .. bw0-- .. bw1-- f2 .. BW0-- bw2-- BW1-- ..... BW2--

@@ -1,4 +1,4 @@
-"""V-Half: about half of 1F1B's activation memory, two stages per rank in a V (arXiv 2405.15362, section 3).
+"""V-Half: half of 1F1B's activation memory and a microbatch more, two stages per rank in a V (arXiv 2405.15362, section 3).
 
 The paper repeats one building block made for F=B=W (in `building_blocks`: strides 1 and 2). Here V-Half is a memory limit: a
 search under that limit starts from this block and similar ones, so that uneven passes and slow links get an order of their own.

@@ -1,4 +1,4 @@
-"""V-Min: about a third of 1F1B's activation memory, two stages per rank in a V (arXiv 2405.15362, section 3).
+"""V-Min: towards a third of 1F1B's activation memory with many ranks, two stages per rank in a V (arXiv 2405.15362, section 3).
 
 Every pass of a microbatch follows the previous one immediately, so that activations live as briefly as possible. Under this limit
 the bubble depends strongly on the times: a search starts from the paper's block (in `building_blocks`: strides of 1) and similar
@@ -9,7 +9,8 @@ ones. p=4, m=5, capitals for the chunk on the way down, small letters for the ch
     rank 2        F0 ..... f0 F1 ..... f1 b0 w0 .. B0 F2 b1 W0 f2 w1 B1 F3 W1 b2 f3 w2 B2 F4 W2 b3 f4 w3 B3 W3 .. b4 w4 .. B4 W4
     rank 3           F0 f0 ..... F1 f1 ..... b0 B0 w0 W0 F2 f2 b1 B1 w1 W1 F3 f3 b2 B2 w2 W2 F4 f4 b3 B3 w3 W3 ..... b4 B4 w4 W4
 
-Activation memory per rank: p/3 microbatches rounded up, and one more unless p mod 3 is 1 (the block then has no gaps).
+Activation memory per rank: p/3 microbatches rounded up, and one more unless p mod 3 is 1 (the block then has no gaps). That is
+0.5 of 1F1B's for p = 4 and 8, 0.375 for 16 and 0.34 for 64.
 """  # noqa: E501 - the timeline is wider
 
 from __future__ import annotations
