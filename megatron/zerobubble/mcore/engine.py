@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from torch import nn
 
 from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.mcore.agreement import refusing_together
 from megatron.zerobubble.mcore.microbatches.iteration_plans import UnequalOptions, attention_share
 from megatron.zerobubble.mcore.model.layout_dropout import LayoutDropout, check_layout_dropout
 from megatron.zerobubble.mcore.planning.chunk_advice import chunk_advice
@@ -119,9 +120,10 @@ class Engine:
             return
         if options.dropout_seed is not None:
             check_layout_dropout(config)
-            self.dropout = LayoutDropout(
-                chunks, seed=options.dropout_seed, device=self.schedule.device, slice_offset=self._slice_offset
-            )
+            with refusing_together():  # a stage with the embedding and no layer
+                self.dropout = LayoutDropout(
+                    chunks, seed=options.dropout_seed, device=self.schedule.device, slice_offset=self._slice_offset
+                )
         self.replanner = make_replanner(
             flags,
             self.schedule,
