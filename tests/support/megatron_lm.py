@@ -8,6 +8,7 @@ import gc
 import io
 import multiprocessing
 import re
+import shlex
 import sys
 import typing
 import warnings
@@ -62,9 +63,12 @@ def pretrain(rank: int, flags: str, zero_bubble: str = "") -> str:
     megatron.zerobubble.add_zero_bubble_args(parser)
     printed = io.StringIO()
     environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    argv = ["pretrain_script.py", *f"{SMALL} {WITHOUT_KERNELS} {flags}".split()]
+    argv = ["pretrain_script.py", *shlex.split(f"{SMALL} {WITHOUT_KERNELS} {flags}")]
     if "--data-path" in argv:
         argv.remove("--mock-data")
+    if "--step-batch-size-schedule" in argv:  # which excludes it
+        at = argv.index("--global-batch-size")
+        del argv[at : at + 2]
     _destroy_groups()
     with (
         warnings.catch_warnings(),

@@ -4,6 +4,9 @@ Messages between ranks are matched by their order alone, and a rank knows nothin
 plan files, learning rates or seeds that differ would train without an error, on garbage. Every rank writes a record of what it
 was given to the job's store (`check_same`); the first rank compares, and all raise the same line. Plans that ranks find by
 themselves are compared by a hash before each runs for the first time (`check_same_program`).
+
+A model may be refused on one rank alone, such as the one whose stage has a module that cannot be split. Then all refuse it
+(`refusing_together`): the others would wait for that rank, and end with an error about a connection.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ import json
 import platform
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -25,7 +29,7 @@ import torch.distributed as dist
 import xxhash
 from torch.distributed import distributed_c10d as c10d
 
-from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.errors import CompatibilityError, ConfigError, SplitError, UserError
 from megatron.zerobubble.job.key_value_store import UNREADABLE
 from megatron.zerobubble.job.launch import store_name
 from megatron.zerobubble.messages import one_line, shown
@@ -40,6 +44,7 @@ __all__ = [
     "content_digest",
     "differences",
     "program_digest",
+    "refusing_together",
     "text_digest",
     "turn",
     "versions",
@@ -56,6 +61,8 @@ _READ_S = 5.0
 """Seconds that rank 0, whose host may have the store, waits for the others to read its verdict."""
 _LEAVE_S = 2.0
 """Seconds that it then lets the others end: a torchrun that loses the store first shows an error of its own."""
+_KINDS: Mapping[str, type[UserError]] = {each.__name__: each for each in (CompatibilityError, ConfigError, SplitError)}
+"""By name, what a rank refuses a model with."""
 
 
 @dataclass(frozen=True)
@@ -103,26 +110,83 @@ def check_same(
     """
     text = json.dumps({name: [given.text, given.digest] for name, given in values.items()})
     digest = text_digest(text)
-    try:
+    with _naming_store(rank):
         store.compare_set(f"values/{digest}", "", text)
         store.set(f"rank/{rank}", json.dumps([socket.gethostname(), digest]))
-        store.add("arrived", 1)
-        if rank == ranks[0]:
-            _until(lambda: store.add("arrived", 0) == len(ranks), timeout_s)
-            store.set(_VERDICT, _verdict(store, ranks, remedy))
-        elif not _until(lambda: store.check([_VERDICT]), timeout_s + _READ_S):
-            raise ConfigError(f"rank {ranks[0]}, which compares what ranks were given, has not come; see the output of its host")
-        verdict = store.get(_VERDICT).decode(errors="replace")
-        store.add("read", 1)
-        if verdict != _AGREED and rank == ranks[0]:  # the store may end with this rank, or with its host
-            _until(lambda: store.add("read", 0) >= store.add("arrived", 0), _READ_S)
-            time.sleep(_LEAVE_S)
+        verdict = _judged(store, lambda: _verdict(store, ranks, remedy), rank=rank, ranks=ranks, timeout_s=timeout_s)
+    if verdict != _AGREED:
+        raise ConfigError(one_line(verdict))
+
+
+@contextmanager
+def refusing_together() -> Iterator[None]:
+    """A context for checks that come out differently on each rank: what one refuses in it, all refuse at its end.
+
+    Every rank of the world must enter it at the same point. What is inside must not wait for other ranks. Through the store of
+    the default process group: no device waits.
+
+    Raises:
+        UserError: on all ranks, what the first rank to refuse raised; or a rank did not come.
+    """
+    refusal: UserError | None = None
+    try:
+        yield
+    except UserError as error:
+        refusal = error
+    _raise_first(refusal)
+
+
+def _raise_first(refusal: UserError | None) -> None:
+    """Raise on every rank of the world what the first of them to refuse has given, if any has."""
+    rank, ranks, store = dist.get_rank(), range(dist.get_world_size()), turn("refusals")
+    own = None if refusal is None else json.dumps([type(refusal).__name__, str(refusal), rank])
+
+    def judge() -> str:
+        missing = _missing(store, ranks, "say whether they refuse the model")
+        if store.check(["refusal"]):
+            return str(store.get("refusal").decode())
+        return json.dumps(["ConfigError", f"{missing}, and call the schedule on every rank", 0]) if missing else _AGREED
+
+    with _naming_store(rank):
+        store.set(f"rank/{rank}", "")
+        if own is not None:
+            store.compare_set("refusal", "", own)
+        verdict = _judged(store, judge, rank=rank, ranks=ranks, timeout_s=_PATIENCE_S)
+    if verdict == _AGREED:
+        return
+    if refusal is not None and verdict == own:
+        raise refusal
+    kind, text, refusing = json.loads(verdict)
+    error = _KINDS.get(kind, ConfigError)(text)
+    error.add_note(f"refused on rank {refusing}, and so on all of the {len(ranks)} ranks")
+    raise error from refusal
+
+
+@contextmanager
+def _naming_store(rank: int) -> Iterator[None]:
+    """Raise ConfigError where the store is gone."""
+    try:
+        yield
     except dist.DistError as error:
         raise ConfigError(
             f"{store_name()} in which rank {rank} compares what it was given is gone: see the output of that host ({error})"
         ) from error
-    if verdict != _AGREED:
-        raise ConfigError(one_line(verdict))
+
+
+def _judged(store: Any, judge: Callable[[], str], *, rank: int, ranks: Sequence[int], timeout_s: float) -> str:
+    """What `judge` returns on the first rank, when all have come or time is up, on every rank."""
+    store.add("arrived", 1)
+    if rank == ranks[0]:
+        _until(lambda: store.add("arrived", 0) == len(ranks), timeout_s)
+        store.set(_VERDICT, judge())
+    elif not _until(lambda: store.check([_VERDICT]), timeout_s + _READ_S):
+        raise ConfigError(f"rank {ranks[0]}, which compares what ranks were given, has not come; see the output of its host")
+    verdict = str(store.get(_VERDICT).decode(errors="replace"))
+    store.add("read", 1)
+    if verdict != _AGREED and rank == ranks[0]:  # the store may end with this rank, or with its host
+        _until(lambda: store.add("read", 0) >= store.add("arrived", 0), _READ_S)
+        time.sleep(_LEAVE_S)
+    return verdict
 
 
 def _until(condition: Callable[[], bool], timeout_s: float) -> bool:
@@ -138,13 +202,9 @@ def _until(condition: Callable[[], bool], timeout_s: float) -> bool:
 
 def _verdict(store: Any, ranks: Sequence[int], remedy: str) -> str:
     """Why the ranks do not run one job, in one line; or that they do."""
-    missing = [rank for rank in ranks if not store.check([f"rank/{rank}"])]
+    missing = _missing(store, ranks, "compare what they were given")
     if missing:
-        named = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-        return (
-            f"of {len(ranks)} ranks these have not come to compare what they were given: {named}; see the output of their hosts, "
-            f"and {remedy}"
-        )
+        return f"{missing}, and {remedy}"
     try:
         entries = [json.loads(store.get(f"rank/{rank}")) for rank in ranks]
         by_digest = {digest: json.loads(store.get(f"values/{digest}")) for digest in dict.fromkeys(each[1] for each in entries)}
@@ -153,6 +213,15 @@ def _verdict(store: Any, ranks: Sequence[int], remedy: str) -> str:
     except UNREADABLE:
         return f"what ranks were given cannot be compared: something else has written to the job's store; {remedy}"
     return one_line(f"ranks were not given the same: {'; '.join(found)}; {remedy}") if found else _AGREED
+
+
+def _missing(store: Any, ranks: Sequence[int], purpose: str) -> str | None:
+    """The ranks that have written nothing, in the beginning of a line; None if there are none."""
+    missing = [rank for rank in ranks if not store.check([f"rank/{rank}"])]
+    if not missing:
+        return None
+    named = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+    return f"of {len(ranks)} ranks these have not come to {purpose}: {named}; see the output of their hosts"
 
 
 def differences(records: Sequence[Record]) -> list[str]:

@@ -16,6 +16,7 @@ from megatron.core.transformer.enums import LayerType
 from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.mcore.agreement import refusing_together
 from megatron.zerobubble.mcore.compat import check_megatron_core, define_missing_te_gemm
 from megatron.zerobubble.mcore.ddp.wrap import wrap_chunks
 from megatron.zerobubble.mcore.microbatches.length_exchange import GIVE_LENGTHS
@@ -69,7 +70,7 @@ def build_chunks(
 
     Raises:
         CompatibilityError: the installed megatron-core is not supported.
-        SplitError: a weight's gradient cannot be deferred.
+        SplitError: a weight's gradient cannot be deferred; on all ranks if it is on one.
         ConfigError: an option that does not work with the schedule or with sharded gradients.
     """
     check_megatron_core()
@@ -91,8 +92,9 @@ def build_chunks(
     store = None
     if not spec.is_stock:
         store = make_store(config, ddp_config, torch.device(device))
-        for model in models:
-            split_weight_gradients(model, store)
+        with refusing_together():
+            for model in models:
+                split_weight_gradients(model, store)
         ddp_config = dataclasses.replace(ddp_config, delay_wgrad_compute=True)
     chunks = wrap_chunks(
         models,

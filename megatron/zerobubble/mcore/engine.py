@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from torch import nn
 
 from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.mcore.agreement import refusing_together
 from megatron.zerobubble.mcore.microbatches.iteration_plans import UnequalOptions, attention_share
 from megatron.zerobubble.mcore.model.layout_dropout import LayoutDropout, check_layout_dropout
 from megatron.zerobubble.mcore.planning.chunk_advice import chunk_advice
@@ -29,6 +30,7 @@ from megatron.zerobubble.mcore.replanner import budget_of, make_replanner
 from megatron.zerobubble.mcore.run_options import RunOptions
 from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
+from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.partition.layer_costs import LETTERS
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
@@ -112,14 +114,16 @@ class Engine:
         self.replanner, self.dropout = None, None
         self._plan_file = PlanFileWriter(flags.zero_bubble_save_plan)
         self._num_microbatches = num_microbatches
+        """Of the last training iteration, or of most where none has begun. Its plan is known: a new one is made by all ranks."""
         self._has_shown_layout = False
         if not trains:
             return
         if options.dropout_seed is not None:
             check_layout_dropout(config)
-            self.dropout = LayoutDropout(
-                chunks, seed=options.dropout_seed, device=self.schedule.device, slice_offset=self._slice_offset
-            )
+            with refusing_together():  # a stage with the embedding and no layer
+                self.dropout = LayoutDropout(
+                    chunks, seed=options.dropout_seed, device=self.schedule.device, slice_offset=self._slice_offset
+                )
         self.replanner = make_replanner(
             flags,
             self.schedule,
@@ -156,6 +160,7 @@ class Engine:
         if self.replanner is None and self.iterations == 2:  # the second one was recorded
             self.show_balance()
         self.iterations += 1
+        self._num_microbatches = num_microbatches
         apart = parallel_state.get_data_parallel_world_size() * micro_batch_size
         if self.dropout is not None:
             own = self.consumed_samples + parallel_state.get_data_parallel_rank() * micro_batch_size
@@ -175,11 +180,11 @@ class Engine:
             return
         self.replanner.after(self.iterations, num_microbatches)
         if self.options.flags.schedule == AUTO:
-            self._advise(num_microbatches)
+            self._advise(self.schedule.plan(num_microbatches))
         self.show_balance()
 
-    def _advise(self, num_microbatches: int) -> None:
-        """Under `auto`, show whether other chunks would be faster."""
+    def _advise(self, plan: Plan) -> None:
+        """Under `auto`, show whether other chunks would be faster than the plan that runs."""
         contents, limit = self._contents, self.options.flags.memory_limit
         costs = None if self.replanner is None else self.replanner.costs
         if dist.get_rank() != 0 or costs is None or costs.slices is not None or len(set(contents.layer_kinds)) != 1:
@@ -190,7 +195,7 @@ class Engine:
             seed=self.options.search_seed,
             budget=budget_of(self.options.flags.zero_bubble_planning_seconds),
         )
-        line = chunk_advice(self.schedule.plan(num_microbatches), contents.layers, costs, options)
+        line = chunk_advice(plan, contents.layers, costs, options)
         if line is not None:
             self._show(line)
 
@@ -249,9 +254,9 @@ class Engine:
         return seen
 
     def write_plan(self) -> None:
-        """Write the --zero-bubble-save-plan file, unless a search has found a plan and written it."""
+        """Write the --zero-bubble-save-plan file, unless a search has found a plan and written it. All ranks must call this."""
         if not self.schedule.spec.is_stock:
-            self._plan_file.finish(self.schedule, self._num_microbatches)
+            self._plan_file.finish(self.schedule.plan(self._num_microbatches))
 
     def close(self) -> None:
         """Destroy process groups. Every rank of the world must call it."""

@@ -22,17 +22,16 @@ from megatron.core.pipeline_parallel import schedules
 from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.mcore.agreement import check_same_program
+from megatron.zerobubble.mcore.agreement import check_same_program, refusing_together
 from megatron.zerobubble.mcore.compat import with_known_lengths
-from megatron.zerobubble.mcore.ddp.frozen_weights import check_frozen
 from megatron.zerobubble.mcore.ddp.record_buckets import record_buckets
-from megatron.zerobubble.mcore.given_groups import check_given_groups
 from megatron.zerobubble.mcore.iteration_runner import IterationHooks, IterationRunner
 from megatron.zerobubble.mcore.microbatches.iteration_plans import UnequalMicrobatches, UnequalOptions
 from megatron.zerobubble.mcore.microbatches.length_exchange import GIVE_LENGTHS, Lengths
 from megatron.zerobubble.mcore.model.stage_layout import output_lengths
 from megatron.zerobubble.mcore.post_validation.rewind import Replayed
 from megatron.zerobubble.mcore.post_validation.token_count import TokenCount
+from megatron.zerobubble.mcore.schedule_call import check_call
 from megatron.zerobubble.mcore.slices.current_slice import SlicePart
 from megatron.zerobubble.mcore.slices.refusals import check_sliced_call
 from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
@@ -126,6 +125,8 @@ class PipelineSchedule:
         self._plan_for: Callable[[int], Plan] = partial(initial_plan, spec)
         self._plans: dict[int, Plan] = {}
         self._programs: dict[tuple[int, bool], Program] = {}
+        self._has_begun: set[bool] = set()
+        """Whether calls with forward passes only, and training ones, were checked by all ranks together."""
         self._compared: set[tuple[int, bool]] = set()
         """Programs that are the same on all ranks of the pipeline."""
         self._rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -165,17 +166,18 @@ class PipelineSchedule:
             max_ctas=max_ctas,
             batched=batched,
         )
-        return IterationRunner(
-            spec,
-            self._chunks,
-            store=store,
-            config=self._config,
-            links=self._links,
-            recorder=self.recorder,
-            recordings=self.recordings,
-            device=self.device,
-            rank=self._rank,
-        )
+        with refusing_together():  # a layer that slices do not go with
+            return IterationRunner(
+                spec,
+                self._chunks,
+                store=store,
+                config=self._config,
+                links=self._links,
+                recorder=self.recorder,
+                recordings=self.recordings,
+                device=self.device,
+                rank=self._rank,
+            )
 
     # -- plans ------------------------------------------------------------------------------------------------------------
 
@@ -319,22 +321,22 @@ class PipelineSchedule:
         force_all_reduce: bool | None = False,
     ) -> list[Any]:
         assert self._runner is not None
-        if adjust_tensor_shapes_fn is not None:
-            raise ConfigError(
-                f"adjust_tensor_shapes_fn is not supported by schedule {self.spec.name!r}, whose messages have the shapes that "
-                "follow from its arguments; leave it out or use --zero-bubble-schedule stock"
+        with nullcontext() if forward_only in self._has_begun else refusing_together():
+            iterators = check_call(
+                self.spec.name,
+                self._chunks,
+                model=model,
+                data_iterator=data_iterator,
+                forward_only=forward_only,
+                adjust_tensor_shapes_fn=adjust_tensor_shapes_fn,
+                pg_collection=pg_collection,
+                p2p_communicator=p2p_communicator,
             )
-        check_given_groups(self.spec.name, pg_collection=pg_collection, p2p_communicator=p2p_communicator)
-        self._check_model(model)
-        if not forward_only:
-            check_frozen(self._chunks)
+        self._has_begun.add(forward_only)
         timers, hooks = self._config.timers, self.hooks
         if timers is not None:
             timers("forward-backward", log_level=1).start(barrier=self._config.barrier_with_L1_time)
-        iterators, equal = (
-            self._checked_iterators(data_iterator),
-            partial(self._agreed_program, num_microbatches, forward_only=forward_only),
-        )
+        equal = partial(self._agreed_program, num_microbatches, forward_only=forward_only)
         lengths: Sequence[Lengths | None] = [None] * num_microbatches
         arranged = None
         if self.unequal is not None:
@@ -425,23 +427,6 @@ class PipelineSchedule:
 
     def _waits(self, text: str) -> AbstractContextManager[None]:
         return nullcontext() if self.hooks.watch is None else self.hooks.watch.waits(text)
-
-    def _check_model(self, model: Any) -> None:
-        given = model if isinstance(model, list) else [model]
-        if len(given) != len(self._chunks) or any(a is not b for a, b in zip(given, self._chunks, strict=True)):
-            raise ConfigError("the model given to the schedule is not the list of chunks that the schedule was built for")
-
-    def _checked_iterators(self, data_iterator: Any) -> Sequence[Any]:
-        if isinstance(data_iterator, list):
-            if len(data_iterator) != len(self._chunks):
-                raise ConfigError(f"{len(data_iterator)} data iterators were given for {len(self._chunks)} model chunks")
-            return data_iterator
-        if len(self._chunks) > 1:
-            raise ConfigError(
-                f"schedule {self.spec.name!r} has {len(self._chunks)} model chunks per rank: give data_iterator as a list, one "
-                "iterator for each chunk over the same samples (two chunks drawing from one iterator would see different data)"
-            )
-        return [data_iterator]
 
     def _tensor_shape(
         self, seq_length: int, micro_batch_size: int, decoder_seq_length: int | None, lengths: Lengths | None

@@ -162,6 +162,35 @@ def test_the_log_of_skipped_steps(two_ranks: RankPool, chunks: str, zero_bubble:
 
 @pytest.mark.claims(
     "Your own script",
+    "Megatron-LM's `pretrain()` with `--step-batch-size-schedule` (2, 2, 4, 4, 6 microbatches) while it is planned again, with "
+    "trace, saved plan and post-validation: ZBV, `auto` (`make test MCORE=0.19.2`)",
+    "works, in every printed digit (tied under V: 2e-6)",
+)
+@pytest.mark.parametrize(
+    ("chunks", "zero_bubble"),
+    [
+        ("", "--zero-bubble-schedule auto --zero-bubble-trace {folder} --zero-bubble-balance-stages"),
+        (CHUNKS, "--zero-bubble-schedule auto --zero-bubble-v-schedule --enable-optimizer-post-validation"),
+        (
+            CHUNKS,
+            "--zero-bubble-v-schedule --zero-bubble-pipeline-timers-start-iter 2 --zero-bubble-save-plan {folder}/plan.json",
+        ),
+    ],
+    ids=["auto-trace", "auto-v-post-validation", "zbv-plan"],
+)
+def test_a_batch_size_that_grows(two_ranks: RankPool, tmp_path: Path, chunks: str, zero_bubble: str) -> None:
+    flags = f"{TWO} --step-batch-size-schedule '0:4 256:8 768:12' --dataloader-type cyclic --train-iters 6 --eval-interval 10"
+    window = "--zero-bubble-pipeline-timers-start-iter 2 --zero-bubble-pipeline-timers-end-iter 3"
+    planned = f"{zero_bubble.format(folder=tmp_path)} {window} --zero-bubble-planning-seconds 0.05"
+    texts = [two_ranks.run(pretrain, *job)[-1] for job in ((flags, ""), (f"{flags} {chunks}", planned))]
+    assert [re.findall(r"global batch size: +(\d+)", text)[:6] for text in texts] == [["4", "4", "8", "8", "12", "12"]] * 2
+    assert _agree(logged(texts[1]), logged(texts[0]), is_tied=bool(chunks))
+    if "plan.json" in zero_bubble:
+        assert Plan.from_json((tmp_path / "plan.json").read_bytes()).num_microbatches == 6
+
+
+@pytest.mark.claims(
+    "Your own script",
     "checkpoints from stock 1F1B to ZB-H1, ZB-H2, ZBV, V-Half and back in Megatron-LM's `pretrain()` (`make test-slow`)",
     "works, the same",
 )

@@ -17,7 +17,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import random as tensor_parallel_random
 
-from megatron.zerobubble.mcore import zb_schedules
+from megatron.zerobubble.mcore import agreement, zb_schedules
 from megatron.zerobubble.mcore.cpu.device import HostDevice
 from tests.support.fake_nccl.engine import HostThread
 from tests.support.fake_nccl.ranks import run_ranks
@@ -69,12 +69,17 @@ def _copied(states: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def run_megatron(size: int, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
     """`run_ranks` for functions that use megatron-core on the CPU.
 
-    Plans are not compared between ranks here: that waits for a store, where these threads must wait for nothing else than each
-    other. `tests/mcore/test_agreement.py` has it.
+    Plans are not compared between ranks here, nor refusals exchanged: that waits for a store, where these threads must wait for
+    nothing else than each other. `tests/mcore/test_agreement.py` and `tests/mcore/stock_loop/test_refusals.py` have it.
     """
     states = _RankStates()
     try:
-        with HostDevice(), warnings.catch_warnings(), mock.patch.object(zb_schedules, "check_same_program"):
+        with (
+            HostDevice(),
+            warnings.catch_warnings(),
+            mock.patch.object(zb_schedules, "check_same_program"),
+            mock.patch.object(agreement, "_raise_first"),
+        ):
             warnings.simplefilter("ignore")  # megatron-core's and torch's own, as in the ranks of a pool
             return run_ranks(size, function, *args, resumed=states.resumed, **options)
     finally:

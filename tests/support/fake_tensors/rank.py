@@ -19,7 +19,7 @@ from tests.support.fake_tensors.device import DEVICE, Counts, FakeDevice
 
 with quiet_third_parties():
     from megatron.zerobubble.job.launch import Launch
-    from megatron.zerobubble.mcore import zb_schedules
+    from megatron.zerobubble.mcore import agreement, zb_schedules
     from megatron.zerobubble.runtime.watch import Watch
     from megatron.zerobubble.training import initialize, setup
     from megatron.zerobubble.training.arguments import settings_from_argv
@@ -95,7 +95,7 @@ def run_rank(argv: list[str], *, rank: int, world_size: int, iterations: int = 1
         world_size: ranks of the job; the others do not exist, and what comes from them has no values anyway.
         iterations: how many run; only `events` has more than the first.
     """
-    zb_schedules.check_same_program = lambda *_, **__: None  # there is nobody to compare with
+    zb_schedules.check_same_program = agreement._raise_first = lambda *_, **__: None  # there is nobody to compare with
     settings = settings_from_argv(argv, world_size=world_size, rank=1)
     launch = Launch(rank=rank, local_rank=0, ranks_on_host=1, world_size=world_size, has_threads_set=True)
     moe = settings.moe

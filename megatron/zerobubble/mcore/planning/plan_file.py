@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron.zerobubble.files import replace_text
-from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
+from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.simulate import Simulation
 
 __all__ = ["PlanFileWriter"]
@@ -32,10 +32,10 @@ class PlanFileWriter:
         """Write a plan that the search found, with the profiled costs and the simulated metrics."""
         self._write(found.plan.to_json(costs=found.costs.to_json(), metrics=found.metrics()))
 
-    def finish(self, schedule: PipelineSchedule, num_microbatches: int) -> None:
-        """Write the plan that ran, unless `write_found` wrote one."""
+    def finish(self, ran: Plan) -> None:
+        """Write the plan that ran last, unless `write_found` wrote one."""
         if not self._is_written and dist.get_rank() == 0:
-            self._write(schedule.plan(num_microbatches).to_json())
+            self._write(ran.to_json())
 
     def _write(self, text: str) -> None:
         if self._file is None:

@@ -1,4 +1,8 @@
-"""The model chunks that a stock loop wraps by DDP. Each is split into B and W before that; a schedule's call looks them up."""
+"""The model chunks that a stock loop wraps by DDP. Each is split into B and W before that; a schedule's call looks them up.
+
+A chunk that cannot be split is wrapped as it is, and refused by the first call of the schedule: all ranks come there, whereas the
+others would not learn of an error here, and would wait for this rank in whatever the loop does next.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.utils import get_attr_wrapped_model
 from torch import nn
 
-from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.mcore.attention.torch_attention import use_torch_attention
 from megatron.zerobubble.mcore.build import check_config, make_store
 from megatron.zerobubble.mcore.ddp.wrap import count_padding_as_data, order_wgrads_by_bucket, with_buckets
@@ -35,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Adopted:
-    """A chunk that has been split. It does not keep the chunk, its config or its DDP wrapper alive."""
+    """A chunk that has been split, or refused. It does not keep the chunk, its config or its DDP wrapper alive."""
 
     module: weakref.ref[nn.Module]
     config: weakref.ref[Any]
@@ -43,6 +47,8 @@ class Adopted:
     store: WeightGradStore
     wrapped: weakref.ref[nn.Module] | None = None
     """The DDP wrapper."""
+    refusal: tuple[type[UserError], str] | None = None
+    """Why it cannot be split, not as an error, whose traceback would keep it alive; None: it was."""
 
 
 class AdoptedChunks:
@@ -66,36 +72,46 @@ class AdoptedChunks:
     def adopt(self, config: Any, ddp_config: DistributedDataParallelConfig, module: nn.Module) -> Adopted | None:
         """Split the chunk, before DDP wraps it, for its deferred weight gradients. Afterwards call `wrap`.
 
+        If that cannot be, because of the chunk, it is refused by `find`.
+
         Returns:
             None for a module that no pipeline schedule can run, which DDP must wrap as without `install`: the pipeline or the
             model's share of it has one rank, or the module takes no activation of another stage.
 
         Raises:
-            ConfigError: the schedule, or torch's attention, does not go with the loop's settings.
-            SplitError: a weight's gradient cannot be deferred.
+            ConfigError: the schedule does not go with the model's config, which is that of all ranks.
         """
         num_ranks = parallel_state.get_pipeline_model_parallel_world_size()
         if num_ranks < 2:
             self._warn()
         if min(num_ranks, config.pipeline_model_parallel_size) < 2 or not is_stage(module):
-            self._prepare(module)
+            self._draw(module)
+            self._use_torch_attention(module)
             return None
         spec = self.options.spec(num_ranks=num_ranks, num_chunks=config.virtual_pipeline_model_parallel_size)
         check_config(config, spec, knows_lengths=self.options.microbatch_tokens is not None)
-        check_hybrid(module)
-        release_unused_head(module)
-        self._prepare(module)
         accumulator = torch.float32 if ddp_config.grad_reduce_in_fp32 else config.params_dtype
         key = config.params_dtype, accumulator
         store = self._stores.get(key) or make_store(config, ddp_config, torch.device(torch.cuda.current_device()))
         self._stores[key] = store
-        if self.options.is_v:
-            self.check_ends(module)
-            self._tie(config, module, spec.num_chunks)
-        split_weight_gradients(module, store)
         adopted = Adopted(weakref.ref(module, lambda _: self._forget()), weakref.ref(config), spec, store)
         self._adopted.append(adopted)
+        try:
+            self._split(config, module, adopted)
+        except UserError as error:
+            _log.warning("the first iteration will be refused on all ranks: %s", error)
+            adopted.refusal = type(error), str(error)
         return adopted
+
+    def _split(self, config: Any, module: nn.Module, adopted: Adopted) -> None:
+        check_hybrid(module)
+        release_unused_head(module)
+        self._draw(module)
+        if self.options.is_v:  # before anything that one rank alone may refuse: two ranks may tie their chunks together
+            self.check_ends(module)
+            self._tie(config, module, adopted.spec.num_chunks)
+        self._use_torch_attention(module)
+        split_weight_gradients(module, adopted.store)
 
     def wrap(self, adopted: Adopted, ddp: nn.Module, construct: Callable[..., None], arguments: dict[str, Any]) -> None:
         """Construct the DDP wrapper of an adopted chunk, with buckets in every chunk where checkpoints allow it.
@@ -139,9 +155,18 @@ class AdoptedChunks:
         return [chunk for chunk in chunks if id(chunk) not in known]
 
     def find(self, chunks: Sequence[nn.Module]) -> Adopted:
-        """The first of a model's chunks, all of which were adopted. Raises ConfigError."""
+        """The first of a model's chunks, all of which were adopted.
+
+        Raises:
+            ConfigError: they are not all chunks of one model.
+            UserError: why one of them could not be split.
+        """
         of = {id(ddp): each for each in self._adopted if each.wrapped is not None and (ddp := each.wrapped()) is not None}
         first, *others = [of[id(chunk)] for chunk in chunks]
+        for each in (first, *others):
+            if each.refusal is not None:
+                kind, text = each.refusal
+                raise kind(text)
         if len(chunks) != first.spec.num_chunks or any(each.store is not first.store for each in others):
             raise ConfigError(
                 f"schedule {self.options.schedule} takes a model of {first.spec.num_chunks} chunk(s) of one dtype, got "
@@ -157,10 +182,13 @@ class AdoptedChunks:
                 remove_split(module)
         self._adopted.clear()
 
-    def _prepare(self, module: nn.Module) -> None:
-        """What was asked for besides a schedule, in any module that DDP wraps."""
+    def _use_torch_attention(self, module: nn.Module) -> None:
+        """In any module that DDP wraps, if it was asked for."""
         if self.options.flags.zero_bubble_torch_attention:
             use_torch_attention(module)
+
+    def _draw(self, module: nn.Module) -> None:
+        """Draw the weights of any module that DDP wraps, if a seed was given."""
         if self.options.weights_seed is not None and hasattr(module, "sharded_state_dict"):
             draw_by_name([module], seed=self.options.weights_seed)
 
@@ -216,7 +244,8 @@ class AdoptedChunks:
     def _tie(self, config: Any, chunk: nn.Module, num_chunks: int) -> None:
         """Under V: start all copies of the embedding from it, in a tied head of the last chunk and in MTP layers."""
         number = get_attr_wrapped_model(chunk, "vp_stage")
-        earlier = [module for each in self._adopted if each.config() is config and (module := each.module()) is not None]
+        of_config = [module for each in self._adopted if each.config() is config and (module := each.module()) is not None]
+        earlier = [module for module in of_config if module is not chunk]
         if number == 0:
             return
         if not earlier or get_attr_wrapped_model(earlier[-1], "vp_stage") != number - 1:

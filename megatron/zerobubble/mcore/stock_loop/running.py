@@ -14,6 +14,7 @@ from megatron.core.utils import get_model_config
 from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.mcore.agreement import refusing_together
 from megatron.zerobubble.mcore.engine import Engine
 from megatron.zerobubble.mcore.model.embeddings import copy_to_mtp_stage, tie_chunks
 from megatron.zerobubble.mcore.run_options import RunOptions
@@ -134,15 +135,16 @@ def start_forward_only(options: RunOptions, chunks: Sequence[nn.Module], *, usua
     Its embedding and output layer become equal here if they are tied: where DDP wraps a model, that happens before.
     """
     config = get_model_config(chunks[0])
-    spec = options.spec(
-        num_ranks=parallel_state.get_pipeline_model_parallel_world_size(),
-        num_chunks=config.virtual_pipeline_model_parallel_size,
-    )
-    if len(chunks) != spec.num_chunks:
-        raise ConfigError(
-            f"schedule {options.schedule} takes a model of {spec.num_chunks} chunk(s), got {len(chunks)}: give the list of all "
-            "of this rank's chunks"
+    with refusing_together():
+        spec = options.spec(
+            num_ranks=parallel_state.get_pipeline_model_parallel_world_size(),
+            num_chunks=config.virtual_pipeline_model_parallel_size,
         )
+        if len(chunks) != spec.num_chunks:
+            raise ConfigError(
+                f"schedule {options.schedule} takes a model of {spec.num_chunks} chunk(s), got {len(chunks)}: give the list of "
+                "all of this rank's chunks"
+            )
     tie_chunks(chunks)
     copy_to_mtp_stage(chunks, config)
     engine = Engine(

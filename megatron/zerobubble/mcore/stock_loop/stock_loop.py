@@ -29,6 +29,7 @@ from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.job.supervision import Supervision
+from megatron.zerobubble.mcore.agreement import refusing_together
 from megatron.zerobubble.mcore.engine import Engine
 from megatron.zerobubble.mcore.model.embeddings import FinalizeGradients
 from megatron.zerobubble.mcore.model.hybrid_layers import place_stack
@@ -188,14 +189,7 @@ class StockLoop:
         self._has_run = True
         chunks = model if isinstance(model, list) else [model]
         strangers = self.adopted.strangers(chunks)
-        if strangers and not forward_only:
-            raise ConfigError(
-                f"schedule {self.options.schedule} cannot train a {type(strangers[0]).__name__} that megatron-core's "
-                "DistributedDataParallel did not wrap after megatron.zerobubble.install: install before the model is built, and "
-                "wrap each chunk with megatron.core.distributed.DistributedDataParallel (not FSDP, not torch's); without it, "
-                "call the schedule with forward_only=True"
-            )
-        if strangers and not self.options.is_v:
+        if strangers and forward_only and not self.options.is_v:
             return original(
                 model=model,
                 num_microbatches=num_microbatches,
@@ -204,8 +198,10 @@ class StockLoop:
                 **given,
             )
         running = self._models.of(chunks) or self._start(
-            chunks, num_microbatches, usual_tokens=int(given["seq_length"]), trains=not strangers
+            chunks, strangers, num_microbatches, usual_tokens=int(given["seq_length"]), forward_only=forward_only
         )
+        if strangers and not forward_only:
+            raise self._unwrapped(strangers[0])
         engine = running.engine
         self._watch(engine)
         if not strangers:
@@ -244,14 +240,27 @@ class StockLoop:
         self._models.note_groups(running)
         return results
 
-    def _start(self, chunks: Sequence[nn.Module], num_microbatches: int, *, usual_tokens: int, trains: bool) -> Running:
-        if trains:
-            first = self.adopted.find(chunks)
-        else:
-            self.adopted.check_v(chunks)
+    def _start(
+        self,
+        chunks: Sequence[nn.Module],
+        strangers: Sequence[nn.Module],
+        num_microbatches: int,
+        *,
+        usual_tokens: int,
+        forward_only: bool,
+    ) -> Running:
+        """Make what runs a model. What one rank refuses, all do."""
+        with refusing_together():
+            if strangers and not forward_only:
+                raise self._unwrapped(strangers[0])
+            first = None if strangers else self.adopted.find(chunks)
+            if first is None:
+                self.adopted.check_v(chunks)
         self._status = self.status
         self._models.destroy_unused_groups()
-        if trains:
+        if first is None:
+            running = start_forward_only(self.options, chunks, usual_tokens=usual_tokens)
+        else:
             running = start(
                 self.options,
                 first,
@@ -260,10 +269,16 @@ class StockLoop:
                 num_microbatches=num_microbatches,
                 usual_tokens=usual_tokens,
             )
-        else:
-            running = start_forward_only(self.options, chunks, usual_tokens=usual_tokens)
         self._models.add(running)
         return running
+
+    def _unwrapped(self, chunk: nn.Module) -> ConfigError:
+        return ConfigError(
+            f"schedule {self.options.schedule} cannot train a {type(chunk).__name__} that megatron-core's "
+            "DistributedDataParallel did not wrap after megatron.zerobubble.install: install before the model is built, and "
+            "wrap each chunk with megatron.core.distributed.DistributedDataParallel (not FSDP, not torch's); without it, "
+            "call the schedule with forward_only=True"
+        )
 
     def _watch(self, engine: Engine) -> None:
         """Report what happens in the passes of a model to the watchdog, if there is one."""
