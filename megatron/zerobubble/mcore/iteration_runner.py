@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import nn
 from megatron.zerobubble.mcore.ddp.wrap import start_first_gathers
 from megatron.zerobubble.mcore.model.dispatchers import token_dispatchers
 from megatron.zerobubble.mcore.model.wgrad_split import driven_modules, split_weights
-from megatron.zerobubble.mcore.post_validation.rewind import Rewind
+from megatron.zerobubble.mcore.post_validation.rewind import Habits, Replayed, Rewind
 from megatron.zerobubble.mcore.post_validation.token_count import TokenCount
 from megatron.zerobubble.mcore.slices.sliced_chunks import SlicedChunks
 from megatron.zerobubble.mcore.stage_work import ChunkWork, Iteration
@@ -99,10 +99,14 @@ class IterationRunner:
         self._recordings = recordings
         self._device = device
         self._rank = rank
+        self._habits = Habits()
 
     def run(self, program: Program, iteration: Iteration, hooks: IterationHooks) -> ChunkWork:
         """All passes of one call of the schedule; the work holds its losses. Every rank of the pipeline must call it."""
         is_training = not iteration.forward_only
+        if hooks.before_gradients is not None and is_training:
+            iterators = [None if each is None else Replayed(each, self._habits) for each in iteration.data_iterators]
+            iteration = replace(iteration, data_iterators=iterators)
         work = self._work(iteration, hooks)
         recorder = self._recorder_of(program.plan, hooks) if is_training else None
         executor = self._executor(program, work, recorder, hooks)

@@ -29,7 +29,6 @@ from megatron.zerobubble.mcore.iteration_runner import IterationHooks, Iteration
 from megatron.zerobubble.mcore.microbatches.iteration_plans import UnequalMicrobatches, UnequalOptions
 from megatron.zerobubble.mcore.microbatches.length_exchange import GIVE_LENGTHS, Lengths
 from megatron.zerobubble.mcore.model.stage_layout import output_lengths
-from megatron.zerobubble.mcore.post_validation.rewind import Replayed
 from megatron.zerobubble.mcore.post_validation.token_count import TokenCount
 from megatron.zerobubble.mcore.schedule_call import check_call
 from megatron.zerobubble.mcore.slices.current_slice import SlicePart
@@ -344,8 +343,6 @@ class PipelineSchedule:
                 arranged = self.unequal.arrange(iterators, num_microbatches, equal=equal, forward_only=forward_only)
             iterators, lengths = arranged.iterators, arranged.lengths
         program = equal() if arranged is None else arranged.program
-        if hooks.before_gradients is not None and not forward_only:
-            iterators = [None if iterator is None else Replayed(iterator) for iterator in iterators]
         shape_of = partial(self._tensor_shape, seq_length, micro_batch_size, decoder_seq_length)
         shapes = {each: shape_of(each) for each in dict.fromkeys(lengths)}
         parts: Sequence[tuple[SlicePart, ...]] = ()

@@ -30,7 +30,7 @@ from tests.support.ranks import RankPool
 with quiet_third_parties():
     from megatron.zerobubble.mcore.compat import router_loss_entries, router_loss_sums
     from megatron.zerobubble.mcore.post_validation.optimizer import MegatronRollbackOptimizer
-    from megatron.zerobubble.mcore.post_validation.rewind import Replayed, Rewind
+    from megatron.zerobubble.mcore.post_validation.rewind import Habits, Replayed, Rewind
 
 pytestmark = pytest.mark.claims(
     "Precision and the optimizer",
@@ -88,7 +88,7 @@ def test_everything_is_restored() -> None:
     chunk = torch.nn.BatchNorm1d(2)
     chunk.fp8_meta = {"scaling_fwd": SimpleNamespace(scale=torch.ones(2), amax_history=torch.zeros(1, 2))}  # type: ignore[assignment]
     history = chunk.fp8_meta["scaling_fwd"].amax_history  # type: ignore[union-attr,operator,index]
-    iterator = Replayed(iter(range(5)))
+    iterator = Replayed(iter(range(5)), Habits())
     record("known", 2.0, layer_number=1)
     rewind = Rewind([iterator, None], [chunk])
 
