@@ -11,7 +11,8 @@ The first runs megatron-core's own 1F1B, the second ZB-H1, the third ZBV; the lo
 1. responses are packed into microbatches (THD), each of its own length, and each step has its own number of them;
 2. a reference model without DistributedDataParallel, and the actor as it is, compute log-probabilities in forward-only passes of
    the same schedule;
-3. the actor is trained on them, with a clipped ratio and a penalty for leaving the reference.
+3. the actor is trained on them, with a clipped ratio and a penalty for leaving the reference;
+4. the actor's weights are read by name, as for an engine that generates the next responses.
 
 Lengths vary in every microbatch, so megatron-core gets `variable_seq_lengths` and a sequence length of 1 that means nothing. A
 zero-bubble schedule has to know them before an iteration begins: `install(microbatch_tokens="thd")` reads them off the batches.
@@ -198,6 +199,16 @@ def log_probs(model: list[Any], batches: list[Batch]) -> list[torch.Tensor]:
     return found
 
 
+@torch.no_grad()
+def hand_over(model: list[Any]) -> float:
+    """Read the weights, as to send them to an engine that generates. Their norm, on every rank of the pipeline."""
+    megatron.zerobubble.settle()  # with post-validation the last step may be redone until here; on every rank
+    weights = [weight for chunk in model for _, weight in chunk.named_parameters()]
+    squares = torch.stack([weight.float().square().sum() for weight in weights]).sum()
+    dist.all_reduce(squares, group=parallel_state.get_pipeline_model_parallel_group())
+    return float(squares.sqrt())
+
+
 def train(args: argparse.Namespace) -> None:
     """The loop. The last pipeline rank prints a line per step."""
     if not dist.is_initialized():
@@ -219,9 +230,10 @@ def train(args: argparse.Namespace) -> None:
         optimizer.zero_grad()
         reports = run(actor, batches, policy_loss, forward_only=False)
         optimizer.step()
+        norm = hand_over(actor)
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True) and parallel_state.get_data_parallel_rank() == 0:
             means = {name: float(torch.stack([report[name] for report in reports]).mean()) for name in ("loss", "kl")}
-            print(json.dumps({"step": step + 1, "microbatches": len(batches)} | means), flush=True)
+            print(json.dumps({"step": step + 1, "microbatches": len(batches), "weights": norm} | means), flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

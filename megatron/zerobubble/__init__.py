@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from megatron.zerobubble.mcore.attention.torch_attention import use_torch_attention as use_torch_attention
     from megatron.zerobubble.mcore.build import build_chunks as build_chunks
     from megatron.zerobubble.mcore.post_validation.optimizer import post_validation as post_validation
+    from megatron.zerobubble.mcore.stock_loop.patches import settle as settle
     from megatron.zerobubble.mcore.stock_loop.patches import status as status
     from megatron.zerobubble.mcore.stock_loop.patches import uninstall as uninstall
     from megatron.zerobubble.mcore.stock_loop.status import Status as Status
@@ -38,6 +39,7 @@ _HOMES = {
     "install": "overlay",
     "post_validation": "mcore.post_validation.optimizer",
     "schedule_spec": "plan.registry",
+    "settle": "mcore.stock_loop.patches",
     "status": "mcore.stock_loop.patches",
     "uninstall": "mcore.stock_loop.patches",
     "use_torch_attention": "mcore.attention.torch_attention",

@@ -123,8 +123,9 @@ def install(
         balance_stages: show which layers per stage would be faster, see --zero-bubble-balance-stages.
         optimizer_post_validation: step before the global gradient norm is known, and redo a wrong step. `step()` returns the norm
             on the last pipeline rank, and None on others. A loop that reduces it over the pipeline in every iteration gains
-            nothing. After the last iteration call `uninstall`, evaluate or save, which validate the last step. Behind a step that
-            is redone, the first forwards of the next iteration run again, from the same microbatches, random numbers and
+            nothing. After the last iteration call `uninstall`, evaluate or save, which validate the last step; call `settle`
+            behind a step whose weights are read by name, changed or moved away, or whose gradients are. Behind a step that is
+            redone, the first forwards of the next iteration run again, from the same microbatches, random numbers and
             registered buffers. Anything else that a forward changes is changed twice: plain attributes, counters of the loop,
             frozen weights, modules outside of the model, random generators of its own.
         weights_seed: draw each first weight by this seed and its name, so that every schedule and parallel layout begins with the

@@ -227,6 +227,12 @@ class _Number:
     def drop_snapshot(self) -> None:
         self._saved = None
 
+    def note_tensors(self) -> None:
+        """Nothing moves them."""
+
+    def check_tensors(self, *, is_redone: bool) -> None:
+        """Nothing moves them."""
+
     def finalize(self, statistics: GradientStatistics) -> None:
         """No loss scale."""
 

@@ -34,6 +34,8 @@ WITHOUT_KERNELS = (
 LOGGED = re.compile(r"iteration +(\d+)/.*?lm loss: (\S+) .*?grad norm: (\S+) ")
 STEPS = re.compile(r"iteration +(\d+)/.*?learning rate: (\S+) .*?loss scale: (\S+) .*?skipped iterations: +(\d+) ")
 """(iteration, learning rate, loss scale, 1 if it was skipped)."""
+NORMS = re.compile(r"grad norm: (\S+) \|(.*?number of skipped iterations: +\d+ )")
+"""(norm of the gradients, what else is logged behind it: with their flags number of zeros and norm of the parameters)."""
 MISSING = (
     "megatron-core has Megatron-LM's training loop, megatron.training, from 0.17 on: put one of these, or a checkout of "
     "Megatron-LM, first on PYTHONPATH"

@@ -60,6 +60,12 @@ class NullOptimizer:
     def drop_snapshot(self) -> None:
         """Do nothing."""
 
+    def note_tensors(self) -> None:
+        """There are none."""
+
+    def check_tensors(self, *, is_redone: bool) -> None:
+        """There are none."""
+
     def finalize(self, statistics: GradientStatistics) -> None:
         """Do nothing: there is no loss scale."""
 

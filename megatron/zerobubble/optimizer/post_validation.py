@@ -107,6 +107,16 @@ class RollbackOptimizer(Protocol):
     def drop_snapshot(self) -> None:
         """Free the snapshot."""
 
+    def note_tensors(self) -> None:
+        """Note gradients and weights as a step leaves them that is not validated yet, for `check_tensors`."""
+
+    def check_tensors(self, *, is_redone: bool) -> None:
+        """Raise ExecutionError if gradients or weights were moved or changed since `note_tensors`.
+
+        Args:
+            is_redone: whether the step is to be redone, so that the content of the gradients counts, too.
+        """
+
     def finalize(self, statistics: GradientStatistics) -> None:
         """Update the loss scale by the global statistics."""
 
@@ -350,6 +360,9 @@ class PostValidation:
 
         Returns:
             The outcome of the step; None if it has been returned before.
+
+        Raises:
+            ExecutionError: gradients or weights were moved or changed since a step that may have to be redone.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -361,6 +374,8 @@ class PostValidation:
             stepped, statistics = self._relay.recv_global()
             self._relay.send_prev(stepped, statistics)
         is_redone = statistics.overflowed or self._optimizer.is_clipped(statistics)
+        # of every step, not of wrong ones alone, and on all ranks: a loop that moves gradients learns it in its second iteration
+        self._optimizer.check_tensors(is_redone=is_redone)
         if is_redone:
             self._num_clean_steps = 0
         if pending.statistics is None:
@@ -398,6 +413,7 @@ class PostValidation:
             self._optimizer.apply(prefix)
             self._optimizer.finalize(prefix)
             self._pending = _Pending(prefix, stepped, is_stepped=False)
+            self._optimizer.note_tensors()
             return
         steps = has_snapshot and not prefix.overflowed and not self._optimizer.is_clipped(prefix)
         self._relay.send_next((*stepped, self._relay.rank) if steps else stepped, prefix)
@@ -406,6 +422,7 @@ class PostValidation:
         else:
             self._optimizer.drop_snapshot()
         self._pending = _Pending(None, (), is_stepped=steps)
+        self._optimizer.note_tensors()
 
 
 def _verdict(statistics: GradientStatistics, *, is_redone: bool, rolled_back: tuple[int, ...]) -> Verdict:

@@ -12,7 +12,7 @@ import pytest
 
 from megatron.zerobubble.cli.main import main
 from megatron.zerobubble.plan.ir import Plan
-from tests.support.megatron_lm import MISSING, SMALL, STEPS, logged, pretrain
+from tests.support.megatron_lm import MISSING, NORMS, SMALL, STEPS, logged, pretrain
 from tests.support.ranks import RankPool
 
 if importlib.util.find_spec("megatron.training") is None:
@@ -187,6 +187,33 @@ def test_a_batch_size_that_grows(two_ranks: RankPool, tmp_path: Path, chunks: st
     assert _agree(logged(texts[1]), logged(texts[0]), is_tied=bool(chunks))
     if "plan.json" in zero_bubble:
         assert Plan.from_json((tmp_path / "plan.json").read_bytes()).num_microbatches == 6
+
+
+@pytest.mark.claims(
+    "Your own script",
+    "Megatron-LM's `pretrain()` with post-validation and steps that are clipped, ZB-H1 and ZBV: norms, also of the parameters "
+    "(`--log-params-norm`, which makes the steps synchronous), and no number of zeros (`make test MCORE=0.19.2`)",
+    "works, as logged without, in the digits that are printed",
+)
+@pytest.mark.parametrize(
+    ("chunks", "zero_bubble"), [("", "--enable-zero-bubble"), (CHUNKS, "--zero-bubble-v-schedule")], ids=["zb-h1", "zbv"]
+)
+@pytest.mark.sampled(0.5)
+def test_the_log_of_clipped_steps(two_ranks: RankPool, chunks: str, zero_bubble: str) -> None:
+    """What else is logged of a step, too."""
+    flags = f"{TWO} {UNTIED} --clip-grad 0.5 --train-iters 4 --eval-interval 2"
+    for more in ("", "--log-params-norm"):
+        expected, actual = (
+            two_ranks.run(pretrain, f"{flags} {more} {chunks if given else ''}", given)[-1]
+            for given in ("", f"{zero_bubble} --enable-optimizer-post-validation --post-validation-patience 0")
+        )
+        norms = [[(float(norm), rest) for norm, rest in NORMS.findall(text)] for text in (expected, actual)]
+        assert len(norms[0]) == 4
+        assert [rest for _, rest in norms[1]] == [rest for _, rest in norms[0]], more
+        assert [norm for norm, _ in norms[1]] == pytest.approx([norm for norm, _ in norms[0]], abs=1.1e-3)
+        assert [float(loss) for loss, *_ in logged(actual).values()] == pytest.approx(
+            [float(loss) for loss, *_ in logged(expected).values()], rel=2e-6
+        )
 
 
 @pytest.mark.claims(

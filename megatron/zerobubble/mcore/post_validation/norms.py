@@ -1,4 +1,4 @@
-"""The sum of squares of a stage's gradients, left on the device.
+"""The sum of squares of a rank's gradients, left on the device.
 
 megatron-core's `get_grad_norm_fp32` reads its result on the host: one wait for each optimizer of a chain. Without Transformer
 Engine and apex it reads the norm of every gradient, too. Here the host reads nothing; `MegatronRollbackOptimizer.prepare` reads
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer import clip_grads
 from torch import Tensor
 from torch.nn.utils import get_total_norm
@@ -19,23 +18,19 @@ from torch.nn.utils import get_total_norm
 __all__ = ["sum_of_squares"]
 
 
-def sum_of_squares(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
-    """The sum of squares of all gradients of a group. Every rank of `group` must call it; the host does not wait.
+def sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:
+    """The sum of squares of gradients of this rank; the host does not wait.
 
     Args:
-        gradients: of this rank that count for the norm; none on a rank without parameters.
-        group: to sum over.
+        gradients: that count for the norm; none on a rank without parameters.
 
     Returns:
-        One number, shape [1], float32, on the current device.
+        One number, shape [1], float32, on the current device. The same bits each time.
     """
     device = torch.cuda.current_device()
     if gradients:
-        total = _norm(list(gradients), device).reshape(1).to(torch.float32) ** 2
-    else:
-        total = torch.zeros(1, dtype=torch.float32, device=device)
-    dist.all_reduce(total, group=group)
-    return total
+        return _norm(list(gradients), device).reshape(1).to(torch.float32) ** 2
+    return torch.zeros(1, dtype=torch.float32, device=device)
 
 
 def _norm(gradients: list[Tensor], device: Any) -> Tensor:

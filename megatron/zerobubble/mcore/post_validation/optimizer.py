@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, count_zeros_fp32
+from torch import Tensor
 
-from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.errors import ConfigError, ExecutionError
 from megatron.zerobubble.mcore.compat import gradients_for_norm
 from megatron.zerobubble.mcore.post_validation.norms import sum_of_squares
 from megatron.zerobubble.optimizer.parts import parts_of
@@ -91,6 +92,9 @@ class MegatronRollbackOptimizer:
             else ExactRollback(stepping, on_host=snapshot_on_host)
         )
         self._on_host = on_host
+        self._own_squares = torch.zeros(0)
+        """Per optimizer: this rank's share of its sum of squares, as the gradients are since they were prepared or clipped."""
+        self._noted: list[tuple[Tensor, tuple[int, ...]]] = []
 
     @torch.no_grad()
     def prepare(self) -> GradientStatistics:
@@ -101,10 +105,10 @@ class MegatronRollbackOptimizer:
         """
         with self._on_host():
             overflows = [self._prepare_part(part, group) for part, group in zip(self._parts, self._groups, strict=True)]
-            squares = [
-                sum_of_squares(gradients_for_norm(part) if part in self._active else [], group)
-                for part, group in zip(self._parts, self._groups, strict=True)
-            ]
+            self._own_squares = self._squares()
+            squares = list(self._own_squares.clone().split(1))
+            for each, group in zip(squares, self._groups, strict=True):
+                dist.all_reduce(each, group=group)
             numbers = torch.cat([*squares, *(each for each in overflows if each is not None)]).tolist()
             flags = iter(numbers[len(squares) :])
             return GradientStatistics(
@@ -123,10 +127,15 @@ class MegatronRollbackOptimizer:
         if statistics.overflowed:
             return
         with self._on_host():
-            for part in self._active:
-                if _clip_factor(part, statistics.norm) < 1.0:
+            for number, part in enumerate(self._parts):
+                factor = _clip_factor(part, statistics.norm)
+                if factor < 1.0 and part in self._active:
                     clip_grad_by_total_norm_fp32(part.get_parameters(), part.config.clip_grad, statistics.norm)
+                    self._own_squares[number] *= factor**2
             self._optimizer.step_with_ready_grads()
+
+    def _squares(self) -> Tensor:
+        return torch.cat([sum_of_squares(gradients_for_norm(part) if part in self._active else []) for part in self._parts])
 
     def snapshot(self) -> bool:
         """As `Rollback.snapshot`. The same answer on all ranks of the stage, because a step may all-gather weights from them."""
@@ -168,6 +177,32 @@ class MegatronRollbackOptimizer:
         """Free the snapshot."""
         self._rollback.drop_snapshot()
 
+    def note_tensors(self) -> None:
+        """As `RollbackOptimizer.note_tensors`: the place and version of gradients, the version of weights.
+
+        Weights and Adam's state may be moved away and back: a rollback writes them anew. Nothing is noted where no step is ever
+        redone.
+        """
+        self._noted = []
+        if any(part.config.clip_grad > 0.0 or getattr(part, "grad_scaler", None) for part in self._parts):
+            weights = [weight for part in self._active for weight in part.get_parameters()]
+            self._noted = [(weight, _state_of(weight)) for weight in weights]
+
+    @torch.no_grad()
+    def check_tensors(self, *, is_redone: bool) -> None:
+        """As `RollbackOptimizer.check_tensors`. Memory that was unmapped and came back has its address, and other content."""
+        noted, self._noted = self._noted, []
+        for weight, (version, *of_gradient) in noted:
+            now, *gradient_now = _state_of(weight)
+            if gradient_now != of_gradient:
+                raise _moved("gradients")
+            if now != version:
+                raise _moved("weights")
+        with self._on_host():
+            # 1e-3: squares of clipped gradients have their own rounding errors
+            if is_redone and not torch.allclose(self._squares(), self._own_squares, rtol=1e-3, atol=0.0, equal_nan=True):
+                raise _moved("gradients")
+
     def finalize(self, statistics: GradientStatistics) -> None:
         """Update the loss scale of every optimizer of the chain."""
         for part, overflow in zip(self._parts, statistics.overflows, strict=True):
@@ -180,7 +215,7 @@ class MegatronRollbackOptimizer:
         """What destroys the stage's process groups, without a reference to the optimizer."""
         return (self._stage_groups.close,)
 
-    def _prepare_part(self, part: Any, group: dist.ProcessGroup) -> torch.Tensor | None:
+    def _prepare_part(self, part: Any, group: dist.ProcessGroup) -> Tensor | None:
         """Returns the number, on the device, that is above 0 if a gradient overflowed; None without loss scaling."""
         scaler = getattr(part, "grad_scaler", None)
         if not scaler:
@@ -192,7 +227,7 @@ class MegatronRollbackOptimizer:
             grads = part._collect_main_grad_data_for_unscaling()
             torch._amp_foreach_non_finite_check_and_unscale_(grads, part.found_inf, scaler.inv_scale)
         dist.all_reduce(part.found_inf, op=dist.ReduceOp.MAX, group=group)
-        found: torch.Tensor = part.found_inf
+        found: Tensor = part.found_inf
         return found
 
     def _zeros(self) -> float:
@@ -243,7 +278,7 @@ class _StageGroups:
             self._groups[ranks] = group_of(ranks, timeout=self._timeout)
         return self._groups[ranks]
 
-    def are_safe(self, is_unsafe: torch.Tensor | None) -> bool:
+    def are_safe(self, is_unsafe: Tensor | None) -> bool:
         """Whether no rank of any subgroup made so far is unsafe. All of them must call it at the same point; the host waits once.
 
         Args:
@@ -261,6 +296,22 @@ class _StageGroups:
         for group in self._groups.values():
             dist.destroy_process_group(group)
         self._groups.clear()
+
+
+def _state_of(weight: Tensor) -> tuple[int, ...]:
+    """(version of the weight, and of its gradient: version, address, bytes of memory behind it)."""
+    gradient = weight.grad
+    if gradient is None:
+        return (weight._version,)
+    return weight._version, gradient._version, gradient.data_ptr(), gradient.untyped_storage().nbytes()
+
+
+def _moved(what: str) -> ExecutionError:
+    return ExecutionError(
+        f"between an optimizer step and its validation something moved or changed {what}, which post-validation needs to redo "
+        "the step: call megatron.zerobubble.settle() right after optimizer.step(), before anything does, or leave out "
+        "post-validation"
+    )
 
 
 def _overlaps(part: Any) -> bool:

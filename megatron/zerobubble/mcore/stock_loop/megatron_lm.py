@@ -11,9 +11,11 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.slices.batches import cut_batch
 from megatron.zerobubble.mcore.slices.current_slice import SlicePart
 
-__all__ = ["cut_megatron_lm_batch", "megatron_lm_args", "sliced_batches"]
+__all__ = ["cut_megatron_lm_batch", "megatron_lm_args", "reads_weights_after_step", "sliced_batches"]
 
 _MASK = "attention_mask"
+_READERS = ("log_params_norm", "qk_clip", "perform_rl_step")
+"""Flags with which the loop reads or changes weights behind every optimizer step."""
 
 
 def megatron_lm_args() -> Any | None:
@@ -23,6 +25,19 @@ def megatron_lm_args() -> Any | None:
         return None if loop is None else loop.get_args()
     except AssertionError:  # it was imported, and does not run
         return None
+
+
+def reads_weights_after_step() -> bool:
+    """Whether Megatron-LM's loop reads or changes weights behind the optimizer step that it is about to take.
+
+    An evaluation or a checkpoint does not count: both validate the step first.
+    """
+    args = megatron_lm_args()
+    if args is None:
+        return False
+    saves_every = getattr(args, "save_params_interval", None)
+    is_saved = saves_every is not None and (args.curr_iteration + 1) % saves_every == 0
+    return is_saved or any(getattr(args, name, False) for name in _READERS)
 
 
 class _WithoutMask(dict[str, Any]):

@@ -12,8 +12,11 @@ asks whether the step succeeded       the last pipeline rank knows; others answe
 asks for the gradient norm            the last pipeline rank has it and returns it; others return None, as ranks without
                                       parameters do, and a loop's own maximum over ranks is right
 asks for the loss scale               the last pipeline rank has updated it, others will before their first backward
-saves a checkpoint, evaluates         the step is validated first (the model's or the optimizer's state must be read before a
-                                      scheduler's, which does not validate)
+saves a checkpoint, evaluates,        the step is validated first (the model's or the optimizer's state must be read before a
+offloads as megatron-core does        scheduler's, which does not validate)
+reads weights by their names          gets them as they are; one warning asks for `megatron.zerobubble.settle`, which validates
+reads weights in Megatron-LM's loop   its flags say in which iterations (`megatron_lm`): their steps are synchronous
+moves or changes weights, gradients   an error asks for `settle`
 ====================================  =============================================================================
 
 With loss scaling a step is skipped if a gradient overflowed. Ranks that answered otherwise take back what their
@@ -28,10 +31,12 @@ its numbers are right, but nothing is saved.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
 from torch import nn
@@ -39,11 +44,14 @@ from torch import nn
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.mcore.post_validation.optimizer import post_validation
+from megatron.zerobubble.mcore.stock_loop.megatron_lm import reads_weights_after_step
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.optimizer.parts import parts_of
 from megatron.zerobubble.optimizer.post_validation import PostValidation, Verdict
 
 __all__ = ["OptimisticSteps", "StepOutcome"]
+
+_log = logging.getLogger(__name__)
 
 StepOutcome = tuple[bool, float | None, int | None]
 """What megatron-core's `step()` returns: whether it stepped, the gradient norm, the number of zeros; None: not known here, or not
@@ -53,6 +61,7 @@ _KINDS = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer
 _TOUCHES_WEIGHTS = (
     *("state_dict", "sharded_state_dict", "state_dict_for_save_checkpoint", "save_parameter_state"),
     *("load_state_dict", "load_parameter_state"),  # what is loaded must not be rolled back
+    *("offload_grad_buffers", "offload_to_cpu"),
 )
 
 
@@ -79,8 +88,12 @@ class OptimisticSteps:
         self._undo: list[Callable[[], None]] = []
         self._hooks = schedule.hooks
         schedule.hooks.before_gradients = self._before_gradients
+        self._is_loops_turn = False
+        """Whether the loop runs, not the schedule."""
+        self._has_warned = False
         for module in _nested(chunks):
             self._validate_before(module)
+            self._replace(module, "named_parameters", self._warning)
 
     @property
     def is_unvalidated(self) -> bool:
@@ -118,16 +131,26 @@ class OptimisticSteps:
         elif optimizer is not self._optimizer:
             raise ConfigError("post-validation steps one optimizer per model, and a second one was stepped; chain them")
         self.flush()
+        self._steps.optimistic = not reads_weights_after_step()
         self._steps.step()
+        self._is_loops_turn = True
         if not self._steps.is_unvalidated:
             verdict = self._steps.validate()
             assert verdict is not None
-            return (True, verdict.norm, int(verdict.zeros)) if verdict.is_stepped else (False, None, None)
+            return self._outcome(verdict.norm, verdict.zeros) if verdict.is_stepped else (False, None, None)
         self._used = [(group, _values(group)) for group in optimizer.param_groups]
         known = self._steps.known
         if known is None:
             return True, None, None
-        return (False, None, None) if known.overflowed else (True, known.norm, int(known.zeros))
+        return (False, None, None) if known.overflowed else self._outcome(known.norm, known.zeros)
+
+    def _outcome(self, norm: float, zeros: float) -> StepOutcome:
+        counts = any(part.config.log_num_zeros_in_grad for part in parts_of(self._optimizer))
+        return True, norm, int(zeros) if counts else None
+
+    def passes_begin(self) -> None:
+        """The schedule is called: what is read from here on is read again if the step is redone."""
+        self._is_loops_turn = False
 
     def flush(self) -> None:
         """Validate the last step, if it was not: afterwards the weights are final. All ranks of the pipeline must call it."""
@@ -165,6 +188,11 @@ class OptimisticSteps:
                     f"post-validation cannot split the step of a {type(part).__name__}; leave it out, or use megatron-core's "
                     "Adam or SGD, plain or distributed"
                 )
+        if reads_weights_after_step() and dist.get_rank() == 0:
+            _log.warning(
+                "Megatron-LM's loop reads weights behind its optimizer steps (--log-params-norm, --qk-clip, or others): these "
+                "steps wait for the global gradient norm, and post-validation saves nothing there"
+            )
         flags, watch = self._flags, self._hooks.watch
         steps = post_validation(
             optimizer,
@@ -210,12 +238,14 @@ class OptimisticSteps:
             zero()
 
     def _validate_before(self, owner: Any) -> None:
-        """Validate before a checkpoint reads or replaces the weights of `owner`, a module or an optimizer."""
+        """Validate before a checkpoint or megatron-core's offloading touches the weights of `owner`, a module or an optimizer."""
         for name in _TOUCHES_WEIGHTS:
-            function = getattr(owner, name, None)
-            if function is not None:
-                setattr(owner, name, self._flushing(function))
-                self._undo.append(functools.partial(delattr, owner, name))
+            if hasattr(owner, name):
+                self._replace(owner, name, self._flushing)
+
+    def _replace(self, owner: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        setattr(owner, name, around(getattr(owner, name)))
+        self._undo.append(functools.partial(delattr, owner, name))
 
     def _flushing(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -225,12 +255,29 @@ class OptimisticSteps:
 
         return validated
 
+    def _warning(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Validating here would make a rank that reads alone wait forever."""
+
+        @functools.wraps(function)
+        def warned(*args: Any, **kwargs: Any) -> Any:
+            if self._is_loops_turn and self.is_unvalidated and not self._has_warned:
+                self._has_warned = True
+                _log.warning(
+                    "parameters were asked for behind an optimizer step that is not validated yet, so their values may be "
+                    "those of a step that is redone: where they matter, call megatron.zerobubble.settle() before, on all ranks"
+                )
+            return function(*args, **kwargs)
+
+        return warned
+
 
 def trains(optimizer: Any, chunks: Sequence[nn.Module], *, without_any: bool = True) -> bool:
     """Whether the optimizer has parameters of the model of `chunks`; `without_any`: the answer for one without parameters."""
     if any(chunk is each for part in parts_of(optimizer) for chunk in getattr(part, "model_chunks", ()) for each in chunks):
         return True
-    weights = [weight for chunk in chunks for weight in chunk.parameters()]
+    # not by `parameters`, which warns
+    modules = (module for chunk in chunks for module in chunk.modules())
+    weights = [weight for module in modules for weight in module._parameters.values() if weight is not None]
     own = {id(each) for each in (*weights, *(getattr(weight, "main_param", None) for weight in weights)) if each is not None}
     given = [weight for group in optimizer.param_groups for weight in group["params"]]
     return any(id(weight) in own for weight in given) or (not given and without_any)

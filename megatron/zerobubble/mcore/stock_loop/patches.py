@@ -70,6 +70,7 @@ __all__ = [
     "expect_install",
     "finish",
     "install_options",
+    "settle",
     "status",
     "stop_expecting",
     "supervise_by",
@@ -196,6 +197,26 @@ def status() -> Status | None:
     """
     loop = _installed()
     return None if loop is None else loop.status
+
+
+def settle() -> None:
+    """Validate the last optimizer step of every model: afterwards weights and state are those of the synchronous optimizer.
+
+    With post-validation a step may still be rolled back and done again inside the next call of the schedule. Call this behind
+    `optimizer.step()`, before the loop reads weights other than by a state dict (`named_parameters`, for an inference engine, a
+    moving average, a norm), changes them, or moves weights or gradients away. As after any step, a distributed optimizer that
+    overlaps the gathering of its weights has not gathered them yet.
+
+    Every rank must call it: ranks wait here for those behind them in the pipeline, as the synchronous optimizer does in every
+    step. Does nothing where no step is unvalidated, without post-validation, and where nothing is installed.
+
+    Raises:
+        ExecutionError: gradients or weights were moved or changed before.
+    """
+    loop = _installed()
+    if loop is not None and loop.has_groups:
+        with loop.supervision.during("validates its last optimizer step"):
+            loop.settle()
 
 
 def supervise_by(guard: JobGuard) -> None:

@@ -206,8 +206,10 @@ class StockLoop:
         self._watch(engine)
         if not strangers:
             self._place_finalize(get_model_config(chunks[0]), engine.schedule.spec.placement)
-        if forward_only and running.steps is not None:
-            running.steps.flush()
+        if running.steps is not None:
+            running.steps.passes_begin()
+            if forward_only:
+                running.steps.flush()
         running.write_trace()
         if not forward_only:
             if running.has_new_plan or engine.iterations == 0:  # a recorded iteration has ended with its optimizer step
@@ -353,6 +355,12 @@ class StockLoop:
                 running.steps.defer(owner, zero)
                 return
         zero()
+
+    def settle(self) -> None:
+        """Validate the last steps of all models. All ranks must call it."""
+        for running in self._models:
+            if running.steps is not None:
+                running.steps.flush()
 
     # -- the end ----------------------------------------------------------------------------------------------------------
 
