@@ -34,8 +34,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    """Print the seed, and the megatron-core that is imported, in the header."""
-    return f"ZB_TEST_SEED={os.environ['ZB_TEST_SEED']}, megatron-core {imported_version()}"
+    """Print the seed, the instruction sets if some were chosen, and the megatron-core that is imported, in the header."""
+    chosen = ("ZB_TEST_SEED", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
+    variables = " ".join(f"{name}={os.environ[name]}" for name in chosen if name in os.environ)
+    return f"{variables}, megatron-core {imported_version()}"
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by mark

@@ -17,7 +17,8 @@ import pytest
 
 from megatron.zerobubble.bench.contenders import WARM_UP
 from tests.support.datasets import random_documents, write_documents
-from tests.support.megatron_lm import MISSING, SMALL, WITHOUT_KERNELS, logged
+from tests.support.megatron_lm import LR, MISSING, SMALL, WITHOUT_KERNELS, logged
+from tests.support.tolerances import after_steps
 from tests.training.launch import ROOT, environment, launch_warm
 
 pytestmark = pytest.mark.claims(
@@ -41,7 +42,7 @@ pretrain_script.main()
 """A script around Megatron-LM's own loop, with what its wheels need on Python 3.11."""
 
 MODEL = ["--pipeline-model-parallel-size", "2", "--num-layers", "8", "--hidden-size", "32", "--num-attention-heads", "4"]
-MODEL += ["--seq-length", "32", "--micro-batch-size", "1", "--global-batch-size", "4", "--lr", "1e-2", "--mock-data"]
+MODEL += ["--seq-length", "32", "--micro-batch-size", "1", "--global-batch-size", "4", "--lr", str(LR), "--mock-data"]
 MODEL += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "64", "--hidden-dropout", "0", "--attention-dropout", "0"]
 BENCH = Path(__file__).with_name("bench_rank.py")
 
@@ -76,10 +77,11 @@ def test_it_ends_with_a_table_and_files(done: tuple[subprocess.CompletedProcess[
 
 
 def test_all_contenders_train_the_same_model(done: tuple[subprocess.CompletedProcess[str], Path]) -> None:
-    """Drawn by name, on the same samples, without dropout: the first blocks end with the same loss."""
+    """Drawn by name, on the same samples, without dropout: the first blocks end with the same loss. Slices, and the gradient norm
+    by which is clipped, are sums in another order."""
     found = rows(done[1])
     losses = {found[name]["losses"]["0"] for name in ("stock-1f1b", "zbv+pv", "auto", "1f1b:slices=4")}
-    assert max(losses) == pytest.approx(min(losses), rel=1e-6)
+    assert max(losses) == pytest.approx(min(losses), rel=after_steps(WARM_UP + 2 - 1, LR))
     for name in ("stock-1f1b", "zbv+pv", "auto"):
         assert set(found[name]["seconds"]) == {"0", "1"}
         assert set(found[name]["overhead"]) == {"0", "1"}
@@ -118,9 +120,11 @@ def test_of_documents_nothing_is_claimed_that_differs_by_iteration(tmp_path: Pat
     model = [each for each in MODEL if each not in ("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "64")]
     done = launch_warm([*model, *flags, *options], num_ranks=2, script=BENCH)
     assert done.returncode == 0, done.stdout + done.stderr
-    for row in rows(tmp_path / "bench").values():
+    found = rows(tmp_path / "bench")
+    expected = pytest.approx(found["stock-1f1b"]["losses"]["0"], rel=after_steps(WARM_UP, LR))  # another order of microbatches
+    for row in found.values():
         assert row["bubble"] is not None
-        assert row["losses"]["0"] == pytest.approx(rows(tmp_path / "bench")["stock-1f1b"]["losses"]["0"], rel=1e-6)
+        assert row["losses"]["0"] == expected
         for name in ("tokens_per_s", "tokens_per_s_per_rank", "predicted_ms", "predicted_bubble"):
             assert row[name] is None, name
 
@@ -211,8 +215,9 @@ def test_megatron_lms_own_loop_with_an_evaluation_between(tmp_path: Path, monkey
     assert done.returncode == 0, done.stdout + done.stderr
     log = logged((tmp_path / "logs" / "block-0-rank-1.log").read_text())
     assert log.keys() >= {"8", "iteration 7"}
+    last = pytest.approx(float(log[str(WARM_UP + 3)][0]), rel=after_steps(WARM_UP + 2, LR))
     for name in names:
-        assert rows(tmp_path)[name]["losses"]["0"] == pytest.approx(float(log[str(WARM_UP + 3)][0]), rel=2e-6), name
+        assert rows(tmp_path)[name]["losses"]["0"] == last, name
 
 
 @pytest.mark.slow

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.megatron_lm import SMALL, WITHOUT_KERNELS, logged
+from tests.support.megatron_lm import LR, SMALL, WITHOUT_KERNELS, logged
+from tests.support.tolerances import after_steps
 from tests.training.launch import environment, launch
 
 pytestmark = [
@@ -85,8 +86,8 @@ def test_pretrain_gpt(tmp_path: Path, num_ranks: int, parallel: str, model: str)
     assert _run("pretrain_gpt.py", "--enable-zero-bubble", flags, num_ranks=num_ranks) == expected
     actual = _run("pretrain_gpt.py", "--zero-bubble-v-schedule", f"{flags} {_CHUNKS}", num_ranks=num_ranks)
     assert actual.keys() == expected.keys()
-    for name, values in expected.items():  # seven digits
-        assert float(actual[name][0]) == pytest.approx(float(values[0]), rel=2e-6), name
+    for name, values in expected.items():  # gradients of tied embeddings are sums in another order
+        assert float(actual[name][0]) == pytest.approx(float(values[0]), rel=after_steps(len(expected), LR)), name
 
 
 _TESTS = Path("tests/unit_tests/pipeline_parallel/test_schedules.py")

@@ -17,6 +17,7 @@ import megatron.zerobubble
 from megatron.zerobubble.mcore.cpu.device import HostDevice
 from tests.support.gpt import _destroy_groups
 from tests.support.ranks import RankPool
+from tests.support.tolerances import OTHER_ORDER, after_steps
 from tests.training.launch import launch
 
 pytestmark = pytest.mark.claims(
@@ -58,12 +59,12 @@ def _train(rank: int, flags: str) -> list[dict[str, Any]]:
 
 
 def _assert_same(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    """1e-5: microbatches run in the order that suits their lengths, so gradients are sums in another order."""
+    """Microbatches run in the order that suits their lengths, so gradients are sums in another order."""
     assert [line["step"] for line in expected] == [1, 2, 3, 4]
     assert len({line["microbatches"] for line in expected}) > 1, "each step has its own number"
     first, other = ({name: value for name, value in lines[0].items() if name != "weights"} for lines in (actual, expected))
     assert first == other, "before the first step it makes no difference"
-    assert actual == [pytest.approx(line, rel=1e-5) for line in expected]
+    assert actual == [pytest.approx(line, rel=after_steps(3, lr=1e-3), abs=OTHER_ORDER) for line in expected]
     assert expected[-1]["kl"] > expected[0]["kl"] == 0.0, "the actor moves, the reference does not"
 
 

@@ -1,7 +1,7 @@
 """Every schedule against the unpipelined model: same loss, same gradients, same weights after two optimizer steps.
 
 fp32, and bit for bit (`torch.equal`): each weight's gradient is accumulated over the microbatches in the same ascending order on
-both sides, by the same operations. Where a sum is taken in another order the tolerance is 1e-6 and the test states which sum.
+both sides, by the same operations. Where a sum is taken in another order the tolerance is 4e-6 and the test states which sum.
 Weights are compared without clipping, because the gradient norm is a sum over all parameters and its order depends on where they
 are; clipping has its own test.
 """
@@ -20,6 +20,7 @@ from megatron.zerobubble.training.models import mcore_config
 from megatron.zerobubble.wgrad import sharing
 from tests.support.gpt import Case, Tensors, Trainer, assert_near, assert_same_bits, compare
 from tests.support.ranks import RankPool
+from tests.support.tolerances import OTHER_ORDER
 from tests.training.test_arguments import settings
 
 pytestmark = pytest.mark.claims(
@@ -101,16 +102,16 @@ ZBV = Case("zbv", 2, 4, num_chunks=2)
 ZB_H2 = Case("zb-h2", 2, 4)
 
 
-@pytest.mark.claims("Precision and the optimizer", "gradient clipping", "works, 1e-6")
+@pytest.mark.claims("Precision and the optimizer", "gradient clipping", "works, 4e-6")
 @pytest.mark.parametrize("base", [ZBV, ZB_H2, pytest.param(Case("zbv", 4, 8, num_chunks=2), marks=pytest.mark.smoke)], ids=str)
 @pytest.mark.sampled(0.34)
 def test_clipping(four_ranks: RankPool, base: Case) -> None:
-    """The norm is summed over the ranks' parameters in another order than over the whole model's: 1e-6."""
+    """The norm is summed over the ranks' parameters in another order than over the whole model's: 4e-6."""
     case = replace(base, clip_grad=0.1, optimizer="sgd")
     for rank, difference in enumerate(four_ranks.run(compare, case)):
         assert difference.gradients == 0.0, (rank, difference)
-        assert difference.grad_norms < 1e-6, (rank, difference)
-        assert difference.weights < 1e-6, (rank, difference)
+        assert difference.grad_norms < OTHER_ORDER, (rank, difference)
+        assert difference.weights < OTHER_ORDER, (rank, difference)
 
 
 FIRST_SCALE = 2.0**30

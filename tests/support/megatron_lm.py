@@ -19,10 +19,12 @@ from megatron.zerobubble.mcore.cpu.device import HostDevice, quiet_third_parties
 from megatron.zerobubble.mcore.cpu.scripts import without_gpus
 from tests.support.gpt import _destroy_groups
 
+LR = 1e-2
 SMALL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --vocab-size 90 "
-    "--make-vocab-size-divisible-by 4 --micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --lr-decay-iters 100 --log-interval 1 "
-    "--hidden-dropout 0 --attention-dropout 0 --mock-data --num-workers 0 --eval-iters 1 --tokenizer-type NullTokenizer"
+    f"--make-vocab-size-divisible-by 4 --micro-batch-size 2 --global-batch-size 8 --lr {LR} --lr-decay-iters 100 "
+    "--log-interval 1 --hidden-dropout 0 --attention-dropout 0 --mock-data --num-workers 0 --eval-iters 1 "
+    "--tokenizer-type NullTokenizer"
 )
 """A model and batches, for any script of Megatron-LM."""
 WITHOUT_KERNELS = (

@@ -20,11 +20,12 @@ from megatron.zerobubble.training.initialize import Job
 from megatron.zerobubble.training.setup import build_training_state
 from megatron.zerobubble.training.step import Trainer, TrainingState
 from tests.support.gpt import _destroy_groups
+from tests.training.launch import LR
 
 VOCABULARY = 64
 SEQUENCE = 16
 MODEL = f"--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length {SEQUENCE} --no-bias-gelu-fusion"
-RUN = "--mock-data --micro-batch-size 1 --global-batch-size 8 --lr 1e-2 --train-iters 10 --eval-iters 0 --attention-dropout 0"
+RUN = f"--mock-data --micro-batch-size 1 --global-batch-size 8 --lr {LR} --train-iters 10 --eval-iters 0 --attention-dropout 0"
 RUN += " --hidden-dropout 0 --use-cpu-initialization"
 
 

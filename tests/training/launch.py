@@ -24,7 +24,8 @@ TIMEOUT_S = 240
 """Seconds; a job needs a few, and this many only on a busy machine."""
 
 TINY_MODEL = ["--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32"]
-TINY_BATCH = ["--micro-batch-size", "2", "--global-batch-size", "8", "--lr", "1e-2", "--log-interval", "1"]
+LR = 1e-2
+TINY_BATCH = ["--micro-batch-size", "2", "--global-batch-size", "8", "--lr", str(LR), "--log-interval", "1"]
 
 
 def command(

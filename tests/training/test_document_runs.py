@@ -11,6 +11,7 @@ import pytest
 from megatron.zerobubble.cli.main import main as cli
 from megatron.zerobubble.plan.costs.length_model import LengthModel
 from tests.support.datasets import random_documents, write_documents
+from tests.support.tolerances import OTHER_ORDER
 from tests.training.launch import TINY_MODEL, metrics, train
 
 LENGTHS = [2, 5, 9, 17, 32, 33, 34, 65, 100, 3, 8, 20, 30, 12, 7, 7, 4]
@@ -53,7 +54,7 @@ def numbers(documents: str, folder: Path, flags: list[str]) -> list[float]:
     "Long runs",
     "documents one by one, padded, packed, packed under ZB-H1; learned and rotary positions; stock 1F1B with unequal shapes: "
     "loss, gradient norm and validation loss of two epochs",
-    "works, 1e-6",
+    "works, 4e-6",
 )
 @pytest.mark.parametrize(
     ("first", "second"),
@@ -68,7 +69,7 @@ def test_documents_apart_and_packed_are_the_same_training(
     documents: str, tmp_path: Path, first: list[str], second: list[str]
 ) -> None:
     """Only the order of the sums differs. Were a document to attend to another one, the loss would differ by nearly 1 %."""
-    assert numbers(documents, tmp_path, second) == pytest.approx(numbers(documents, tmp_path, first), rel=1e-6)
+    assert numbers(documents, tmp_path, second) == pytest.approx(numbers(documents, tmp_path, first), rel=OTHER_ORDER)
 
 
 PROFILED = ["--zero-bubble-pipeline-timers-start-iter", "1", "--zero-bubble-pipeline-timers-end-iter", "1"]
@@ -79,7 +80,7 @@ PROFILED = ["--zero-bubble-pipeline-timers-start-iter", "1", "--zero-bubble-pipe
     "documents at their own lengths, padded and packed, in whole jobs under ZB-H1 with re-planning, ZBV, ZBV with "
     "post-validation, and ZB-H1 over slices, against megatron-core's own 1F1B; runs under 1F1B and ZBV continued from a "
     "checkpoint",
-    "works, 1e-6; continued bit for bit",
+    "works, 4e-6; continued bit for bit",
 )
 @pytest.mark.parametrize(
     ("first", "second"),
@@ -100,7 +101,7 @@ def test_unequal_microbatches_are_the_same_training(
     Costs that were fitted to the lengths are in the report, and plan other lengths.
     """
     trace = ["--zero-bubble-trace", str(tmp_path / "trace")]
-    assert numbers(documents, tmp_path, [*second, *trace]) == pytest.approx(numbers(documents, tmp_path, first), rel=1e-6)
+    assert numbers(documents, tmp_path, [*second, *trace]) == pytest.approx(numbers(documents, tmp_path, first), rel=OTHER_ORDER)
     report = json.loads((tmp_path / "trace" / "report.json").read_text())
     if "--zero-bubble-pipeline-timers-start-iter" not in second:
         assert "costs_by_length" not in report, "nothing was fitted"

@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 
-from tests.training.launch import TINY_BATCH, TINY_MODEL, metrics, train
+from tests.support.tolerances import after_steps
+from tests.training.launch import LR, TINY_BATCH, TINY_MODEL, metrics, train
 
 pytestmark = pytest.mark.claims(
     "Layers",
     "a small model like DeepSeek-V3 in whole jobs (MLA, a dense layer, experts in groups with a shared one, sigmoid scores, "
     "expert bias, two router losses, an MTP layer): ZB-H1 with optimistic steps against stock 1F1B; its checkpoint continued "
     "by ZBV; on 4 ranks with tensor and expert parallelism 2, saved, continued, and on 2 ranks under ZB-H2 (`make test-slow`)",
-    "works: every printed digit (unprinted 1e-5); 1e-4; bit for bit, other layout 1e-3",
+    "works: 4e-6, after steps of Adam in proportion to them; bit for bit, other layout 1e-3",
 )
 
 
@@ -67,17 +68,17 @@ def stock(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 @pytest.mark.sampled(0.15, group="whole jobs")
 def test_zero_bubble_prints_the_losses_of_stock_1f1b(stock: tuple[Path, str], corpus: str, tmp_path: Path) -> None:
     """From the first iteration on, with optimistic steps. The MTP layer uses the head a second time, and W adds the two
-    gradients one after the other: the unprinted digits agree to 1e-5."""
+    gradients one after the other."""
     folder, expected = stock
     said = train([*JOB, *POST_VALIDATED, "--data-path", corpus, "--metrics-jsonl", tmp_path / "metrics.jsonl"])
     assert len(_printed(expected)) == 6, expected
-    for mine, yours in zip(_printed(said), _printed(expected), strict=True):
-        assert mine[:-1] == pytest.approx(yours[:-1], rel=1e-5)
+    for done, (mine, yours) in enumerate(zip(_printed(said), _printed(expected), strict=True)):
+        assert mine[:-1] == pytest.approx(yours[:-1], rel=after_steps(done, LR))
         assert mine[-1] == pytest.approx(yours[-1], abs=0.0011), "the norm has three digits"
     ours, theirs = _losses(tmp_path / "metrics.jsonl"), _losses(folder / "metrics.jsonl")
     assert ours[-1]["loss"] < ours[0]["loss"] - 0.3, "it learns"
-    for mine, yours in zip(ours, theirs, strict=True):
-        assert mine == pytest.approx(yours, rel=1e-5)
+    for done, (mine, yours) in enumerate(zip(ours, theirs, strict=True)):
+        assert mine == pytest.approx(yours, rel=after_steps(done, LR))
 
 
 @pytest.mark.sampled(0.15, group="whole jobs")
@@ -86,8 +87,9 @@ def test_a_checkpoint_continues_under_v(stock: tuple[Path, str], corpus: str, tm
     folder, _ = stock
     load = ["--load", folder, "--ckpt-step", 3, "--data-path", corpus, "--metrics-jsonl", tmp_path / "metrics.jsonl"]
     train([*JOB, "--zero-bubble-v-schedule", *load])
-    for mine, yours in zip(_losses(tmp_path / "metrics.jsonl"), _losses(folder / "metrics.jsonl")[3:], strict=True):
-        assert mine == pytest.approx(yours, rel=1e-4)
+    both = zip(_losses(tmp_path / "metrics.jsonl"), _losses(folder / "metrics.jsonl")[3:], strict=True)
+    for done, (mine, yours) in enumerate(both):
+        assert mine == pytest.approx(yours, rel=after_steps(done, LR))
 
 
 @pytest.mark.slow

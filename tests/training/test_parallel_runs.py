@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -14,14 +13,14 @@ from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
 from megatron.zerobubble.training.models.layer_specs import local_layer
 from megatron.zerobubble.training.models.mcore_config import transformer_config
 from tests.training.test_arguments import settings
-from tests.training.test_runs import LAYER, NO_DROPOUT, Job
+from tests.training.test_runs import LAYER, NO_DROPOUT, Job, close
 
 pytestmark = [
     pytest.mark.claims(
         "Parallelism",
         "whole jobs with context parallelism: stock 1F1B and a searched schedule with a new plan and optimistic steps on shared "
         "sequences, a checkpoint that whole ones continue, loss masks of unequal numbers of tokens",
-        "works, losses and norms within 1e-6",
+        "works, losses and norms within 4e-6, after steps of Adam in proportion to them",
     ),
     pytest.mark.claims(
         "Layers",
@@ -55,21 +54,12 @@ def test_shared_sequences_train_as_whole_ones(corpus: str, tmp_path: Path) -> No
     shared = Job(tmp_path / "shared", [*flags, *SHARED, *OPTIMISTIC, *MEASURING, *saves], num_ranks=4)
     assert shared.said.count("re-planned with profiled timings") == 1
     assert shared.said.count("clipped by post-validation") > 0
-    assert _curves(shared) == _close(_curves(whole))
-    assert _curves(stock) == _close(_curves(whole))
+    assert _curves(shared) == close(_curves(whole))
+    assert _curves(stock) == close(_curves(whole))
     loads = ["--load", str(tmp_path / "checkpoints"), "--ckpt-step", "3", "--enable-zero-bubble"]
     continued = Job(tmp_path / "continued", [*flags, *loads])
     assert sorted(continued.metrics) == [4, 5, 6]
-    assert _curves(continued) == _close({name: value for name, value in _curves(whole).items() if int(name[-1]) > 3})
-
-
-def _close(curves: dict[str, float]) -> dict[str, Any]:
-    """Losses and the first gradient norm within 1e-6. Later norms are of weights that Adam has stepped: where a moment is near
-    zero it turns the rounding of a gradient into a step of its own size."""
-    return {
-        name: pytest.approx(value, rel=1e-5 if name.startswith("grad_norm") and name != "grad_norm 1" else 1e-6)
-        for name, value in curves.items()
-    }
+    assert _curves(continued) == close({name: value for name, value in _curves(whole).items() if int(name[-1]) > 3})
 
 
 def _curves(job: Job) -> dict[str, float]:

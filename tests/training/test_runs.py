@@ -24,8 +24,10 @@ from megatron.zerobubble.plan.partition.layer_costs import Model
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
+from tests.support.tolerances import after_steps, curve
 from tests.support.traces import check_trace_files
 from tests.training.launch import (
+    LR,
     PRETRAIN,
     ROOT,
     TINY_BATCH,
@@ -82,6 +84,12 @@ ZB_H1 += ["--num-layers", "6"]
 
 
 BALANCE = r"stages: F, B and W of a microbatch take \d+\.\d\d ms in a layer, .* in the head; the bottleneck rank computes"
+
+
+def close(curves: dict[str, float]) -> dict[str, Any]:
+    """What losses and norms by name and iteration, "loss 3", are compared with, where sums have another order."""
+    steps = {name: int(name.split()[1]) - (not name.startswith("validation")) for name in curves}
+    return {name: pytest.approx(value, rel=after_steps(steps[name], LR)) for name, value in curves.items()}
 
 
 def losses(job: Job, first: int = 1) -> list[float]:
@@ -166,8 +174,8 @@ def test_a_checkpoint_continues_with_another_schedule_and_optimizer_sharding(zb_
     measured = seen["measured"]
     assert f"bubble: {measured['bubble_rate']:.1%} of iteration 5 ({measured['work_ms']:.0f} of " in continued.said
     assert f"  span {measured['span_ms']:.1f} ms, predicted {seen['predicted']['span_ms']:.1f}; " in continued.said
-    assert losses(continued) == pytest.approx(losses(zb_h1, first=4), rel=1e-6)
-    assert continued.metrics[6]["validation_loss"] == pytest.approx(zb_h1.metrics[6]["validation_loss"], rel=1e-6)
+    assert losses(continued) == curve(losses(zb_h1, first=4), LR)
+    assert continued.metrics[6]["validation_loss"] == pytest.approx(zb_h1.metrics[6]["validation_loss"], rel=after_steps(3, LR))
 
 
 def _check_trace(folder: Path, *, iterations: list[int], is_profiled: bool = False) -> list[dict[str, Any]]:

@@ -11,10 +11,11 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.support.tolerances import curve
 from tests.training.launch import TINY_BATCH, TINY_MODEL, metrics, train
 
-ITERATIONS = 25
-RUN = [*TINY_MODEL, "--num-layers", "8", *TINY_BATCH, "--lr", "1e-3", "--train-iters", ITERATIONS, "--eval-iters", "0"]
+ITERATIONS, LR = 25, 1e-3
+RUN = [*TINY_MODEL, "--num-layers", "8", *TINY_BATCH, "--lr", LR, "--train-iters", ITERATIONS, "--eval-iters", "0"]
 RUN += ["--split", "100,0,0", "--clip-grad", "0"]
 NO_DROPOUT = ["--hidden-dropout", "0", "--attention-dropout", "0"]
 
@@ -67,14 +68,14 @@ def test_a_pipeline_has_the_losses_of_the_model_without_one(losses: Losses) -> N
     alone = losses(1, (*NO_DROPOUT,))
     assert len(alone) == ITERATIONS
     assert alone[-1] < alone[0] - 0.2, "it learns, so that the weights matter"
-    assert losses(STOCK[0], (*STOCK[1], *NO_DROPOUT)) == pytest.approx(alone, rel=1e-6)
+    assert losses(STOCK[0], (*STOCK[1], *NO_DROPOUT)) == curve(alone, LR)
 
 
 @pytest.mark.claims(
     "Planning and measuring",
     "the same `--seed` under stock 1F1B, interleaved, ZB-H1, ZB-H2, ZBV, V-Half, p 2 and 4: 25 iterations, the same losses "
-    "bit for bit; p 1, TP 2, DP 2, clipped: 1e-6; with `--sequence-parallel` and ZB-H2, ZBV, V-Half "
-    "with full recomputation: 2e-5",
+    "bit for bit; p 1, TP 2, DP 2, clipped, `--sequence-parallel` and ZB-H2, ZBV, V-Half with full "
+    "recomputation: 4e-6, and 4e-5 after 25 steps",
     "works",
 )
 @pytest.mark.parametrize("name", SAME_BITS)
@@ -88,14 +89,13 @@ def test_every_schedule_and_pipeline_size_has_the_bits_of_stock_1f1b(name: str, 
 @pytest.mark.sampled(0.15, group="layouts with the same seed")
 def test_other_layouts_have_the_same_losses(name: str, losses: Losses) -> None:
     num_ranks, flags = OTHER_SUMS[name]
-    tolerance = 2e-5 if SP in flags else 1e-6
-    assert losses(num_ranks, (*flags, *NO_DROPOUT)) == pytest.approx(losses(1, (*NO_DROPOUT,)), rel=tolerance)
+    assert losses(num_ranks, (*flags, *NO_DROPOUT)) == curve(losses(1, (*NO_DROPOUT,)), LR)
 
 
 @pytest.mark.slow
 def test_so_has_a_clipped_run(losses: Losses) -> None:
     clipped = (*NO_DROPOUT, "--clip-grad", "1")
-    assert losses(2, (*P2, V, *clipped)) == pytest.approx(losses(1, clipped), rel=1e-6)
+    assert losses(2, (*P2, V, *clipped)) == curve(losses(1, clipped), LR)
 
 
 WITH_DROPOUT: dict[str, tuple[int, Flags]] = {
@@ -111,7 +111,7 @@ WITH_DROPOUT: dict[str, tuple[int, Flags]] = {
 @pytest.mark.claims(
     "Planning and measuring",
     "`--layout-independent-dropout`: the losses of one rank under all of these schedules, with recomputation and optimistic "
-    "steps, 1e-6",
+    "steps, 4e-6, and 4e-5 after 25 steps",
     "works",
 )
 @pytest.mark.parametrize("name", WITH_DROPOUT)
@@ -121,7 +121,7 @@ def test_dropout_by_layer_and_sample_is_that_of_the_model_without_a_pipeline(nam
     same: Flags = ("--layout-independent-dropout",)
     same += ("--attention-dropout", "0") if "tp2" in name else ()
     same += ("--clip-grad", "1") if "optimistic" in name else ()
-    assert losses(num_ranks, (*flags, *same)) == pytest.approx(losses(1, same), rel=1e-6)
+    assert losses(num_ranks, (*flags, *same)) == curve(losses(1, same), LR)
 
 
 @pytest.mark.slow

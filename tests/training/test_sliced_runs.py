@@ -15,13 +15,13 @@ from megatron.zerobubble.training.check import check_settings
 from tests.support.datasets import random_documents, write_documents
 from tests.support.traces import check_trace_files
 from tests.training.test_arguments import BASE, settings
-from tests.training.test_runs import LAYER, NO_DROPOUT, Job
+from tests.training.test_runs import LAYER, NO_DROPOUT, Job, close
 
 pytestmark = pytest.mark.claims(
     "Parallelism",
     "whole jobs with slices of microbatches: one loss curve for 1, 2, 4 and 8 slices, a checkpoint that resumes bit for bit with "
     "dropout, re-planning, trace and report, evaluation",
-    "works, losses within 1e-6 of whole microbatches",
+    "works, losses as of whole microbatches within 4e-6, after steps of Adam in proportion to them",
 )
 
 OPTIMISTIC = ["--enable-optimizer-post-validation", "--post-validation-patience", "0", "--clip-grad", "0.5"]
@@ -49,14 +49,13 @@ def test_one_curve_for_all_numbers_of_slices_over_50_iterations(corpus: str, tmp
 
 
 def _check_curves(corpus: str, folder: Path, flags: list[str], *, numbers: tuple[int, ...]) -> None:
-    """Measured: within 1.1e-7, relative, after 50 iterations."""
     flags = [*NO_DROPOUT, *LAYER, "--disable-bias-linear", "--data-path", corpus, *flags]
     whole = _losses(Job(folder / "whole", [*flags, "--enable-zero-bubble"]))
     for number in numbers:
         schedule = ["--zero-bubble-v-schedule", *OPTIMISTIC[:1]] if number == 4 else ["--enable-zero-bubble"]
         job = Job(folder / str(number), [*flags, *schedule, "--zero-bubble-slices", str(number)])
         assert f"tokens in {number} slices" in job.said
-        assert _losses(job) == {name: pytest.approx(value, rel=1e-6) for name, value in whole.items()}
+        assert _losses(job) == close(whole)
 
 
 @pytest.mark.sampled(0.15, group="whole jobs")
@@ -79,7 +78,7 @@ def test_the_number_of_slices_follows_from_what_is_measured(corpus: str, tmp_pat
     auto = ["--zero-bubble-slices", "auto", "--zero-bubble-planning-seconds", "0.1"]
     whole = Job(tmp_path / "whole", flags)
     chosen = Job(tmp_path / "chosen", [*flags, *auto, "--zero-bubble-save-plan", str(tmp_path / "plan.json")])
-    assert _losses(chosen) == {name: pytest.approx(value, rel=1e-6) for name, value in _losses(whole).items()}
+    assert _losses(chosen) == close(_losses(whole))
     assert "tokens in slices" in chosen.said
     found = re.search(
         r"microbatches are cut into slices of ([\d, ]+) tokens; chosen in .* 1: [\d.]+, 2: [\d.]+, 4: ", chosen.said

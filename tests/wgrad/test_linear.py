@@ -16,6 +16,7 @@ from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumu
 from megatron.zerobubble.wgrad.linear import LinearSplit, split_linear
 from megatron.zerobubble.wgrad.split_weight import SplitWeight
 from megatron.zerobubble.wgrad.store import WeightGradStore
+from tests.support.tolerances import OTHER_ORDER
 
 SEQUENCE, BATCH, IN, OUT = 5, 2, 12, 8
 GEMMS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "mv", "addmv", "addmv_", "matmul", "linear", "dot"}
@@ -136,7 +137,7 @@ def test_an_output_of_another_dtype_is_not_rounded_to_that_of_the_input(
     expected = _InAnotherDtype.apply(own_x, weight, rest[0] if rest else None, output_dtype)
     assert output.dtype is output_dtype
     if output_dtype is torch.float32:
-        assert torch.allclose(output, expected, rtol=1e-6, atol=1e-6), "only the order of a float32 sum"
+        assert torch.allclose(output, expected, rtol=OTHER_ORDER, atol=OTHER_ORDER), "only the order of a float32 sum"
         assert not torch.equal(output, output.to(dtype).to(output_dtype)), "not rounded on the way"
     else:
         assert torch.allclose(output, expected, rtol=2**-7, atol=2**-7), "rounded to bf16 once"
@@ -179,7 +180,7 @@ def test_any_leading_dimensions(shape: tuple[int, ...]) -> None:
     run_b(store, 0, output, torch.ones_like(output))
     own.sum().backward()
     store.run(0, 0)
-    assert torch.allclose(layer.weight.grad, weight.grad, rtol=1e-5, atol=1e-6)
+    assert torch.allclose(layer.weight.grad, weight.grad, rtol=1e-5, atol=OTHER_ORDER)
     assert layer.bias.grad.shape == layer.bias.shape
 
 

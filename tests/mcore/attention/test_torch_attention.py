@@ -19,6 +19,7 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.attention import attention_kernels
 from megatron.zerobubble.mcore.attention.torch_attention import TorchDotProductAttention, use_torch_attention
 from megatron.zerobubble.profiling.activation_memory import MemoryMeter
+from tests.support.tolerances import OTHER_ORDER
 from tools.benchmarks.wgrad.stack import world_of_one
 
 CAUSAL, ARBITRARY = AttnMaskType.causal, AttnMaskType.arbitrary
@@ -58,7 +59,7 @@ def _results(module: Any, inputs: list[Tensor], *args: Any, **kwargs: Any) -> li
     return [output.detach(), *torch.autograd.grad(output, inputs, gradient)]
 
 
-def _assert_equal(found: list[Tensor], expected: list[Tensor], tolerance: float = 1e-6) -> None:
+def _assert_equal(found: list[Tensor], expected: list[Tensor], tolerance: float = OTHER_ORDER) -> None:
     """The largest difference, relative to the largest value, of the output and of every gradient."""
     for name, each, other in zip(("output", "query", "key", "value"), found, expected, strict=True):
         assert each.shape == other.shape, name
@@ -72,7 +73,7 @@ def _assert_equal(found: list[Tensor], expected: list[Tensor], tolerance: float 
     "Layers",
     "torch's attention in place of megatron-core's own: causal, GQA, any boolean mask, padding, windows, packed sequences "
     "(`cu_seqlens`, with padding between), dropout, scales, bf16, values of another head size than keys; output and gradients",
-    "works, 1e-6 (fp32) of megatron-core's own; dropout draws the same mask",
+    "works, 4e-6 (fp32) of megatron-core's own; dropout draws the same mask",
 )
 @pytest.mark.parametrize("groups", [4, 2, 1])
 @pytest.mark.parametrize(("length", "batch"), [(1, 1), (7, 3), (130, 2)])

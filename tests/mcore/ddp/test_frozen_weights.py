@@ -18,6 +18,7 @@ from tests.support.gpt import Case, Tensors, Trainer
 from tests.support.moe import MoeCase
 from tests.support.ranks import RankPool
 from tests.support.stock import example, train
+from tests.support.tolerances import OTHER_ORDER
 
 STEPS = 5
 
@@ -154,9 +155,9 @@ def _freeze_copies(trainer: Trainer, frozen: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("case", [replace(ZBV, tied=True), replace(ZB_H1, tied=True)], ids=str)
 @pytest.mark.sampled(0.33)
 def test_both_copies_of_a_tied_embedding_get_one_gradient(four_ranks: RankPool, case: Case, frozen: tuple[str, ...]) -> None:
-    """1e-6: the unpipelined model adds the two shares in another order."""
+    """4e-6: the unpipelined model adds the two shares in another order."""
     for differences in four_ranks.run(_tied, case, frozen):
-        assert all(difference < 1e-6 for difference in differences.values())
+        assert all(difference < OTHER_ORDER for difference in differences.values())
 
 
 # -- a loop written for megatron-core -----------------------------------------------------------------------------------
@@ -192,7 +193,7 @@ def _named(chunk: Any) -> Iterator[tuple[str, nn.Parameter]]:
     "Layers",
     "weights frozen and trained again between iterations (a head alone, layer by layer), adapters on a frozen base: ZB-H1, "
     "ZBV, 1F1B, tensor parallel, experts, tied embeddings, Transformer Engine's Python, a loop of your own",
-    "works, bit for bit (tied: 1e-6)",
+    "works, bit for bit (tied: 4e-6)",
 )
 @pytest.mark.parametrize(
     ("flags", "schedule"), [("", "zb-h1"), ("--virtual-pipeline-model-parallel-size 2", "zbv")], ids=["zb-h1", "zbv"]

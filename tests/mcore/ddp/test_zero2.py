@@ -2,7 +2,7 @@
 
 The reference is the same schedule with the same buckets and ZeRO-1. With one group of all microbatches the sums are taken in the
 same order, and every bit is the same. With smaller groups a group is summed over the data-parallel ranks before the next one is
-added to it, where ZeRO-1 adds all microbatches first: the sums differ by rounding, and so do the weights, by 1e-6 in fp32.
+added to it, where ZeRO-1 adds all microbatches first: the sums differ by rounding, and so do the weights, by 4e-6 in fp32.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from tests.support.fake_nccl.megatron import run_megatron
 from tests.support.fake_nccl.tracing import TracedOps
 from tests.support.gpt import Case, Outcome, Trainer, record, refusal
 from tests.support.ranks import RankPool
+from tests.support.tolerances import OTHER_ORDER
 
 pytestmark = pytest.mark.claims(
     "Parallelism",
     "`--zero-bubble-shard-gradients K`: ZeRO-2 in the pipeline",
-    "works: one group bit for bit ZeRO-1, smaller ones 1e-6",
+    "works: one group bit for bit ZeRO-1, smaller ones 4e-6",
 )
 
 
@@ -45,10 +46,10 @@ ZERO1_V = replace(ZERO1, schedule="zbv", num_chunks=2, overlap_param_gather=True
 CASES = (
     # ZeRO-1, group size, tolerance relative to a weight's largest entry
     (ZERO1, 5, 0.0),
-    (ZERO1, 1, 1e-6),
+    (ZERO1, 1, OTHER_ORDER),
     (ZERO1_V, 8, 0.0),
-    (ZERO1_V, 2, 1e-6),
-    (replace(ZERO1, schedule="1f1b", per_token_loss=True), 3, 1e-6),
+    (ZERO1_V, 2, OTHER_ORDER),
+    (replace(ZERO1, schedule="1f1b", per_token_loss=True), 3, OTHER_ORDER),
     (replace(ZERO1, tensor_parallel=2, different_data=False), 5, 0.0),
     (replace(ZERO1_V, dtype=torch.bfloat16), 5, 0.0),
     (replace(ZERO1, dtype=torch.float16), 5, 0.0),
@@ -227,7 +228,7 @@ def apart(case: Case, group_size: int, seed: int) -> float:
     return worst
 
 
-@pytest.mark.parametrize(("case", "group_size", "tolerance"), [(ZERO1_ON_FAKE_NCCL, 5, 0.0), (ZERO1_V, 2, 1e-6)], ids=str)
+@pytest.mark.parametrize(("case", "group_size", "tolerance"), [(ZERO1_ON_FAKE_NCCL, 5, 0.0), (ZERO1_V, 2, OTHER_ORDER)], ids=str)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.sampled(0.15)
 def test_sharded_gradients_train_as_zero1(case: Case, group_size: int, tolerance: float, seed: int) -> None:

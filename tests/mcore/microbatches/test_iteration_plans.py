@@ -1,7 +1,7 @@
 """Microbatches of unequal length against the unpipelined model, which takes the same samples in the order in which they come.
 
 With the order of the data kept, bit for bit. Where the plan runs them in another order, the sum of the gradients has another
-order, too: 1e-6. The losses come back in the order of the data, and each is the same bits: a forward sees one microbatch.
+order, too: 4e-6. The losses come back in the order of the data, and each is the same bits: a forward sees one microbatch.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.gpt import Case, assert_near, compare
 from tests.support.ranks import RankPool
+from tests.support.tolerances import OTHER_ORDER
 from tests.support.unequal import (
     UnequalCase,
     UnequalMoeCase,
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.claims(
     "microbatches at their own lengths: 1F1B, interleaved 1F1B, ZB-H1, ZB-H2, ZB, ZBV, V-Half on 2 and 4 ranks against the "
     "unpipelined model; tensor, sequence, context and data parallelism, overlapped and sharded reductions, recomputation, "
     "tied embeddings, evaluation, re-planning",
-    "works, bit for bit in the order of the data, within 1e-6 in the plan's",
+    "works, bit for bit in the order of the data, within 4e-6 in the plan's",
 )
 
 SCHEDULES = [("1f1b", 1), ("interleaved-1f1b", 2), ("zb-h1", 1), ("zb-h2", 1), ("zbv", 2), ("v-half", 2)]
@@ -41,7 +42,7 @@ SCHEDULES = [("1f1b", 1), ("interleaved-1f1b", 2), ("zb-h1", 1), ("zb-h2", 1), (
 @pytest.mark.sampled(0.16)
 def test_same_gradients_in_the_order_of_the_plan(four_ranks: RankPool, schedule: str, num_chunks: int, num_ranks: int) -> None:
     case = UnequalCase(schedule, num_ranks, 2 * num_ranks, num_chunks=num_chunks, adam_eps=1.0)
-    assert_near(four_ranks.run(compare, case), case, 1e-6)
+    assert_near(four_ranks.run(compare, case), case, OTHER_ORDER)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -85,7 +86,7 @@ ZBV = UnequalCase("zbv", 2, 6, num_chunks=2, adam_eps=1.0)
 @pytest.mark.sampled(0.22)
 def test_same_gradients_with(four_ranks: RankPool, case: UnequalCase) -> None:
     """Data-parallel replicas have lengths of their own, and each another assignment to the one order of ops."""
-    assert_near(four_ranks.run(compare, case), case, 2e-6)  # of the mean over replicas the order differs, too
+    assert_near(four_ranks.run(compare, case), case, OTHER_ORDER)  # of the mean over replicas the order differs, too
 
 
 def test_replicas_run_one_order_of_ops_with_assignments_of_their_own(four_ranks: RankPool) -> None:

@@ -27,6 +27,7 @@ from tests.mcore.test_waits import _first_uses
 from tests.optimizer.support import Scenario, compare
 from tests.support.gpt import _destroy_groups, assert_near
 from tests.support.ranks import RankPool
+from tests.support.tolerances import OTHER_ORDER
 from tests.support.transformer_engine import chosen_version
 from tests.support.transformer_engine.gpt import EngineCase, EngineMlaCase, EngineMoeCase, EngineTrainer, compare_engine
 
@@ -100,14 +101,14 @@ REDUCED = [
 
 
 @pytest.mark.claims(
-    "Layers", "Transformer Engine's layers with overlapped reduction, the distributed optimizer, tied embeddings", "works, 1e-6"
+    "Layers", "Transformer Engine's layers with overlapped reduction, the distributed optimizer, tied embeddings", "works, 4e-6"
 )
 @pytest.mark.parametrize("case", REDUCED, ids=str)
 @pytest.mark.sampled(0.15)
 def test_nearly_the_same_where_sums_are_taken_in_another_order(engine_ranks: RankPool, case: EngineCase) -> None:
-    """Over two data-parallel replicas instead of four, in buckets; and of two tensors where embeddings are tied: 1e-6."""
+    """Over two data-parallel replicas instead of four, in buckets; and of two tensors where embeddings are tied: 4e-6."""
     for difference, _, left in engine_ranks.run(compare_engine, replace(case, adam_eps=1.0)):
-        assert_near([difference], case, 1e-6)
+        assert_near([difference], case, OTHER_ORDER)
         assert not left
 
 

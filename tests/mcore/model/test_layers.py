@@ -2,7 +2,7 @@
 
 Bit for bit where one rank holds all experts: a token's way, and the order of every sum, are those of the unpipelined model. The
 embedding of MTP layers is a second copy of the first one, and the output layer is used once more for every layer: gradients of
-these are sums in another order, so there the tolerance is 1e-6, and Adam's epsilon is large, as for tied embeddings. In float16
+these are sums in another order, so there the tolerance is 4e-6, and Adam's epsilon is large, as for tied embeddings. In float16
 the reference rounds its sums to 11 bits, and weights may differ by twice their last one.
 """
 
@@ -23,12 +23,13 @@ from tests.support.mtp import ZB_H2 as MTP_ZB_H2
 from tests.support.mtp import ZBV as MTP_ZBV
 from tests.support.mtp import MtpCase
 from tests.support.ranks import RankPool
+from tests.support.tolerances import OTHER_ORDER
 
 pytestmark = pytest.mark.claims(
     "Layers",
     "multi-token prediction (`--mtp-num-layers`), linear and V: tied and untied embeddings, overlapped reduction, distributed"
     " optimizer, per-token loss, tensor and sequence parallelism, uneven stages, fp16 with recomputation",
-    "works, 1e-6 (embedding and head are sums in another order; fp16 1e-3)",
+    "works, 4e-6 (embedding and head are sums in another order; fp16 1e-3)",
 )
 
 
@@ -79,16 +80,16 @@ def test_same_bits_on_tensor_parallel_ranks(four_ranks: RankPool, base: MoeCase,
     assert_near(four_ranks.run(compare, replace(base, **SIZES, **features)), base)
 
 
-@pytest.mark.claims("Layers", "expert parallelism 2, both dispatchers", "works, 1e-6")
+@pytest.mark.claims("Layers", "expert parallelism 2, both dispatchers", "works, 4e-6")
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 @pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=lambda case: case.schedule)
 @pytest.mark.sampled(0.5)
 def test_expert_parallel(four_ranks: RankPool, base: MoeCase, dispatcher: str) -> None:
     """Two replicas with different data, and half of the experts each. The reference has four, so that the mean over the replicas
-    is summed in another order: 1e-6. Adam gets a large epsilon: with the usual one it would blow a last-bit
+    is summed in another order: 4e-6. Adam gets a large epsilon: with the usual one it would blow a last-bit
     difference of a tiny gradient up to a whole step."""
     case = replace(base, expert_parallel=2, dispatcher=dispatcher, different_data=True, adam_eps=1.0, shared=True)
-    assert_near(four_ranks.run(compare, case), case, 1e-6)
+    assert_near(four_ranks.run(compare, case), case, OTHER_ORDER)
 
 
 def test_gradients_of_experts_come_in_w_and_those_of_routers_in_b(four_ranks: RankPool) -> None:
@@ -157,10 +158,10 @@ def test_stock_1f1b_does_not_wait_for_the_unused_output_weight(four_ranks: RankP
 
 
 def _assert_mtp(ranks: RankPool, case: MtpCase) -> None:
-    tolerance, of_weights = (1e-6, 1e-6) if case.dtype is torch.float32 else (1e-3, 2e-3)
+    tolerance, of_weights = (OTHER_ORDER, OTHER_ORDER) if case.dtype is torch.float32 else (1e-3, 2e-3)
     differences = ranks.run(compare, case)
     for rank, difference in enumerate(differences):
-        assert difference.losses < max(1e-5, tolerance), (rank, difference)
+        assert difference.losses < max(10 * OTHER_ORDER, tolerance), (rank, difference)
         assert difference.weights < of_weights, (rank, difference)
         if not case.distributed_optimizer:  # a rank has only its share of the sums then
             assert difference.gradients < tolerance, (rank, difference)
@@ -192,7 +193,7 @@ def _grid() -> list[HybridCase]:
     "`HybridModel` (megatron-core 0.18.2 and 0.19.2), patterns of `*`, `-` and `E`: 1F1B, ZB-H1, ZB-H2, ZB, zero-bubble "
     "interleaved, ZBV, V-Half, V-Min; stages of different numbers and kinds of layers, or of none at the ends; expert, tensor"
     " and sequence parallelism, bf16, fp16, recomputation, per-token loss",
-    "works, bit for bit; tied embeddings 1e-6",
+    "works, bit for bit; tied embeddings 4e-6",
 )
 @pytest.mark.parametrize("case", _grid(), ids=str)
 @pytest.mark.sampled(0.2)
@@ -237,9 +238,9 @@ def test_stages_without_layers_at_the_ends(four_ranks: RankPool, base: HybridCas
 @pytest.mark.parametrize("distributed_optimizer", [False, True], ids=["adam", "zero1"])
 @pytest.mark.sampled(0.25)
 def test_tied_embeddings_of_a_hybrid_model(four_ranks: RankPool, base: HybridCase, distributed_optimizer: bool) -> None:
-    """The embedding's gradient is the sum of two tensors here, and one running sum over microbatches in the reference: 1e-6."""
+    """The embedding's gradient is the sum of two tensors here, and one running sum over microbatches in the reference: 4e-6."""
     case = replace(base, tied=True, adam_eps=1.0, distributed_optimizer=distributed_optimizer)
-    assert_near(four_ranks.run(compare, case), case, 1e-6)
+    assert_near(four_ranks.run(compare, case), case, OTHER_ORDER)
 
 
 @pytest.mark.skipif(not HAS_HYBRID_MODEL, reason=WHY_NOT)

@@ -10,9 +10,11 @@ import pytest
 from tests.support.gpt import Tensors, Trainer
 from tests.support.ranks import RankPool
 from tests.support.sliced import Sliced, SlicedBatches
+from tests.support.tolerances import OTHER_ORDER, after_steps
 from tests.support.transformer_engine.gpt import EngineCase, EngineMlaCase, EngineMlaTrainer, EngineTrainer, compare_engine
 
-TOLERANCE = 1e-6
+LOSS = 4 * after_steps(1, lr=1e-2)
+"""Of a loss of about 4; the last one is after a step."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,12 @@ CASES: list[Any] = [
     "Layers",
     "slices of microbatches with Transformer Engine's own Python: MHA, GQA, MLA, tensor and sequence parallelism, recomputed "
     "attention",
-    "works, 1e-6; its kernels are **not run** (need CUDA)",
+    "works, 4e-6; its kernels are **not run** (need CUDA)",
 )
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.sampled(0.2)
 def test_slices_have_the_loss_and_gradients_of_whole_microbatches(engine_ranks: RankPool, case: Any) -> None:
     for rank, (found, _, left) in enumerate(engine_ranks.run(compare_engine, case)):
         assert left == []
-        assert found.losses <= 10 * TOLERANCE, (rank, found)  # of a loss of about 4
-        assert found.gradients <= TOLERANCE, (rank, found)
+        assert found.losses <= LOSS, (rank, found)
+        assert found.gradients <= OTHER_ORDER, (rank, found)

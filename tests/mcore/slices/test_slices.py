@@ -1,6 +1,6 @@
 """Slices of microbatches against the unpipelined model that runs each microbatch in one piece.
 
-Losses and gradients within 1e-6 of the largest entry. Three sums are taken in another order: the attention's gradients of keys
+Losses and gradients within 4e-6 of the largest entry. Three sums are taken in another order: the attention's gradients of keys
 and values over the queries, each weight's gradient over the tokens (slice by slice, the last one first), and the loss's
 quotient. So bits differ, as they do between two microbatch sizes.
 """
@@ -16,8 +16,10 @@ import torch
 from tests.support.gpt import compare
 from tests.support.ranks import RankPool
 from tests.support.sliced import SlicedCase, SlicedMlaCase, SlicedMoeCase, SlicedMtpCase, SlicedUnequalCase
+from tests.support.tolerances import OTHER_ORDER, after_steps
 
-TOLERANCE = 1e-6
+LOSS = 4 * after_steps(1, lr=1e-2)
+"""Of a loss of about 4; the last one is after a step."""
 
 ZB_H1 = SlicedCase("zb-h1", 2, 3, num_layers=4, num_slices=2)
 ZBV = SlicedCase("zbv", 2, 3, num_chunks=2, num_layers=4, num_slices=4)
@@ -69,7 +71,7 @@ OTHERS: list[Any] = [
 @pytest.mark.claims(
     "Schedules",
     "slices of microbatches, 2 and 4 of each: 1F1B, ZB-H1, ZB-H2, ZB, ZBV, V-Half and V-Min on 2 and 4 ranks, m from 1 to 4",
-    "works, losses and gradients within 1e-6 of whole microbatches",
+    "works, losses and gradients within 4e-6 of whole microbatches",
 )
 @pytest.mark.parametrize("case", GRID, ids=str)
 @pytest.mark.sampled(0.15)
@@ -82,13 +84,13 @@ def test_slices_of_every_generator_have_the_loss_and_gradients_of_whole_microbat
     "slices of microbatches, up to one per token and of unequal lengths: MHA, GQA, MLA; torch's and megatron-core's own "
     "attention; experts with their auxiliary losses and biases; MTP layers; full, block and selective recomputation; tied "
     "embeddings",
-    "works, losses and gradients within 1e-6 of whole microbatches",
+    "works, losses and gradients within 4e-6 of whole microbatches",
 )
 @pytest.mark.claims(
     "Parallelism",
     "slices of microbatches with tensor and sequence parallelism, expert parallelism, overlapped reduction, the distributed "
     "optimizer, per-token loss",
-    "works, losses and gradients within 1e-6 of whole microbatches",
+    "works, losses and gradients within 4e-6 of whole microbatches",
 )
 @pytest.mark.parametrize("case", OTHERS, ids=str)
 @pytest.mark.sampled(0.2)
@@ -113,7 +115,7 @@ UNEQUAL: list[Any] = [
     "Schedules",
     "slices of microbatches with lengths of their own, more of long ones than of short ones, in another order in every step: "
     "1F1B, ZB-H1, ZB-H2, ZB, ZBV and V-Half on 2 and 4 ranks; recomputation, tensor, sequence and data parallelism",
-    "works, losses and gradients within 1e-6 of whole microbatches",
+    "works, losses and gradients within 4e-6 of whole microbatches",
 )
 @pytest.mark.parametrize("case", UNEQUAL, ids=str)
 @pytest.mark.sampled(0.25)
@@ -138,5 +140,5 @@ def check(ranks: RankPool, case: Any) -> None:
     each_rank = case.num_microbatches + getattr(case, "num_mtp_layers", 0)
     assert sum(each.num_losses for each in found) == each_rank * 4 // case.num_ranks, "there is one report per microbatch"
     for rank, each in enumerate(found):
-        assert each.losses <= 10 * TOLERANCE, (rank, each)  # of a loss of about 4
-        assert each.gradients <= TOLERANCE or case.distributed_optimizer, (rank, each)
+        assert each.losses <= LOSS, (rank, each)
+        assert each.gradients <= OTHER_ORDER or case.distributed_optimizer, (rank, each)

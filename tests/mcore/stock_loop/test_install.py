@@ -35,6 +35,7 @@ from tests.support.gpt import _destroy_groups
 from tests.support.hybrid import HAS_HYBRID_MODEL, WHY_NOT
 from tests.support.ranks import RankPool
 from tests.support.stock import EXAMPLE, example, train, train_hybrid, train_mtp, train_shared, train_unequal
+from tests.support.tolerances import after_steps
 from tests.training.launch import launch
 
 TWO, FOUR = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
@@ -48,6 +49,8 @@ PROFILED = (
     "--zero-bubble-pipeline-timers-start-iter 1 --zero-bubble-pipeline-timers-end-iter 2 --zero-bubble-planning-seconds 0.1"
 )
 OPTIMISTIC = {"schedule": "zb-h1", "optimizer_post_validation": True}
+FOUR_STEPS = after_steps(4, lr=1e-3)
+"""Of the example, where sums have another order."""
 UNEQUAL = f"--num-layers 4 --hidden-size 32 --train-iters 3 --num-microbatches 6 --lr 1e-4 {TWO}"
 
 
@@ -124,7 +127,7 @@ def _losses(histories: list[Any]) -> list[Any]:
 @pytest.mark.claims(
     "Your own script",
     "in a loop of your own: multi-token prediction, ZB-H2, ZBV and ZB-W with tied embeddings, V-Half",
-    "works, 1e-6",
+    "works, 4e-6",
 )
 @pytest.mark.claims(
     "Parallelism",
@@ -173,11 +176,11 @@ def test_the_same_losses_as_without(
     four_ranks: RankPool, run: Callable[..., Any], stock: str, more: str, options: dict[str, Any]
 ) -> None:
     """Bit for bit: the weights start alike, and each one's gradient is summed over the microbatches in the same order. With MTP
-    layers 1e-6: the gradients of embedding and output layer are summed in another order."""
+    layers the gradients of embedding and output layer are summed in another order."""
     stock = f"--num-layers 4 --hidden-size 32 --train-iters 4 {stock}"
     expected, actual = four_ranks.run(run, stock, {}), four_ranks.run(run, f"{stock} {more}", options)
     assert [bool(history) for history in actual] == [bool(history) for history in expected], "also where a V ends on rank 0"
-    tolerance = 1e-6 if run is train_mtp else 0.0
+    tolerance = FOUR_STEPS if run is train_mtp else 0.0
     assert _losses(expected)
     torch.testing.assert_close(torch.tensor(_losses(actual)), torch.tensor(_losses(expected)), rtol=tolerance, atol=tolerance)
 
@@ -206,7 +209,7 @@ def test_slices_have_the_losses_of_whole_microbatches(
     stock = f"--num-layers 4 --hidden-size 32 --train-iters 4 {stock}"
     expected, actual = four_ranks.run(train, stock), four_ranks.run(_train, f"{stock} {more}", options)
     assert [bool(history) for history in actual] == [bool(history) for history in expected]
-    tolerance = 1e-2 if "--bf16" in stock else 1e-5
+    tolerance = 1e-2 if "--bf16" in stock else FOUR_STEPS
     torch.testing.assert_close(torch.tensor(_losses(actual)), torch.tensor(_losses(expected)), rtol=tolerance, atol=tolerance)
 
 
@@ -225,11 +228,11 @@ def test_slices_have_the_losses_of_whole_microbatches(
 )
 @pytest.mark.sampled(0.5)
 def test_the_same_losses_with_torchs_attention(four_ranks: RankPool, stock: str, more: str, options: dict[str, Any]) -> None:
-    """1e-5 after four steps: the sums of the softmax are made in another order."""
+    """The sums of the softmax are made in another order."""
     stock = f"--num-layers 4 --hidden-size 32 --train-iters 4 {stock}"
     expected, found = four_ranks.run(train, stock), four_ranks.run(_train_and_count, f"{stock} {more}", options)
     actual, calls = [history for history, _ in found], [count for _, count in found]
-    torch.testing.assert_close(torch.tensor(_losses(actual)), torch.tensor(_losses(expected)), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.tensor(_losses(actual)), torch.tensor(_losses(expected)), rtol=FOUR_STEPS, atol=FOUR_STEPS)
     assert all(calls), "every rank has attention, and all of it is torch's"
 
 

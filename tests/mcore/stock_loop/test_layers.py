@@ -32,13 +32,14 @@ from megatron.zerobubble.plan.registry import schedule_spec
 from tests.support.loops import merged, train_with_groups
 from tests.support.ranks import RankPool
 from tests.support.stock import History, example, train_mtp
+from tests.support.tolerances import after_steps
 
 pytestmark = pytest.mark.claims(
     "Your own script",
     "`install` with MTP layers on a stage in front of the one with the loss: ZBV with them on the second rank (tied "
     "and not, distributed optimizer with overlapped reductions, per-token loss) against 1F1B with them on the last "
     "stage; ZB-H1, ZB-H2 and interleaved ZB against megatron-core's schedules with the same layout",
-    "works, 1e-6",
+    "works, 4e-6",
 )
 
 
@@ -265,7 +266,7 @@ def _train(rank: int, flags: str, schedule: str | None, given: dict[str, Any]) -
     "`install` of ZBV, V-Half and ZB-W with layouts as lists, objects and text, `m` in the last stage, "
     "`account_for_*_in_pipeline_split`, `num_layers_in_first/last_pipeline_stage`, 6 layers on 4 stages; ZB-H1, ZB-H2 and "
     "interleaved ZB, too: losses and gradients of an even 1F1B",
-    "works, bit for bit (MTP within 1e-6)",
+    "works, bit for bit (MTP within 4e-6)",
 )
 @pytest.mark.parametrize(
     ("flags", "schedule", "given"),
@@ -306,6 +307,8 @@ def test_the_losses_and_gradients_of_an_even_model(
 
 
 SIZES = "--hidden-size 32 --train-iters 3 --clip-grad 1.0"
+THREE_STEPS = after_steps(3, lr=1e-3)
+"""Of the example, where sums have another order."""
 V = f"{SIZES} --pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2 --num-layers 6"
 ONE_PER_RANK = f"{SIZES} --pipeline-model-parallel-size 4 --num-layers 3"
 TWO_PER_RANK = f"{SIZES} --pipeline-model-parallel-size 4 --virtual-pipeline-model-parallel-size 2 --num-layers 5"
@@ -381,10 +384,10 @@ def _losses(results: list[dict[str, Any]]) -> torch.Tensor:
 def test_a_v_with_mtp_layers_on_the_second_rank_trains_like_1f1b_with_them_on_the_last_stage(
     four_ranks: RankPool, flags: str, others: dict[str, Any]
 ) -> None:
-    """1e-6: the gradients of the copies of the embedding are summed in another order."""
+    """The gradients of the copies of the embedding are summed in another order."""
     expected = _losses(four_ranks.run(_train_with_mtp, f"{ON_LAST} {flags}", {}, "Etttt|ttmL"))
     results = four_ranks.run(_train_with_mtp, f"{V} {flags}", {"schedule": "zbv"} | others, "Ett|tt|ttm|L")
-    torch.testing.assert_close(_losses(results), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(_losses(results), expected, rtol=THREE_STEPS, atol=THREE_STEPS)
     copies = [embedding for result in results for embedding in result["embeddings"]]
     assert len(copies) == 4, "rank 0 and rank 1 of two replicas"
     assert all(torch.equal(copy, copies[0]) for copy in copies), "they begin and stay equal"
@@ -405,13 +408,13 @@ def test_a_v_with_mtp_layers_on_the_second_rank_trains_like_1f1b_with_them_on_th
 def test_other_schedules_equal_megatron_cores_own_with_the_same_layout(
     four_ranks: RankPool, flags: str, schedule: str, layout: str, mtp_rank: int
 ) -> None:
-    """1e-6: of the two uses of the output layer in a microbatch, autograd accumulates the sum and W one after the other.
+    """Of the two uses of the output layer in a microbatch, autograd accumulates the sum and W one after the other.
 
     megatron-core announces the shape of every message, where a schedule of ours knows it.
     """
     expected = _losses(four_ranks.run(_train_with_mtp, flags, {}, layout, mtp_rank))
     actual = _losses(four_ranks.run(_train_with_mtp, flags, {"schedule": schedule}, layout, mtp_rank))
-    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(actual, expected, rtol=THREE_STEPS, atol=THREE_STEPS)
 
 
 def test_outputs_are_longer_from_the_mtp_stage_on() -> None:

@@ -14,6 +14,7 @@ from megatron.zerobubble.mcore.iteration_runner import IterationHooks
 from megatron.zerobubble.mcore.stock_loop.optimistic_steps import OptimisticSteps
 from tests.support.loops import train_optimistically
 from tests.support.ranks import RankPool
+from tests.support.tolerances import OTHER_ORDER, after_steps
 
 pytestmark = pytest.mark.claims(
     "Your own script",
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.claims(
 MODEL = "--num-layers 4 --hidden-size 32 --train-iters 6 --pipeline-model-parallel-size"
 TWO, FOUR, CHUNKS = f"{MODEL} 2", f"{MODEL} 4", f"{MODEL} 2 --virtual-pipeline-model-parallel-size 2"
 OPTIMISTIC = "--enable-optimizer-post-validation --post-validation-patience"
-CLIP = 1.14
+CLIP, LR = 1.14, 1e-3
 LOOSE, MIXED = "--clip-grad 1000", f"--clip-grad {CLIP}"
 """Never clips; clips some of the steps."""
 
@@ -77,7 +78,9 @@ def test_steps_are_those_of_the_synchronous_optimizer(four_ranks: RankPool, stoc
         assert expected["redone"] == is_clipped[: is_clipped.index(True) + 1]
     if "--bf16" not in stock:  # there a last digit of the norm can be a step of a rounded weight
         synchronous = _run(four_ranks, f"{stock} {MIXED} {schedule}")
-        assert max(_differences(synchronous, every)) < 2e-6
+        losses, *weights = _differences(synchronous, every)
+        assert losses < 4 * after_steps(6, LR), "of a loss of about 4"
+        assert max(weights) < 6 * LR * 0.01, "a gradient that is rounding alone is below a hundredth of Adam's epsilon"
 
 
 @pytest.mark.parametrize("distributed", ["", "--use-distributed-optimizer --overlap-grad-reduce"], ids=["plain", "distributed"])
@@ -95,7 +98,7 @@ def test_a_skipped_step_is_as_if_the_loop_had_known(four_ranks: RankPool, stock:
     assert _differences(synchronous, optimistic) == [0.0, 0.0, 0.0]
     for result, expected in zip(optimistic, synchronous, strict=True):
         assert result["steps"] == expected["steps"]  # learning rates and loss scales
-        assert result["norms"] == pytest.approx(expected["norms"], rel=1e-6)  # squares are added in another order
+        assert result["norms"] == pytest.approx(expected["norms"], rel=OTHER_ORDER)  # squares are added in another order
         skipped = [norm < 0 for norm in result["norms"]]
         assert skipped == result["redone"]
         assert result["advanced"] == expected["advanced"] == skipped.count(False)

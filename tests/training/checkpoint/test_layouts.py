@@ -18,14 +18,16 @@ from megatron.zerobubble.errors import CheckpointError
 from megatron.zerobubble.training.checkpoint.load import RestoredProgress, load_checkpoint
 from megatron.zerobubble.training.checkpoint.save import save_checkpoint
 from tests.support.ranks import RankPool
+from tests.support.tolerances import curve
 from tests.support.training_states import VOCABULARY, train, training_state_of
 from tests.support.whole_state import Tensors, whole_state
+from tests.training.launch import LR
 
 pytestmark = pytest.mark.claims(
     "Layers",
     "checkpoints of experts between expert-parallel sizes, and where a pipeline rank has none, with the plain and the distributed"
     " optimizer (`make test-slow`)",
-    "works, bit for bit; the losses after 1e-6 (bf16 1e-3)",
+    "works, bit for bit; the losses after 4e-6, a step of Adam later 2e-5 (bf16 1e-3)",
 )
 
 
@@ -133,7 +135,9 @@ def test_a_checkpoint_loads_with_any_layout(name: str, four_ranks: RankPool, tmp
         assert states == {"weight", "master", "scale"} | moments, flags
         assert differing == [], flags
     for seen in walks:
-        assert seen.actual == pytest.approx(seen.expected, rel=1e-6 if name in ("fp32", "sgd", "uneven") else 1e-3)
+        assert seen.actual == (
+            curve(seen.expected, LR) if name in ("fp32", "sgd", "uneven") else pytest.approx(seen.expected, rel=1e-3)
+        )
 
 
 EXPERTS = "--num-experts 4 --moe-layer-freq [0,0,0,0,1,1,1,1]"
@@ -155,7 +159,7 @@ def test_a_checkpoint_of_experts_loads_with_any_layout(
     for flags, differing in zip(chain, walks[0].differing, strict=True):
         assert differing == [], flags
     for seen in walks:
-        assert seen.actual == pytest.approx(seen.expected, rel=1e-3 if precision else 1e-6)
+        assert seen.actual == (pytest.approx(seen.expected, rel=1e-3) if precision else curve(seen.expected, LR))
 
 
 def saved(flags: list[str], folder: Path) -> None:
