@@ -79,6 +79,19 @@ def test_the_same_log_as_without(four_ranks: RankPool, parallel: str, more: str,
 
 @pytest.mark.claims(
     "Your own script",
+    "Megatron-LM's `pretrain()` with `--overlap-param-gather-with-optimizer-step` under ZBV (`make test MCORE=0.19.2`)",
+    "works, 2e-6",
+)
+def test_weights_gathered_while_the_optimizer_steps(four_ranks: RankPool) -> None:
+    """Megatron-LM has it for schedules with several chunks per rank only, so 1F1B runs without."""
+    flags = f"{TWO} {SHARDED} --ckpt-format torch --train-iters 3 --eval-interval 2"
+    expected = _run(four_ranks, flags)
+    actual = _run(four_ranks, f"{flags} {CHUNKS} --overlap-param-gather-with-optimizer-step", "--zero-bubble-v-schedule")
+    assert _agree(actual, expected, is_tied=True)
+
+
+@pytest.mark.claims(
+    "Your own script",
     "layouts that `zerobubble layout` proposes for the flags of the run: Megatron-LM's own `pretrain()` with stock 1F1B on 2 and "
     "4 ranks, interleaved 1F1B, and the V schedule that it names (`make test MCORE=0.19.2`)",
     "works, in every printed digit",
