@@ -29,7 +29,7 @@ from megatron.zerobubble.mcore.compat import backward_step
 from megatron.zerobubble.mcore.model.aux_loss_scale import set_auxiliary_scales
 from megatron.zerobubble.mcore.model.dispatchers import drop_graphs
 from megatron.zerobubble.mcore.model.rng import ChunkStreams
-from megatron.zerobubble.mcore.slices.batches import Cut, SlicedBatches
+from megatron.zerobubble.mcore.slices.batches import Cut, CutDimensions, SlicedBatches
 from megatron.zerobubble.mcore.slices.current_slice import CurrentSlice, SlicePart
 from megatron.zerobubble.mcore.slices.losses import SlicedLosses
 from megatron.zerobubble.plan.communication import Message, Payload
@@ -55,8 +55,8 @@ class Iteration:
     """Per microbatch of the plan, its tokens and squared lengths; empty: all are equal."""
     parts: Sequence[tuple[SlicePart, ...]] = ()
     """Per microbatch of the plan, its slices; empty: microbatches are not cut."""
-    cut: Cut | None = None
-    """Cuts what the data iterators return; None: `cut_batch`."""
+    cut: Cut | CutDimensions | None = None
+    """As in `SliceOptions`."""
     forward_only: bool
     collect_non_loss_data: bool
     first_val_step: bool | None
