@@ -113,7 +113,8 @@ class ChunkWork:
         self._on_counted = on_counted
         self._dispatchers = dispatchers
         self._slices = slices
-        self._sliced_losses = SlicedLosses([len(parts) for parts in iteration.parts], per_token=config.calculate_per_token_loss)
+        rows = [shape[1] for shape in iteration.tensor_shapes]
+        self._sliced_losses = SlicedLosses(iteration.parts, rows, per_token=config.calculate_per_token_loss)
         iterators = iteration.data_iterators
         if slices is not None:
             iterators = [None if each is None else SlicedBatches(each, slices, iteration.cut) for each in iterators]
