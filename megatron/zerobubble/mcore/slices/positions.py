@@ -24,7 +24,7 @@ from megatron.zerobubble.mcore.slices.current_slice import CurrentSlice, SlicePa
 
 __all__ = ["PositionIds", "count_from_slice"]
 
-_NOT_POSITIONS = ("tokens", "input_ids", "text", "labels")
+_NOT_POSITIONS = ("tokens", "input_ids", "text", "labels", "loss_mask", "attention_mask", "padding_mask")
 
 
 class _Read(enum.IntEnum):
@@ -138,7 +138,11 @@ class PositionIds:
             key = path[-1] if path else None
             if each.untyped_storage().data_ptr() == storage:
                 return _Read.MAYBE, path
-            if (key not in POSITIONS if is_named else key in _NOT_POSITIONS) or each.is_floating_point():
+            if (
+                (key not in POSITIONS if is_named else key in _NOT_POSITIONS)
+                or each.is_floating_point()
+                or each.dtype is torch.bool
+            ):
                 continue
             if _has_values(each, position_ids) and (tokens is None or not _has_values(each, tokens)):
                 return _Read.MAYBE, path
