@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from megatron.zerobubble.errors import ConfigError
@@ -42,6 +42,7 @@ _NEEDS_SCHEDULE = {
     "zero_bubble_balance_stages": None,
     "zero_bubble_watchdog_seconds": None,
     "zero_bubble_slices": None,
+    "zero_bubble_slice_positions": None,
     "zero_bubble_torch_attention": "call megatron.zerobubble.use_torch_attention with the model",
 }
 """Fields that mean nothing without one, and what to do instead."""
@@ -92,7 +93,7 @@ def install(
     microbatch_tokens: Callable[[Any], int | tuple[int, float]] | str | None = None,
     reorder_microbatches: bool = True,
     slices: int | Literal["auto"] | None = None,
-    cut: Callable[[Any, int, int], Any] | None = None,
+    cut: Callable[[Any, int, int], Any] | Mapping[str | int, int | None] | None = None,
     **flags: Any,
 ) -> None:
     """Make a training loop that is written for megatron-core run a zero-bubble schedule. Every rank must call it.
@@ -158,11 +159,17 @@ def install(
             is measured in the first iterations, see --zero-bubble-slices. With `microbatch_tokens` it is a number, that of the
             longest microbatch, and shorter ones have as many as make about the same work. The function that the
             loop gives to the schedule runs once per slice, with the part of the batch that its iterator returns, and its loss
-            function must return the sum of the losses, the number of tokens and a report.
-        cut: takes what `next` of the data iterator returns, the first token of a slice, and its number of tokens, and returns the
-            slice's part. None: for batches that are a tensor, or a dictionary, tuple or list of them, [b, sequence, ...], [b,
-            sequence + 1] where each token is followed by the next one, or masks [b or 1, 1, sequence, sequence]. Goes with
-            `args`, too.
+            function must return the sum of the losses, the number of tokens and a report. The reports of a microbatch's slices
+            become one: tensors [b, tokens, ...] are put together along the tokens; pairs (sum, number) are added; any other
+            single number must be a float, and is taken for a mean over the slice's tokens, or for a sum where it is the sum of
+            the losses or the number of tokens itself; anything else is refused.
+        cut: with slices: names of a batch's tensors, or their numbers in a tuple, each with the dimension that is the sequence,
+            or None where a tensor goes to every slice as it is; or a function that takes what `next` of the data iterator
+            returns, the first token of a slice, and its number of tokens, and returns the slice's part. A batch is a tensor, or a
+            dictionary, tuple or list of them. What else is not certain to have something per token is refused: cut are integers
+            and booleans [b, sequence], or [b, sequence + 1] where each token is followed by the next one, masks [b or 1, 1,
+            sequence, sequence], and by their names attention_mask, position_ids or positions [..., sequence], and tokens, labels,
+            loss_mask, advantages, log_probs and such [b, sequence, ...]. Goes with `args`, too.
         **flags: other flags of `add_zero_bubble_args`, by their names in parsed flags: `zero_bubble_replan_interval=5000`.
 
     Raises:
@@ -220,6 +227,11 @@ def install(
         )
     if config.num_slices == 1 and cut is not None:
         raise ConfigError("cut cuts batches into slices, and there are none: give slices, or leave it out")
+    if not (cut is None or callable(cut) or isinstance(cut, Mapping)):
+        raise ConfigError(
+            f"cut is {quoted(cut)}; give a function that cuts batches, or a dictionary of names of tensors and the dimension of "
+            "each that is the sequence, or None"
+        )
     from megatron.zerobubble.mcore.microbatches.ready import READY
     from megatron.zerobubble.mcore.run_options import RunOptions
     from megatron.zerobubble.mcore.stock_loop.patches import install_options

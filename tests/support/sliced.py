@@ -10,11 +10,24 @@ import torch
 
 from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
-from tests.support.gpt import Case, Tensors, Trainer
+from tests.support.gpt import MICRO_BATCH, SEQUENCE, Case, Tensors, Trainer
 from tests.support.mla import MlaCase, MlaTrainer
 from tests.support.moe import MoeCase, MoeTrainer
 from tests.support.mtp import MtpCase, MtpTrainer
 from tests.support.unequal import UnequalCase, UnequalTrainer
+
+_HIDDEN = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+_DOCUMENTS = torch.stack([torch.arange(SEQUENCE) >= end for end in (5, 8)])
+"""Per sequence, whether a token belongs to the second of two documents."""
+MASKS = {
+    "causal": _HIDDEN[None, None],
+    "two-dimensional": _HIDDEN,
+    "documents": (_HIDDEN | (_DOCUMENTS[:, :, None] != _DOCUMENTS[:, None]))[:, None],
+    "padding": (torch.arange(SEQUENCE) >= 9).expand(MICRO_BATCH, 1, 1, SEQUENCE),
+    "open": torch.zeros(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool),
+    "visible": ~_HIDDEN[None, None],
+}
+"""Attention masks of a whole sequence, True where a query must not see a key."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +37,12 @@ class Sliced(Case):
     num_slices: int = 1
     slice_lengths: tuple[int, ...] = ()
     """Tokens of each slice; empty: all have the same length."""
+    mask: str | None = None
+    """Which of `MASKS` every batch has; None: none."""
 
     def __str__(self) -> str:
-        return f"{super().__str__()}-n{self.num_slices}" + ("-" + self.recompute.replace(" ", "+") if self.recompute else "")
+        recompute = "-" + self.recompute.replace(" ", "+") if self.recompute else ""
+        return f"{super().__str__()}-n{self.num_slices}" + recompute + (f"-{self.mask}-mask" if self.mask else "")
 
     @property
     def spec(self) -> ScheduleSpec:
@@ -87,10 +103,11 @@ class SlicedBatches(Trainer):
             generator = torch.Generator().manual_seed(step * 100 + number)
             mask = (torch.rand(tokens.shape, generator=generator) < 0.7).float().to(self.device)
             positions = torch.arange(tokens.size(1), device=self.device).expand(tokens.shape)
-            yield {"tokens": tokens, "labels": labels, "loss_mask": mask, "position_ids": positions, "attention_mask": None}
+            batch = {"tokens": tokens, "labels": labels, "loss_mask": mask, "position_ids": positions}
+            yield batch | {"attention_mask": None if self.case.mask is None else MASKS[self.case.mask].to(self.device)}
 
     def forward_step(self, iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
-        batch = next(iterator)
+        batch = self.unpacked(next(iterator))
         given = {"labels": batch["labels"], "loss_mask": batch["loss_mask"]}
         output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], **given)
 
@@ -100,6 +117,10 @@ class SlicedBatches(Trainer):
             return total, num_tokens, {"lm loss": torch.stack([total.detach(), num_tokens.to(total.dtype)])}
 
         return output, loss_func
+
+    def unpacked(self, batch: Any) -> dict[str, Any]:
+        """What `batches` yielded, or a slice's part of it, as the arguments of the model."""
+        return dict(batch)
 
     def loss_of(self, result: Any) -> float:
         total, num_tokens = result["lm loss"]
@@ -141,3 +162,93 @@ class SlicedMtpTrainer(MtpTrainer, SlicedBatches):
 
 class SlicedMoeTrainer(SlicedBatches, MoeTrainer):
     """Trains a `SlicedMoeCase`."""
+
+
+@dataclass(frozen=True)
+class SlicedPositionsCase(Sliced):
+    """A model that takes position ids, from a loop that reads or counts them."""
+
+    positions: str = "restart"
+    """Which the batch has: `restart` inside of a row, or `restart-in-the-middle` of each, or `plain` ones that the loop does not
+    read, or `none`; the loop then counts them."""
+    batch: str = "positions"
+    """What a batch is: a dictionary in which they have this name, or a `tuple`."""
+    counts_up: bool = False
+    """Whether the tokens of each row are 0, 1, ..."""
+    copies: bool = False
+    """Whether the loop copies what it reads, as to a device."""
+    multimodal: bool = False
+    """Whether they are rotary positions in time, height and width."""
+
+    def __str__(self) -> str:
+        words = [self.positions, self.batch, *["up"] * self.counts_up, *["copied"] * self.copies, *["mrope"] * self.multimodal]
+        return "-".join([super().__str__(), *words])
+
+    @property
+    def are_read(self) -> bool:
+        """Whether the loop reads them from its batch."""
+        return self.positions.startswith("restart")
+
+    def trainer(self, initial: Tensors | None = None) -> Trainer:
+        return SlicedPositionsTrainer(self, initial)
+
+
+class SlicedPositionsTrainer(SlicedTrainer):
+    """Trains a `SlicedPositionsCase`."""
+
+    case: SlicedPositionsCase
+
+    def _config_changes(self) -> dict[str, Any]:
+        return {"mrope_section": [2, 1, 1]} if self.case.multimodal else {}
+
+    def _model_options(self, vp_stage: int | None) -> dict[str, Any]:
+        return {"position_embedding_type": "mrope"} if self.case.multimodal else super()._model_options(vp_stage)
+
+    def batches(self, step: int) -> Iterator[Any]:
+        for number, batch in enumerate(super().batches(step)):
+            yield self._packed(batch, number)
+
+    def _packed(self, batch: dict[str, Any], number: int) -> Any:
+        case, positions = self.case, batch.pop("position_ids")
+        every = {"restart": 5 + number % 3, "restart-in-the-middle": SEQUENCE // 2}.get(case.positions)
+        if every:
+            positions = (
+                positions + torch.arange(MICRO_BATCH, device=self.device)[:, None] * (case.positions == "restart")
+            ) % every
+        if case.multimodal:
+            positions = torch.stack([positions, positions // 2, positions // 3]) if case.are_read else positions.expand(3, -1, -1)
+        if case.counts_up:
+            batch["tokens"] = torch.arange(SEQUENCE, device=self.device).expand(MICRO_BATCH, -1).contiguous()
+        if case.batch == "tuple":
+            batch["loss_mask"] = batch["loss_mask"].to(torch.int)
+            values = (batch["tokens"], batch["labels"], batch["loss_mask"])
+            return values if case.positions == "none" else (*values, positions)
+        return batch if case.positions == "none" else batch | {case.batch: positions}
+
+    def unpacked(self, batch: Any) -> dict[str, Any]:
+        case = self.case
+        if case.batch == "tuple":
+            batch = dict(zip(("tokens", "labels", "loss_mask", "positions"), batch, strict=False))
+        batch = {"attention_mask": None} | batch
+        positions = batch.pop(case.batch if case.batch != "tuple" else "positions", None)
+        if not case.are_read:
+            positions = torch.arange(batch["tokens"].size(1), device=self.device).expand(batch["tokens"].shape)
+            positions = positions.expand(3, -1, -1) if case.multimodal else positions
+        return batch | {"position_ids": positions.clone() if case.copies else positions}
+
+
+@dataclass(frozen=True)
+class SlicedMtpPositionsCase(SlicedPositionsCase, MtpCase):
+    """The same with MTP layers."""
+
+    def trainer(self, initial: Tensors | None = None) -> Trainer:
+        return SlicedMtpPositionsTrainer(self, initial)
+
+
+class SlicedMtpPositionsTrainer(MtpTrainer, SlicedPositionsTrainer):
+    """Trains a `SlicedMtpPositionsCase`."""
+
+    weights_seed = 1  # under V a rank has two embeddings of one name
+
+    def _model_options(self, vp_stage: int | None) -> dict[str, Any]:
+        return super()._model_options(vp_stage) | {"position_embedding_type": "learned_absolute"}

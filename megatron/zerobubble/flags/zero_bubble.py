@@ -109,6 +109,11 @@ class ZeroBubbleConfig:
     a loss function that returns the sum of the losses, the number of tokens and a report. auto measures slices of unlike lengths
     in the profiled iterations, then goes on with 1, 2, 4, 8 or 16, the fastest by the planner; a run that is repeated
     may choose another number. Default: those of the --zero-bubble-load-plan plan, else 1."""
+    zero_bubble_slice_positions: str | None = field(default=None, metadata={"metavar": "absolute|from-zero"})
+    """With slices of a model that takes position ids (learned or multimodal ones): what those are that the loop gives it in every
+    slice, absolute for positions in the whole sequence, as where they are cut with the batch, or from-zero where the loop counts
+    the tokens of what it read. Default: found out in every slice from the values and the batch; on a GPU that waits for the
+    device, and what could be both or is neither is refused."""
     zero_bubble_trace: str | None = field(default=None, metadata={"metavar": "DIR"})
     """Directory to write a trace to at the end of the run: trace.json (for Perfetto), report.json, and per recorded iteration
     its plan and a timeline of measured vs. planned; with stock schedules, too. In a training loop of your own it is written
@@ -179,6 +184,10 @@ class ZeroBubbleConfig:
 
     def _check_slices(self) -> None:
         given = self.zero_bubble_slices
+        if self.zero_bubble_slice_positions is not None:
+            one_of(self.zero_bubble_slice_positions, ("absolute", "from-zero"), "--zero-bubble-slice-positions")
+            if self.num_slices == 1:
+                raise ConfigError("--zero-bubble-slice-positions needs slices: give --zero-bubble-slices, or leave it out")
         if self.num_slices == 1:
             return
         sliced = [info.name for info in known_schedules() if info.takes_slices]

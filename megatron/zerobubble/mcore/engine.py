@@ -103,6 +103,7 @@ class Engine:
             slicing=SliceOptions(
                 lengths=flags.slice_lengths,
                 cut=options.cut,
+                positions=flags.zero_bubble_slice_positions,
                 is_measured=flags.chooses_slices,
                 attention_share=functools.partial(attention_share, config),
             ),

@@ -69,6 +69,7 @@ class IterationRunner:
         recordings: which training iterations are recorded.
         device: where tensors live.
         rank: pipeline rank.
+        positions: where microbatches are cut, what the loop's position ids are (`SliceOptions`).
     """
 
     def __init__(
@@ -83,13 +84,14 @@ class IterationRunner:
         recordings: Recordings,
         device: torch.device,
         rank: int,
+        positions: str | None = None,
     ) -> None:
         self._spec = spec
         self._chunks = chunks
         dispatchers = [token_dispatchers(chunk) for chunk in chunks]
         self._dispatchers = dispatchers if any(dispatchers) else []
         self._deferred = [[*split_weights(chunk), *driven_modules(chunk)] for chunk in chunks]
-        self.sliced = SlicedChunks(chunks) if spec.num_slices > 1 else None
+        self.sliced = SlicedChunks(chunks, positions) if spec.num_slices > 1 else None
         """The chunks, made to run slice by slice; None: microbatches are not cut."""
         self._store = store
         self._config = config

@@ -8,7 +8,7 @@ from datetime import timedelta
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.mcore.microbatches.length_exchange import TokensOf
-from megatron.zerobubble.mcore.slices.batches import Cut
+from megatron.zerobubble.mcore.slices.batches import Cut, CutDimensions
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import placement_of, schedule_info
@@ -27,8 +27,8 @@ class RunOptions:
     """Length of a microbatch of the loop's data; None: all have the sequence length of the schedule's call."""
     reorder_microbatches: bool = True
     """Whether microbatches of unequal length may run in another order than that in which they come."""
-    cut: Cut | None = None
-    """With slices: cuts a batch of the loop's data; None: its tensors are cut along their second dimension (`cut_batch`)."""
+    cut: Cut | CutDimensions | None = None
+    """With slices: cuts a batch of the loop's data, or what `cut_batch` cannot know of it; None: `cut_batch` alone."""
     weights_seed: int | None = None
     """Seed of first weights that are drawn by name (`named_weights`); None: as megatron-core drew them."""
     dropout_seed: int | None = None

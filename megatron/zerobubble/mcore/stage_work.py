@@ -30,7 +30,7 @@ from megatron.zerobubble.mcore.ddp.final_gradients import FinalGradients
 from megatron.zerobubble.mcore.model.aux_loss_scale import set_auxiliary_scales
 from megatron.zerobubble.mcore.model.dispatchers import drop_graphs
 from megatron.zerobubble.mcore.model.rng import ChunkStreams
-from megatron.zerobubble.mcore.slices.batches import Cut, SlicedBatches
+from megatron.zerobubble.mcore.slices.batches import Cut, CutDimensions, SlicedBatches
 from megatron.zerobubble.mcore.slices.current_slice import CurrentSlice, SlicePart
 from megatron.zerobubble.mcore.slices.losses import SlicedLosses
 from megatron.zerobubble.plan.communication import Message, Payload
@@ -57,8 +57,8 @@ class Iteration:
     """Per microbatch of the plan, its tokens and squared lengths; empty: all are equal."""
     parts: Sequence[tuple[SlicePart, ...]] = ()
     """Per microbatch of the plan, its slices; empty: microbatches are not cut."""
-    cut: Cut | None = None
-    """Cuts what the data iterators return; None: `cut_batch`."""
+    cut: Cut | CutDimensions | None = None
+    """As in `SliceOptions`."""
     forward_only: bool
     collect_non_loss_data: bool
     first_val_step: bool | None
@@ -118,7 +118,8 @@ class ChunkWork:
         self._dispatchers = dispatchers
         self._slices = slices
         self._deferred = deferred or [()] * len(chunks)
-        self._sliced_losses = SlicedLosses([len(parts) for parts in iteration.parts], per_token=config.calculate_per_token_loss)
+        rows = [shape[1] for shape in iteration.tensor_shapes]
+        self._sliced_losses = SlicedLosses(iteration.parts, rows, per_token=config.calculate_per_token_loss)
         iterators = iteration.data_iterators
         if slices is not None:
             iterators = [None if each is None else SlicedBatches(each, slices, iteration.cut) for each in iterators]

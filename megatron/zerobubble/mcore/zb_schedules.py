@@ -176,6 +176,7 @@ class PipelineSchedule:
                 recordings=self.recordings,
                 device=self.device,
                 rank=self._rank,
+                positions=self.slicing.positions,
             )
 
     # -- plans ------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -18,9 +17,8 @@ from torch import Tensor, nn
 from megatron.zerobubble.errors import ConfigError, ExecutionError
 from megatron.zerobubble.mcore.attention.attention_masks import MaskRule, hidden_lower_right
 from megatron.zerobubble.mcore.attention.torch_attention import TorchDotProductAttention
-from megatron.zerobubble.mcore.slices.batches import SlicedBatches, cut_batch, has_positions
+from megatron.zerobubble.mcore.slices.batches import SlicedBatches
 from megatron.zerobubble.mcore.slices.current_slice import CurrentSlice, SlicePart
-from megatron.zerobubble.mcore.slices.losses import SlicedLosses
 from megatron.zerobubble.mcore.slices.prefix_attention import attend_to_prefix
 from megatron.zerobubble.mcore.slices.refusals import check_sliced_config
 from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
@@ -30,7 +28,6 @@ from megatron.zerobubble.plan.costs.slicing import check_slice_lengths
 PARTS = SliceOptions(lengths=(3, 5)).parts(8, 2)
 FIRST, LAST = PARTS
 TOKENS = torch.arange(16).view(2, 8)
-Pair = namedtuple("Pair", ["tokens", "text"])
 
 
 def test_lengths_of_slices() -> None:
@@ -47,35 +44,6 @@ def test_lengths_of_slices() -> None:
         check_slice_lengths((3, 5), 9)
     with pytest.raises(ConfigError, match="5 is not a positive multiple of 2"):
         check_slice_lengths((4, 5), 9, multiple=2)
-
-
-def test_a_batch_is_cut_along_its_second_dimension() -> None:
-    mask = torch.ones(2, 1, 8, 8).tril() == 0
-    batch = {"tokens": TOKENS, "text": torch.arange(18).view(2, 9), "mask": mask, "id": torch.tensor([5]), "none": None, "n": 3}
-    part = cut_batch(batch, LAST)
-    assert torch.equal(part["tokens"], TOKENS[:, 3:])
-    assert torch.equal(part["text"], batch["text"][:, 3:9])  # type: ignore[index]
-    assert part["mask"].shape == (2, 1, 5, 8)
-    assert cut_batch(mask, FIRST).shape == (2, 1, 3, 3)
-    assert (part["id"], part["none"], part["n"]) == (torch.tensor([5]), None, 3)
-    assert part["tokens"].is_contiguous()
-    pair = cut_batch(Pair(TOKENS, [TOKENS.unsqueeze(-1)]), FIRST)
-    assert isinstance(pair, Pair)
-    assert (pair.tokens.shape, pair.text[0].shape) == ((2, 3), (2, 3, 1))
-
-
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        ({"tokens": torch.zeros(2, 7)}, r"'tokens' of the batch has shape \(2, 7\), and a slice is cut from \[b, 8, ...\]"),
-        ((torch.zeros(8),), r"item 0 of the batch has shape \(8,\)"),
-        ({"tokens": TOKENS, "cu_seqlens": TOKENS[0]}, "do not go with packed sequences"),
-        ({"rows": {1, 2}}, "'rows' of the batch is a set: give install the argument cut"),
-    ],
-)
-def test_a_batch_that_cannot_be_cut_is_refused(batch: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        cut_batch(batch, FIRST)
 
 
 def test_a_microbatch_is_read_once() -> None:
@@ -101,46 +69,6 @@ def test_a_microbatch_is_read_once() -> None:
         next(batches), next(batches)
         with pytest.raises(ExecutionError, match="reads 3 batches in slice 1 and 2 in slice 0"):
             next(batches)
-
-
-def test_position_ids_are_found_in_a_part() -> None:
-    positions = torch.arange(3, 8).expand(2, 5)
-    assert has_positions({"position_ids": TOKENS}, LAST)
-    assert not has_positions({"position_ids": None, "tokens": positions}, LAST)
-    assert has_positions((TOKENS[:, 3:], [positions]), LAST)
-    assert not has_positions((TOKENS[:, 3:] + 1, None), LAST)
-    assert not has_positions(None, LAST)
-    assert has_positions(SimpleNamespace(position_ids=positions), LAST)
-
-
-def test_the_loss_of_slices_is_that_of_the_microbatch() -> None:
-    values, counted = [torch.tensor([2.0, 4.0], requires_grad=True), torch.tensor([6.0], requires_grad=True)], (2, 1)
-    losses, outputs = SlicedLosses([2], per_token=False), []
-    for value, count in zip(values, counted, strict=True):
-
-        def loss_function(output: Tensor, count: int = count) -> Any:
-            total, number = output.sum(), torch.tensor(count)
-            pair = torch.stack([total.detach(), number])
-            return total, number, {"pair": pair, "tuple": (total.detach(), count), "mean": total.detach() / count}
-
-        _, of_slice = losses.around(lambda value=value, function=loss_function: (value, function), 0)()
-        total, divisor, _ = of_slice(value)
-        assert int(divisor) == 1, "megatron-core divides by it"
-        outputs.append(total)
-    (report,) = losses.report(0)
-    assert report["pair"].tolist() == [12, 3]
-    assert [float(each) for each in report["tuple"]] == [12, 3]
-    assert float(report["mean"]) == 4
-    for output in reversed(outputs):
-        losses.scaled(0, output).backward()
-    assert all(torch.equal(value.grad, torch.full_like(value, 1 / 3)) for value in values)
-
-
-@pytest.mark.parametrize(("result", "got"), [((torch.zeros(1), {}), "2 values"), (torch.zeros(1), "a Tensor")])
-def test_a_mean_loss_is_refused(result: Any, got: str) -> None:
-    _, of_slice = SlicedLosses([2], per_token=False).around(lambda: (None, lambda _: result), 0)()
-    with pytest.raises(ConfigError, match=rf"must return \(sum of the losses, number of tokens, report\), not {got}"):
-        of_slice(None)
 
 
 def test_keys_and_values_are_kept_once_and_their_gradients_added_backwards() -> None:

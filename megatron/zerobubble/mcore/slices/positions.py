@@ -1,7 +1,13 @@
-"""Positions of tokens, for slices: those of the slice's first token on, in rotary and in learned position embeddings."""
+"""Positions of tokens, for slices: those of the slice's first token on, in rotary and in learned position embeddings.
+
+A loop reads position ids from its batch, where they are cut with it, or counts them, in every slice from 0. Which of the two a
+tensor is that a module gets is decided for each one, by its values and by what was read. Where neither or both fit, whoever
+installs the schedule has to say.
+"""
 
 from __future__ import annotations
 
+import enum
 import weakref
 from typing import Any
 
@@ -9,21 +15,179 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding, RotaryEmbedding
 from torch import Tensor, nn
 
-from megatron.zerobubble.mcore.slices.batches import has_positions
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.mcore.slices.batches import POSITIONS, tensors_of
 from megatron.zerobubble.mcore.slices.current_slice import CurrentSlice, SlicePart
 
-__all__ = ["count_from_slice"]
+__all__ = ["PositionIds", "count_from_slice"]
+
+_NOT_POSITIONS = ("tokens", "input_ids", "text", "labels", "loss_mask", "attention_mask", "padding_mask")
 
 
-def count_from_slice(module: nn.Module, slices: CurrentSlice) -> bool:
+class _Read(enum.IntEnum):
+    """Whether position ids are of the batch that was read."""
+
+    NO = 0
+    MAYBE = 1
+    """They have the values of a tensor of it, or are a part of one."""
+    YES = 2
+    """They are one of its tensors."""
+
+
+class PositionIds:
+    """Position ids that a model is given in a slice, as those of the whole sequence.
+
+    Args:
+        slices: of the rank.
+        counted: what position ids of the loop are, `absolute` or `from-zero`, in every slice; None: decided for each tensor.
+    """
+
+    def __init__(self, slices: CurrentSlice, counted: str | None = None) -> None:
+        self._slices, self._counted = slices, counted
+        self._are_read: set[bool] = set()
+        """What was decided so far where only one of both fitted."""
+
+    def absolute(self, position_ids: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """The positions in the whole sequence.
+
+        Args:
+            position_ids: [..., s], what a module is given.
+            tokens: [b, s], the token ids that it is given with them.
+
+        Raises:
+            ConfigError: the positions are neither the loop's own count nor of its batch, or could be both.
+        """
+        part = self._slices.part
+        if part is None or not part.offset or id(position_ids) in self._slices.placed:
+            return position_ids
+        is_from_zero = self._counted == "from-zero" if self._counted else not self._is_read(position_ids, tokens, part)
+        found = position_ids + part.offset if is_from_zero else position_ids
+        self.place(found)
+        return found
+
+    def place(self, position_ids: Tensor) -> None:
+        """Note that a tensor has positions in the whole sequence, until the current pass ends."""
+        self._slices.placed[id(position_ids)] = position_ids
+
+    def further(self, position_ids: Tensor, tokens: Tensor | None, at: int) -> Tensor | int:
+        """The position of token `at` of the whole sequence, behind the end of the slice, for each row.
+
+        Args:
+            position_ids: [b, s], what a model is given, of which `absolute` was asked before.
+            tokens: [b, s], as there.
+            at: number of the token.
+
+        Raises:
+            ConfigError: it is not known.
+        """
+        part = self._slices.part
+        assert part is not None
+        found, path = self._source(position_ids, tokens)
+        whole = dict(tensors_of(self._slices.whole_batch)).get(path)
+        of_batch = None
+        if found is not _Read.NO and whole is not None and whole.dim() and whole.size(-1) >= part.whole:
+            of_batch = whole[..., at].to(position_ids.device)
+        is_counted = self._counted == "from-zero"
+        if self._counted is None and found is not _Read.YES:
+            is_counted = _is_count(position_ids, part) and (not part.offset or id(position_ids) not in self._slices.placed)
+        if is_counted and not part.offset and of_batch is not None and not (of_batch == at).all():
+            if len(self._are_read) != 1:
+                raise ConfigError(_unknown(part, is_both=True))
+            is_counted = False in self._are_read
+        if is_counted:
+            return at
+        if of_batch is None:
+            raise ConfigError(_unknown(part, is_both=False))
+        return of_batch
+
+    def _is_read(self, position_ids: Tensor, tokens: Tensor | None, part: SlicePart) -> bool:
+        """Whether they are of the batch, not the loop's own count.
+
+        Of tensor-parallel ranks, which come here together with the same positions, some may not have read it.
+        """
+        found, _ = self._source(position_ids, tokens)
+        size = parallel_state.get_tensor_model_parallel_world_size()
+        is_counted = (found is not _Read.YES or size > 1) and _is_count(position_ids, part)
+        if size > 1 and is_counted:
+            found = _most(found, position_ids.device)
+        elif size > 1 and parallel_state.get_tensor_model_parallel_rank() > 0 and self._slices.batch is None:
+            found = _Read.YES
+        if found is _Read.YES:
+            is_read = True
+        elif is_counted is not (found is _Read.MAYBE):
+            is_read = not is_counted
+        elif is_counted and len(self._are_read) == 1:
+            return next(iter(self._are_read))
+        else:
+            raise ConfigError(_unknown(part, is_both=is_counted))
+        self._are_read.add(is_read)
+        return is_read
+
+    def _source(self, position_ids: Tensor, tokens: Tensor | None) -> tuple[_Read, tuple[str | int, ...]]:
+        """Whether they are of the slice's batch, and the path to that tensor in it."""
+        tensors = dict(tensors_of(self._slices.batch))
+        for path, each in tensors.items():
+            if each.data_ptr() == position_ids.data_ptr() and each.shape == position_ids.shape:
+                return _Read.YES, path
+        storage = position_ids.untyped_storage().data_ptr()
+        is_named = any(path[-1:] == (name,) for path in tensors for name in POSITIONS)
+        for path, each in tensors.items():
+            key = path[-1] if path else None
+            if each.untyped_storage().data_ptr() == storage:
+                return _Read.MAYBE, path
+            if (
+                (key not in POSITIONS if is_named else key in _NOT_POSITIONS)
+                or each.is_floating_point()
+                or each.dtype is torch.bool
+            ):
+                continue
+            if _has_values(each, position_ids) and (tokens is None or not _has_values(each, tokens)):
+                return _Read.MAYBE, path
+        return _Read.NO, ()
+
+
+def _is_count(position_ids: Tensor, part: SlicePart) -> bool:
+    """Whether they are 0, 1, ... in every row of the slice."""
+    count = torch.arange(part.length, device=position_ids.device)
+    return position_ids.shape[-1:] == count.shape and bool((position_ids == count).all())
+
+
+def _has_values(tensor: Tensor, position_ids: Tensor) -> bool:
+    """Whether two tensors are equal, but for the type, or the device, or dimensions in front for which they are the same."""
+    if tensor.shape[-1:] != position_ids.shape[-1:] or not tensor.dim():
+        return False
+    if tensor.shape != position_ids.shape and tensor.numel() not in (tensor.size(-1), position_ids[0].numel()):
+        return False
+    return bool((tensor.to(position_ids.device) == position_ids).all())
+
+
+def _most(found: _Read, device: torch.device) -> _Read:
+    """The largest one of the tensor-parallel ranks."""
+    flag = torch.tensor([int(found)], dtype=torch.int, device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=parallel_state.get_tensor_model_parallel_group())
+    return _Read(int(flag.item()))
+
+
+def _unknown(part: SlicePart, *, is_both: bool) -> str:
+    count = f"0 to {part.length - 1}, which forward_step_func may have counted itself,"
+    what = f"{count} and also in the batch" if is_both else f"neither {count} nor a tensor of the batch that it read"
+    return (
+        f"slice {part.index}, tokens {part.offset} to {part.end - 1}: the position ids that the model is given are {what}: give "
+        "--zero-bubble-slice-positions (install's zero_bubble_slice_positions) absolute if they are those of the whole sequence, "
+        "or from-zero if they begin at 0 in every slice"
+    )
+
+
+def count_from_slice(module: nn.Module, slices: CurrentSlice, positions: PositionIds) -> bool:
     """Let a position embedding begin at the current slice's first token. Undone by deleting its attribute `forward`.
 
     Args:
         module: any module of a model.
         slices: of the rank.
+        positions: makes position ids those of the whole sequence.
 
     Returns:
         Whether it is one of the modules that need it.
@@ -31,7 +195,9 @@ def count_from_slice(module: nn.Module, slices: CurrentSlice) -> bool:
     if isinstance(module, RotaryEmbedding):
         module.forward = _Rotary(module, slices)
     elif isinstance(module, LanguageModelEmbedding) and module.add_position_embedding:
-        module.forward = _Learned(module, slices)
+        module.forward = _Learned(module, positions)
+    elif isinstance(module, MultimodalRotaryEmbedding):
+        module.forward = _Multimodal(module, positions)
     else:
         return False
     return True
@@ -40,9 +206,9 @@ def count_from_slice(module: nn.Module, slices: CurrentSlice) -> bool:
 class _Replaced:
     """The `forward` of a module, in place of its class's."""
 
-    def __init__(self, module: nn.Module, slices: CurrentSlice) -> None:
+    def __init__(self, module: nn.Module, of: Any) -> None:
         self._module = weakref.ref(module)
-        self._slices = slices
+        self._of = of
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
@@ -53,8 +219,10 @@ class _Replaced:
 class _Rotary(_Replaced):
     """Of megatron-core's `RotaryEmbedding` and its subclasses, which take an offset."""
 
+    _of: CurrentSlice
+
     def __call__(self, max_seq_len: int, offset: int = 0, **others: Any) -> Any:
-        part = self._slices.part
+        part = self._of.part
         return self._forward(max_seq_len, offset if part is None else offset + part.offset, **others)
 
     def cache_clear(self) -> None:
@@ -64,26 +232,18 @@ class _Rotary(_Replaced):
 
 
 class _Learned(_Replaced):
-    """Of an embedding with learned positions: moves position ids that the forward step has counted from 0, not read.
+    """Of an embedding with learned positions."""
 
-    Which of the two a loop does is found out once, at the first slice that is not the first of its microbatch. Of
-    tensor-parallel ranks, which come here together, the first one may be the only one that reads batches; it decides.
-    """
-
-    _are_read: bool | None = None
+    _of: PositionIds
 
     def __call__(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        part = self._slices.part
-        if part is not None and part.offset:
-            if self._are_read is None:
-                self._are_read = self._finds_them_in_batch(part, position_ids.device)
-            if not self._are_read:
-                position_ids = position_ids + part.offset
-        return self._forward(input_ids, position_ids, *args, **kwargs)
+        return self._forward(input_ids, self._of.absolute(position_ids, input_ids), *args, **kwargs)
 
-    def _finds_them_in_batch(self, part: SlicePart, device: torch.device) -> bool:
-        found = torch.tensor([has_positions(self._slices.batch, part)], dtype=torch.int, device=device)
-        if parallel_state.get_tensor_model_parallel_world_size() > 1:
-            first = parallel_state.get_tensor_model_parallel_src_rank()
-            dist.broadcast(found, first, group=parallel_state.get_tensor_model_parallel_group())
-        return bool(found.item())
+
+class _Multimodal(_Replaced):
+    """Of rotary positions in time, height and width, [3, b, s]."""
+
+    _of: PositionIds
+
+    def __call__(self, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(self._of.absolute(position_ids), *args, **kwargs)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from megatron.zerobubble.mcore.slices.batches import Cut
+from megatron.zerobubble.mcore.slices.batches import Cut, CutDimensions
 from megatron.zerobubble.mcore.slices.current_slice import SlicePart
 from megatron.zerobubble.plan.costs.length_model import Terms
 from megatron.zerobubble.plan.costs.slice_costs import numbers_of_slices
@@ -27,8 +27,10 @@ class SliceOptions:
 
     lengths: tuple[int, ...] = ()
     """Tokens of each slice, for sequences of their sum; empty, and for other sequences: slices of equal work by operations."""
-    cut: Cut | None = None
-    """Cuts what the data iterators return; None: `cut_batch`."""
+    cut: Cut | CutDimensions | None = None
+    """Cuts what the data iterators return, or what `cut_batch` cannot know of it; None: `cut_batch` alone."""
+    positions: str | None = None
+    """What the loop's position ids are in every slice, see `PositionIds`; None: found out."""
     multiple: int = 1
     """What the length of each slice must be a multiple of."""
     is_measured: bool = False

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from megatron.zerobubble.mcore.slices.current_slice import CurrentSlice
-from megatron.zerobubble.mcore.slices.positions import count_from_slice
+from megatron.zerobubble.mcore.slices.positions import PositionIds, count_from_slice
 from megatron.zerobubble.mcore.slices.prefix_attention import attend_to_prefix
 from megatron.zerobubble.mcore.slices.refusals import check_attention, core_attentions
 from megatron.zerobubble.mcore.slices.router_losses import REPLACED, balance_microbatches
@@ -25,16 +25,18 @@ class SlicedChunks:
 
     Args:
         chunks: this rank's model chunks, wrapped by DDP or not.
+        positions: what the loop's position ids are, see `PositionIds`.
 
     Raises:
         ConfigError: a layer that slices do not go with.
     """
 
-    def __init__(self, chunks: Sequence[nn.Module]) -> None:
+    def __init__(self, chunks: Sequence[nn.Module], positions: str | None = None) -> None:
         self.current = CurrentSlice()
         """The slice that runs now."""
         self._replaced: list[Any] = []
-        self._ahead = TokensAhead(self.current)
+        self._positions = PositionIds(self.current, positions)
+        self._ahead = TokensAhead(self.current, self._positions)
         for chunk in chunks:
             check_attention(chunk)
         for chunk in chunks:
@@ -44,7 +46,7 @@ class SlicedChunks:
             _accumulate_always(chunk)
             self._replaced += [module for module in chunk.modules() if self._ahead.install(module)]
             self._replaced += [module for module in chunk.modules() if balance_microbatches(module, self.current)]
-            self._replaced += [module for module in chunk.modules() if count_from_slice(module, self.current)]
+            self._replaced += [module for module in chunk.modules() if count_from_slice(module, self.current, self._positions)]
 
     def remove(self) -> None:
         """Leave the modules as they were."""

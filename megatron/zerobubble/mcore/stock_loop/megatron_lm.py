@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.mcore.slices.batches import cut_batch
+from megatron.zerobubble.mcore.slices.batches import CutDimensions, cut_batch
 from megatron.zerobubble.mcore.slices.current_slice import SlicePart
 
 __all__ = ["cut_megatron_lm_batch", "megatron_lm_args", "reads_weights_after_step", "sliced_batches"]
@@ -86,8 +86,8 @@ def sliced_batches(
     return forward_step
 
 
-def cut_megatron_lm_batch(batch: Any, offset: int, length: int) -> Any:
-    """A `Cut` for the batches of Megatron-LM's datasets."""
+def cut_megatron_lm_batch(batch: Any, offset: int, length: int, dimensions: CutDimensions | None = None) -> Any:
+    """A `Cut` for the batches of Megatron-LM's datasets, with the `dimensions` of `cut_batch`."""
     whole = batch["tokens"].size(1)
     rest = _WithoutMask({name: value for name, value in batch.items() if name != _MASK})
-    return _WithoutMask(cut_batch(rest, SlicePart(-1, offset, length, whole)))
+    return _WithoutMask(cut_batch(rest, SlicePart(-1, offset, length, whole), dimensions))
