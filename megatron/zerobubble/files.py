@@ -2,13 +2,57 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
 import stat
+import sys
 from pathlib import Path
+from typing import Any
 
-__all__ = ["read_regular", "replace_text", "sync"]
+__all__ = ["MOST_GIVEN", "disk_error", "read_given", "read_regular", "replace_text", "sync"]
+
+MOST_GIVEN = 2**28
+"""Bytes of the largest file that a command reads whole, many times those of the largest plan."""
+_PIECE = 2**20
+_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors of a disk that is full, or fails."""
+
+
+def read_given(source: str, *, may_be_stdin: bool = True) -> str:
+    """The text of what a user names: a file in UTF-8, or a pipe.
+
+    Args:
+        source: its path.
+        may_be_stdin: whether `-` is standard input, not a file of that name.
+
+    Raises:
+        OSError: it cannot be read, or has more than 256 MiB, as a device without an end has.
+        UnicodeDecodeError: it is not text.
+    """
+    pieces: list[Any] = []
+    left, is_stdin = MOST_GIVEN, may_be_stdin and source == "-"
+    with contextlib.nullcontext(sys.stdin) if is_stdin else open(source, "rb") as stream:
+        while piece := stream.read(_PIECE):
+            left -= len(piece)
+            if left < 0:
+                raise OSError(errno.EFBIG, f"it has more than {MOST_GIVEN:,} bytes", source)
+            pieces.append(piece)
+    return "".join(pieces) if is_stdin else b"".join(pieces).decode("utf-8")
+
+
+def disk_error(error: BaseException) -> OSError | None:
+    """The error of a full or failing disk in consequence of which another one was raised; None: there is none.
+
+    torch's writer of zip files ends with an error about its own position when a write has failed.
+    """
+    reason: BaseException | None = error
+    while reason is not None:
+        if isinstance(reason, OSError) and reason.errno in _OF_DISKS:
+            return reason
+        reason = reason.__cause__ or reason.__context__
+    return None
 
 
 def read_regular(file: Path, *, most: int) -> bytes:

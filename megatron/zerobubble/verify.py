@@ -16,12 +16,12 @@ trust: a wrong one only lowers the bound. ADR 39 has the proofs of the bounds.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import math
 import re
 import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 FORMAT = "zerobubble-certificate/1"
@@ -31,6 +31,8 @@ LARGEST = 1e12
 """Most that a cost can be, so that sums stay finite."""
 TOLERANCE = 1e-6
 """Relative difference allowed between two computations of one time."""
+MOST_LETTERS = 2**28
+"""Of a file, so that one without an end is refused."""
 
 Op = tuple[int, str, int]
 """Stage, kind (F, B, W, or BW for both without a break), and microbatch; with slices, the slice, counted through microbatches."""
@@ -73,8 +75,9 @@ def read_plan(plan: dict[str, Any]) -> tuple[list[list[Op]], list[int], list[int
     is_number = type(m) is int and 0 < m <= sum(map(len, rows))
     need(bool(rank_of) and is_number, "the plan has no stages, or not an op of every microbatch")
     slices = plan.get("slice_counts") or [n] * m
-    are_counts = len(slices) == m and all(type(each) is int and 0 < each <= LARGEST for each in slices)
-    need(are_counts, "the plan's number of slices is not an integer above 0")
+    are_counts = len(slices) == m and all(type(each) is int and 0 < each <= LARGEST for each in (n, *slices))
+    are_counts = are_counts and max(slices) == n
+    need(are_counts, "the plan's number of slices is not an integer above 0, or not the largest of slice_counts")
     starts = [0, *itertools.accumulate(slices)]
     order: dict[tuple[int, str], list[int]] = {(stage, part): [] for stage in range(len(rank_of)) for part in "FBW"}
     ops: list[list[Op]] = []
@@ -382,7 +385,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("file", help="a certificate, as `zerobubble plan --certificate FILE` writes it; - reads standard input")
     file = parser.parse_args(argv).file
     try:
-        body = json.loads(sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8"))
+        with contextlib.nullcontext(sys.stdin) if file == "-" else open(file, encoding="utf-8") as stream:
+            text = stream.read(MOST_LETTERS + 1)
+        need(len(text) <= MOST_LETTERS, f"it has more than {MOST_LETTERS:,} letters")
+        body = json.loads(text)
         value, bound = check(body)
     except OSError as error:
         print(f"{file!r} cannot be read: {error.strerror}", file=sys.stderr)

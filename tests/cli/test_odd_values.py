@@ -7,6 +7,8 @@ import copy
 import io
 import json
 import re
+import sys
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -16,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.zerobubble import files, verify
 from megatron.zerobubble.cli.main import main
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.length_model import LengthModel
@@ -128,6 +131,49 @@ def test_a_damaged_plan_is_refused_in_one_line(
     if "activations" in name and command[0] == "export":
         return
     check_refused(words, capsys)
+
+
+def test_the_numbers_of_a_plan_are_checked_before_lists_are_made_of_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(BODY | {"format": "zerobubble-plan/2", "num_microbatches": 4 * 10**6, "assignment": [1, 0]}))
+    tracemalloc.start()
+    try:
+        assert "4000000 microbatches; at most 1,000,000" in check_refused(["show", str(file)], capsys)
+        assert tracemalloc.get_traced_memory()[1] < 20 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.claims("Long runs", "a file for a command that has no end, such as `/dev/zero`", "rejected after 256 MiB")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["show", "/dev/zero"],
+        ["export", "/dev/zero", "--torch-csv", "-"],
+        ["import", "/dev/zero"],
+        ["published", "/dev/zero"],
+        [*PLAN, "--costs", "/dev/zero"],
+        ["plan", "--schedule", "zbv", "--num-ranks", "2", "--num-microbatches", "4", "--layers", "/dev/zero"],
+        ["layout", "--schedule", "zbv", "--num-ranks", "2", "--num-microbatches", "4", "--layers", "/dev/zero"],
+        ["show", "-"],
+    ],
+    ids=lambda words: f"{words[0]} {words[-2] if words[-2].startswith('--') else words[-1]}",
+)
+def test_a_file_without_an_end_is_refused(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(files, "MOST_GIVEN", 2**20)
+    with open("/dev/zero", encoding="utf-8") as stream:
+        monkeypatch.setattr(sys, "stdin", stream)
+        assert "it has more than 1,048,576 bytes" in check_refused(words, capsys)
+
+
+def test_a_certificate_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(verify, "MOST_LETTERS", 2**20)
+    assert main(["verify", "/dev/zero"]) == 1
+    assert capsys.readouterr().err == "'/dev/zero' does not hold: it has more than 1,048,576 letters\n"
 
 
 @pytest.mark.parametrize("text", [HUGE + "F0", "0F" + HUGE, "0F999999999", "x" * 5000, "\ud800", DEEP])

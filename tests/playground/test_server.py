@@ -170,6 +170,13 @@ def test_too_much_is_refused_before_it_is_read(server: Server) -> None:
         assert b" 400 " in connection.recv(4096)
 
 
+@pytest.mark.parametrize(("path", "headers", "status"), [("open", JSON, 413), ("none", JSON, 404), ("open", {}, 415)])
+def test_who_sends_too_much_gets_the_answer(server: Server, path: str, headers: dict[str, str], status: int) -> None:
+    """A connection that is closed while the request comes is reset, and the answer lost."""
+    body = b" " * (MAX_BODY_BYTES + 2**20)
+    assert ask(server, f"/api/{path}", body, headers=headers)[0] == status
+
+
 def silent(server: Server, count: int, first: bytes = b"") -> list[socket.socket]:
     """Connections that send `first` and then nothing."""
     connections = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(count)]

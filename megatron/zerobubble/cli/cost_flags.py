@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron.zerobubble.cli.parser import read_text
 from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.files import read_given
 from megatron.zerobubble.messages import parse_json, quoted, shown
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.length_model import LengthModel
@@ -183,7 +183,7 @@ def _slicing(args: argparse.Namespace, tokens: tuple[int, ...], model: LengthMod
 
 
 def _read_file(name: str) -> tuple[CostModel, LengthModel | None]:
-    body = parse_json(Path(name).read_text(encoding="utf-8"), name, PlanError)
+    body = parse_json(read_given(name, may_be_stdin=False), name, PlanError)
     if not isinstance(body, dict):
         return CostModel.from_json(body), None
     given = last_iteration(body, shown(name)).get("costs") if body.get("format") == FORMAT else body.get("costs", body)
@@ -237,7 +237,7 @@ def _read_tokens(given: str) -> tuple[int, ...]:
             raise ConfigError(
                 f"--microbatch-tokens is {quoted(given)}; give whole numbers separated by commas, or a file of them"
             )
-        text = read_text(given)
+        text = read_given(given)
     words = text.translate(str.maketrans("[],", "   ")).split()
     try:
         tokens = tuple(map(int, words))
@@ -255,7 +255,7 @@ def _is_file(name: str) -> bool:
 
 
 def _read_links(args: argparse.Namespace, tokens: tuple[int, ...]) -> Links:
-    links = Links.from_json(parse_json(read_text(args.links), args.links, PlanError))
+    links = Links.from_json(parse_json(read_given(args.links), args.links, PlanError))
     if links.num_ranks != args.num_ranks:
         raise ConfigError(
             f"{args.links} has links of {links.num_ranks} ranks and --num-ranks is {args.num_ranks}; "

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron.zerobubble.cli.output_files import write_text
-from megatron.zerobubble.cli.parser import Parser, add_search_flags, read_text, workers_of
+from megatron.zerobubble.cli.parser import Parser, add_search_flags, workers_of
 from megatron.zerobubble.cli.plan_layers import MICROBATCHES_PER_RANK, layout_to_json, parse_bytes
 from megatron.zerobubble.cli.progress_bar import stoppable
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.files import read_given
 from megatron.zerobubble.flags.dataclass_flags import add_group, from_namespace
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.partition.joint import LayoutResult, plan_layout, plan_of_layout
@@ -137,7 +138,7 @@ def _asked(args: argparse.Namespace) -> _Asked:
     if args.data_parallel_size < 1:
         raise ConfigError(f"--data-parallel-size is {args.data_parallel_size}; give 1 or more")
     flags = None if args.layers is not None else _flags_of_run(args.training)
-    model = Model.from_json(read_text(args.layers)) if flags is None else flags.model(args.data_parallel_size)
+    model = Model.from_json(read_given(args.layers)) if flags is None else flags.model(args.data_parallel_size)
     num_ranks, num_microbatches = args.num_ranks, args.num_microbatches
     if num_ranks is None and flags is not None:
         num_ranks = flags.pipeline_model_parallel_size

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
 from typing import NoReturn
 
 from megatron.zerobubble.machine import usable_cores
@@ -19,11 +17,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with code 2 and argparse's `message` in one line on stderr."""
         self.exit(2, f"{self.prog}: error: {one_line(message)} (see --help)\n")
-
-
-def read_text(source: str) -> str:
-    """The text of a file in UTF-8, or of standard input for `-`."""
-    return sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
 
 
 def add_search_flags(command: argparse.ArgumentParser, *, effort: str | None) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from megatron.zerobubble.cli.cost_flags import GivenCosts, add_slice_flags, add_unequal_flags, read_costs
 from megatron.zerobubble.cli.layout_of_run import add_layout_flags, run_layout
 from megatron.zerobubble.cli.output_files import columns, has_colors, write_text, write_whole
-from megatron.zerobubble.cli.parser import add_search_flags, read_text, workers_of
+from megatron.zerobubble.cli.parser import add_search_flags, workers_of
 from megatron.zerobubble.cli.plan_layers import (
     MICROBATCHES_PER_RANK,
     add_layer_flags,
@@ -28,6 +28,7 @@ from megatron.zerobubble.cli.plan_layers import (
 from megatron.zerobubble.cli.progress_bar import stoppable, track
 from megatron.zerobubble.cli.published import run_published
 from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.files import read_given
 from megatron.zerobubble.flags.memory_limit import bytes_of
 from megatron.zerobubble.flags.require import installed
 from megatron.zerobubble.messages import quoted
@@ -415,7 +416,7 @@ def _compared(row: dict[str, Any]) -> str:
 
 def run_export(args: argparse.Namespace) -> None:
     """`export`: write a plan as torch's action table."""
-    plan = Plan.from_json(read_text(args.file))
+    plan = Plan.from_json(read_given(args.file))
     validate(plan)
     write_text(args.torch_csv, to_torch_csv(plan).rstrip("\n"))
     if plan.assignment:
@@ -424,14 +425,14 @@ def run_export(args: argparse.Namespace) -> None:
 
 def run_import(args: argparse.Namespace) -> None:
     """`import`: read torch's action table as a plan."""
-    plan = from_torch_csv(read_text(args.file), schedule=args.schedule)
+    plan = from_torch_csv(read_given(args.file), schedule=args.schedule)
     validate(plan)
     write_text(args.json, plan.to_json())
 
 
 def run_show(args: argparse.Namespace) -> None:
     """`show`: read and validate a plan file, simulate it under its own costs, and show it."""
-    plan, costs = read_plan(read_text(args.file))
+    plan, costs = read_plan(read_given(args.file))
     validate(plan)
     result = Result.of(plan, costs or CostModel.uniform(plan.placement))
     _write_pictures(args, result.simulation)

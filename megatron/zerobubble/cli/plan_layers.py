@@ -7,9 +7,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron.zerobubble.cli.parser import read_text, workers_of
+from megatron.zerobubble.cli.parser import workers_of
 from megatron.zerobubble.cli.progress_bar import stoppable
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.files import read_given
 from megatron.zerobubble.flags.memory_limit import bytes_of
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.bounds.schedule_bound import TimeBound
@@ -127,7 +128,7 @@ def plan_layers(args: argparse.Namespace) -> tuple[LayoutResult, list[str]]:
         ConfigError: a malformed file or flag, or a model that does not fit the devices.
     """
     _check_flags(args)
-    model = Model.from_json(read_text(args.layers))
+    model = Model.from_json(read_given(args.layers))
     options = SearchOptions(
         objective=Objective(args.objective),
         seed=args.seed,

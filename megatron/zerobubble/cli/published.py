@@ -10,8 +10,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from megatron.zerobubble.cli.output_files import write_text
-from megatron.zerobubble.cli.parser import read_text, workers_of
+from megatron.zerobubble.cli.parser import workers_of
 from megatron.zerobubble.errors import PlanError
+from megatron.zerobubble.files import read_given
 from megatron.zerobubble.messages import quoted, shown
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.objective import Objective
@@ -58,7 +59,7 @@ def read_configs(file: str, rows: str | None) -> list[Config]:
         PlanError: the file or `rows` is malformed.
     """
     try:
-        configs = [_config(row, body) for row, body in enumerate(json.loads(read_text(file))["configs"])]
+        configs = [_config(row, body) for row, body in enumerate(json.loads(read_given(file))["configs"])]
     except RecursionError:
         raise PlanError(f"{file} has no readable configs: it is nested too deeply") from None
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.files import MOST_GIVEN, read_regular
 from megatron.zerobubble.flags.memory_limit import MemoryLimit
 from megatron.zerobubble.flags.require import at_most, not_negative, one_of, positive
 from megatron.zerobubble.flags.targets import Target
@@ -361,7 +362,7 @@ class ZeroBubbleConfig:
         if self.zero_bubble_load_plan is None:
             return None, None
         try:
-            plan, costs = read_plan(Path(self.zero_bubble_load_plan).read_bytes())
+            plan, costs = read_plan(read_regular(Path(self.zero_bubble_load_plan), most=MOST_GIVEN))
             if costs is not None:
                 costs.check_fits(plan.placement)
             if plan.assignment or plan.slice_counts or (costs is not None and costs.num_microbatches is not None):

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, TextIO
 import torch
 
 from megatron.zerobubble.errors import TransferError, UserError
+from megatron.zerobubble.files import disk_error
 from megatron.zerobubble.job.answering_store import answering
 from megatron.zerobubble.job.error_file import write_error_file
 from megatron.zerobubble.job.exit import leave_now
@@ -224,7 +225,9 @@ def _line(error: Exception, *, rank: int, doing: str) -> str:
     """The reason in one line."""
     if isinstance(error, UserError):
         return f"{error} (rank {rank} on {socket.gethostname()} has ended)"  # all ranks may raise it, about another one's disk
-    return f"rank {rank} failed{doing}: " + traceback.format_exception_only(error)[0].partition("\n")[0]  # its notes come after
+    line = traceback.format_exception_only(error)[0].partition("\n")[0]  # its notes come after
+    disk = disk_error(error)
+    return f"rank {rank} failed{doing}: {line}" + ("" if disk in (None, error) else f" ({disk})")
 
 
 def _while(doing: Doing | None) -> str:

@@ -162,6 +162,7 @@ class ChunkWork:
             An alias of the output, to be sent to the next stage; None on the last stage.
 
         Raises:
+            ExecutionError: the output cannot be sent to the next stage.
             Exception: what the loop's function raised, but for `failure`, which the caller raises after the last op.
         """
         iteration, chunk = self._iteration, self._chunk_of[op.stage]
@@ -211,8 +212,8 @@ class ChunkWork:
                 self._on_counted(self.num_tokens)
             sent = None
         else:
+            self._check_output(op, output)
             sent = output.detach()
-            self._check_shape(op, sent)
         if not iteration.forward_only:
             self._inflight[chunk, op.microbatch, op.slice] = activation, output
             if sent is not None:
@@ -227,17 +228,29 @@ class ChunkWork:
             return contextlib.nullcontext()
         return self._slices.running(self._chunk_of[op.stage], op.microbatch, self._iteration.parts[op.microbatch][op.slice])
 
-    def _check_shape(self, op: Op, output: Tensor) -> None:
-        """Raise ExecutionError if an output has another shape than the next stage's buffer: that rank would wait for the rest."""
+    def _check_output(self, op: Op, output: Any) -> None:
+        """Raise ExecutionError if an output is not what the next stage's buffer takes: that rank would wait for the rest."""
         iteration = self._iteration
-        expected = self._shape(op.stage, op.microbatch, op.slice)
+        expected, dtype = self._shape(op.stage, op.microbatch, op.slice), self._config.pipeline_dtype
+        where = op._replace(microbatch=iteration.order[op.microbatch]).where
+        if not isinstance(output, Tensor):
+            given = f"a {type(output).__name__} of {len(output)}" if isinstance(output, tuple | list) else type(output).__name__
+            raise ExecutionError(
+                f"{where}: forward_step_func returned {given} as the stage's output, and every stage but the last must return "
+                f"one tensor, the hidden states {expected} (sequence, batch, hidden), for the next stage: return that alone, and "
+                "what the loss needs besides from the last stage"
+            )
+        if dtype is not None and output.dtype != dtype:
+            raise ExecutionError(
+                f"{where}: the output is {output.dtype}, and the next stage receives config.pipeline_dtype, {dtype}: set that to "
+                "the dtype of what stages return"
+            )
         if tuple(output.shape) == expected:
             return
         length, remedy = "the sequence length of the schedule's call", "pad it to that length"
         if iteration.lengths:
             length = f"the {iteration.lengths[op.microbatch][0]} tokens that microbatch_tokens returned"
             remedy = "return the length of its rows, padding included"
-        where = op._replace(microbatch=iteration.order[op.microbatch]).where
         raise ExecutionError(
             f"{where}: the output has shape {tuple(output.shape)} "
             f"(sequence, batch, hidden), and {expected} follows from {length}; {remedy}"

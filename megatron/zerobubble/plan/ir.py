@@ -237,11 +237,6 @@ class Plan:
             raise PlanError(f"the plan's schedule is a name of {len(self.schedule)} letters; give at most {_LONGEST_NAME}")
         if not self.schedule.isprintable():
             raise PlanError(f"the plan's schedule is {quoted(self.schedule)}; give a name of printable letters")
-        if self.assignment and sorted(self.assignment) != list(range(self.num_microbatches)):
-            raise PlanError(
-                f"plan {self.schedule!r} assigns the microbatches {list(self.assignment)}; "
-                f"it must name each of 0..{self.num_microbatches - 1} exactly once"
-            )
         if len(self.ops) != self.placement.num_ranks:
             raise PlanError(f"plan {self.schedule!r} has {len(self.ops)} rows of ops for {self.placement.num_ranks} ranks")
         if self.num_microbatches < 1:
@@ -254,6 +249,12 @@ class Plan:
             raise PlanError(
                 f"plan {self.schedule!r} has {quoted(self.num_microbatches)} microbatches; at most {_MOST_MICROBATCHES:,} are "
                 "allowed"
+            )
+        # Only now that the numbers are those of a plan: each of them makes a list.
+        if self.assignment and sorted(self.assignment) != list(range(self.num_microbatches)):
+            raise PlanError(
+                f"plan {self.schedule!r} assigns the microbatches {quoted(list(self.assignment))}; "
+                f"it must name each of 0..{self.num_microbatches - 1} exactly once"
             )
         counts = self.slice_counts
         if counts and (len(counts) != self.num_microbatches or min(counts) < 1 or max(counts) != self.num_slices):

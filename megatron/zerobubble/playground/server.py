@@ -39,6 +39,8 @@ __all__ = ["Server"]
 
 _STATIC = Path(__file__).parent / "static"
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]/@\s]+)(:\d{1,5})?")
+_PIECE, _MOST_DISCARDED = 2**16, 2**30
+"""Bytes that are read of a refused request, at once and altogether."""
 _HEADERS = {
     "content-security-policy": "frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
@@ -179,6 +181,15 @@ class _Handler(BaseHTTPRequestHandler):
         content = json.dumps({"event": "error", "message": message}).encode()
         self._begin(status, "application/json", len(content))
         self.wfile.write(content)
+        if self.command == "POST":
+            self._discard()
+
+    def _discard(self) -> None:
+        """Read the rest of a request that is refused: closing the connection before would reset it, and lose the answer."""
+        self.connection.shutdown(socket.SHUT_WR)
+        left = _MOST_DISCARDED
+        while left > 0 and (taken := len(self.rfile.read1(_PIECE))):
+            left -= taken
 
     def _is_refused(self) -> bool:
         """Refuse what does not come from our own page."""

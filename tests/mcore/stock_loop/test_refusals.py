@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 from megatron.core import parallel_state
-from torch import nn
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor, nn
 
+import megatron.zerobubble
 from megatron.zerobubble.errors import ConfigError, SplitError, UserError
-from tests.support.loops import SIZES, Loop
+from tests.support.loops import SIZES, Loop, forward_step
 from tests.support.ranks import RankPool
 from tests.support.stock import installed
 
@@ -124,3 +127,42 @@ def test_all_ranks_end_with_the_line_of_the_one_that_refuses(
     assert (kind, text) == other
     assert kind == (SplitError if "critic" in line else ConfigError).__name__
     assert re.search(line, text), text
+
+
+def _outputs(rank: int, schedule: str, flags: str, change: Callable[[Tensor], Any]) -> None:
+    """An iteration whose first stage returns something else than its hidden states."""
+
+    def changed(data_iterator: Any, model: Any) -> tuple[Any, Any]:
+        output, loss = forward_step(data_iterator, model)
+        return (change(output) if get_attr_wrapped_model(model, "pre_process") else output), loss
+
+    without = mock.patch.object(megatron.zerobubble, "uninstall")  # which all ranks call, and the other one waits for a message
+    with without, installed(f"{SIZES} {flags}", schedule) as args:
+        Loop(args).train(forward_step_func=changed)
+
+
+def _pair(output: Tensor) -> Any:
+    return output, output.detach().mean()
+
+
+def _dict(output: Tensor) -> Any:
+    return {"hidden_states": output}
+
+
+def _half(output: Tensor) -> Any:
+    return output.bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "flags", "change", "line"),
+    [
+        ("zb-h1", "", _pair, r"returned a tuple of 2 as the stage's output, .* one tensor, the hidden states \(8, 2, 16\)"),
+        ("zbv", V, _dict, "returned dict as the stage's output"),
+        ("zb-h1", "", _half, r"the output is torch\.bfloat16, .* config\.pipeline_dtype, torch\.float32"),
+    ],
+)
+def test_an_output_that_is_not_one_tensor_is_named(
+    two_ranks: RankPool, schedule: str, flags: str, change: Callable[[Tensor], Any], line: str
+) -> None:
+    with pytest.raises(AssertionError, match=rf"ExecutionError: stage 0, microbatch 0: .*{line}"):
+        two_ranks.run(_outputs, schedule, flags, change)

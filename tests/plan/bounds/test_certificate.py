@@ -307,6 +307,10 @@ CHANGES_OF_SLICES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "slices out of order": (_renamed, "ascending in F and descending in B and W"),
     "fewer slices": (lambda body: body["plan"].update(num_slices=2), "of a slice that does not exist"),
     "more slices": (lambda body: body["plan"].update(num_slices=10**15), "number of slices"),
+    "a verdict in place of a number of slices": (
+        lambda body: body["plan"].update(slice_counts=[3] * 4, num_slices="1\x1b[2K\rvalid; makespan 1 ms"),
+        "number of slices",
+    ),
     "no costs of slices": (lambda body: body["plan"]["costs"].pop("slices"), "costs of each"),
     "a slice less": (lambda body: [row.pop() for row in body["plan"]["costs"]["slices"]["wgrad_ms"]], "wgrad_ms"),
     "more keys and values": (lambda body: body["plan"]["costs"]["slices"].update(keys=[0.2] * 6), "memory"),

@@ -225,6 +225,8 @@ class Model:
             raise ConfigError(f"the layer file's kinds is {quoted(kinds)}; give an object of kind -> costs")
         if not isinstance(layers, list):
             raise ConfigError(f"the layer file's layers is {quoted(layers)}; give a list such as {_example()}")
+        if len(layers) > _MOST_LAYERS:
+            raise ConfigError(f"the layer file's layers has {len(layers):,} entries; give at most {_MOST_LAYERS:,} layers")
         num_mtp = body.get("num_mtp_layers", 0)
         if isinstance(num_mtp, bool) or not isinstance(num_mtp, int) or not 0 <= num_mtp <= _MOST_LAYERS:
             raise ConfigError(f"the layer file's num_mtp_layers is {quoted(num_mtp)}; give a whole number, 0 or more")

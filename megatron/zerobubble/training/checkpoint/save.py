@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron.zerobubble.errors import CheckpointError
+from megatron.zerobubble.files import disk_error
 from megatron.zerobubble.training.checkpoint.contents import state_to_save, without_optimizer
 from megatron.zerobubble.training.checkpoint.directory import iteration_directory, prepare, publish, writing_directory
 from megatron.zerobubble.training.checkpoint.manifest import FileRecord, Manifest, damaged_names, first_damage, record_of
@@ -99,7 +100,9 @@ class _Writer(FileSystemWriter):
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         """Write what this rank has."""
-        written = super().write_data(plan, planner)
+        with _naming_disk():
+            written = super().write_data(plan, planner)
+            written.wait()
         names = {each.storage_data.relative_path for each in written.value()}
         self.records = {name: record_of(Path(self.path) / name) for name in names}
         return written
@@ -109,16 +112,29 @@ def _write(state: dict[str, Any], folder: str, iteration: int) -> dict[str, File
     """Write the state; the record of each file that this rank wrote."""
     strategy = SaveStrategy()
     try:
-        dist_checkpointing.save(
-            state,
-            str(writing_directory(folder, iteration)),
-            strategy,
-            preprocess_common_before_consistancy_check=without_optimizer,
-        )
+        with _naming_disk():  # what rank 0 writes by itself
+            dist_checkpointing.save(
+                state,
+                str(writing_directory(folder, iteration)),
+                strategy,
+                preprocess_common_before_consistancy_check=without_optimizer,
+            )
     except CheckpointException as error:  # torch's, a BaseException: raised on all ranks, with the reason on rank 0
         run_on_rank_0(partial(_fail, folder, iteration, error))
         raise
     return strategy.records
+
+
+@contextmanager
+def _naming_disk() -> Iterator[None]:
+    """Raise the OSError of a full disk in place of an error that torch's writer raises in consequence of it."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = disk_error(error)
+        if reason is None:
+            raise
+        raise reason from error
 
 
 def _fail(folder: str, iteration: int, failed: CheckpointException) -> NoReturn:
