@@ -110,7 +110,7 @@ def cut_batch(batch: Any, part: SlicePart, dimensions: CutDimensions | None = No
 def tensors_of(batch: Any, *path: str | int) -> Iterator[tuple[tuple[str | int, ...], Tensor]]:
     """Each tensor of a batch, with the names, or numbers in a tuple or list, that lead to it."""
     if isinstance(batch, Tensor):
-        if not batch.is_nested:
+        if batch.layout is torch.strided and not batch.is_nested:
             yield path, batch
         return
     values: Any = batch if isinstance(batch, Mapping) else getattr(batch, "__dict__", {})

@@ -138,11 +138,8 @@ class PositionIds:
             key = path[-1] if path else None
             if each.untyped_storage().data_ptr() == storage:
                 return _Read.MAYBE, path
-            if (
-                (key not in POSITIONS if is_named else key in _NOT_POSITIONS)
-                or each.is_floating_point()
-                or each.dtype is torch.bool
-            ):
+            could_be = key in POSITIONS if is_named else key not in _NOT_POSITIONS
+            if not could_be or each.is_floating_point() or each.dtype is torch.bool:
                 continue
             if _has_values(each, position_ids) and (tokens is None or not _has_values(each, tokens)):
                 return _Read.MAYBE, path
