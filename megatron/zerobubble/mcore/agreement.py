@@ -142,10 +142,12 @@ def _raise_first(refusal: UserError | None) -> None:
     own = None if refusal is None else json.dumps([type(refusal).__name__, str(refusal), rank])
 
     def judge() -> str:
-        missing = _missing(store, ranks, "say whether they refuse the model")
+        missing = _missing(store, ranks, "check the model before its first pass")
         if store.check(["refusal"]):
             return str(store.get("refusal").decode())
-        return json.dumps(["ConfigError", f"{missing}, and call the schedule on every rank", 0]) if missing else _AGREED
+        if missing:
+            return json.dumps(["ConfigError", f"{missing}, and install and call the schedule on every rank", 0])
+        return _AGREED
 
     with _naming_store(rank):
         store.set(f"rank/{rank}", "")

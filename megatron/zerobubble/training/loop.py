@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from megatron.zerobubble.profiling.marks import Marks
 from megatron.zerobubble.runtime.watch import Watch
 from megatron.zerobubble.training.checkpoint.resume import start_from
 from megatron.zerobubble.training.checkpoint.save import save_checkpoint
+from megatron.zerobubble.training.checkpoint.save_lock import hold_save_directory
 from megatron.zerobubble.training.checkpoint.shared import check_save_directory
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer
@@ -124,10 +125,11 @@ def pretrain(
     dog: AbstractContextManager[object] = nullcontext()
     if settings.watchdog_s is not None:
         dog = Watchdog(watch, connection.of(), launch, limit_s=settings.watchdog_s, timeout_s=timeout_s)
-    with guard, watch.phase("is between two phases"), dog:
+    with guard, watch.phase("is between two phases"), dog, ExitStack() as held:
         with watch.phase("joins the job"):
             job = join_job(settings, launch, host, connection=connection, watch=watch)
             check_save_directory(settings.checkpoint.save)
+            held.enter_context(hold_save_directory(settings.checkpoint.save, run=job.attempt.job))
         with watch.phase("builds the model"):
             training_state = build_training_state(
                 settings,
