@@ -5,8 +5,10 @@ import math
 
 import pytest
 
+from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.generators.zb import timed_zb
+from megatron.zerobubble.plan.generators.zbv import zbv_pattern
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.render.text import render_text
@@ -69,7 +71,7 @@ def test_a_generator_makes_the_plan_that_its_docstring_draws(module: str, name: 
     ],
 )
 def test_a_generator_makes_the_plan_of_slices_that_its_docstring_draws(module: str, name: str, p: int) -> None:
-    plan = build_plan(name, num_ranks=p, num_microbatches=2, num_slices=2)
+    plan = zbv_pattern(p, 2, 2) if name == "zbv" else build_plan(name, num_ranks=p, num_microbatches=2, num_slices=2)
     doc = importlib.import_module(f"megatron.zerobubble.plan.generators.{module}").__doc__ or ""
     shown = [line.strip() for line in doc.splitlines() if line.strip().startswith("rank ")]
     each = 2.0 * plan.placement.num_chunks
@@ -195,13 +197,38 @@ def test_zb_for_measured_times(p: int) -> None:
 def test_zbv(p: int) -> None:
     for m in microbatches(p):
         plan = build_plan("zbv", num_ranks=p, num_microbatches=m)
-        assert idle_of(plan) == (0 if m >= 2 * p else 2 * p - m if m > p else 2 * p - 1 - m)
-        live = live_microbatches(plan)
-        assert max(live) == 2 * min(p, m)
+        pattern = zbv_pattern(p, m)
+        idle = 0 if m >= 2 * p else 2 * p - m if m > p else 2 * p - 1 - m
+        assert idle_of(pattern) == idle
+        for each in (plan, pattern):
+            live = live_microbatches(each)
+            assert max(live) <= 2 * min(p, m)
+            validate(each, memory_limit=1.0)
         if m >= 2 * p:
+            assert plan.ops == pattern.ops
             assert live == (2 * p,) * p
             assert simulate(plan, CostModel.uniform(plan.placement)).peak_memory == (1.0,) * p
-        validate(plan, memory_limit=1.0)
+        else:
+            others = [idle_of(build_plan(name, num_ranks=p, num_microbatches=m)) for name in ("v-half", "v-min")]
+            assert idle_of(plan) <= min(idle, *others), m
+            assert idle_of(plan) < idle or p == 1 or m == 2 * p - 1, m
+
+
+@pytest.mark.parametrize(("p", "n"), [(2, 2), (4, 2), (4, 4), (8, 2)])
+def test_zbv_of_slices_is_never_slower_than_its_pattern(p: int, n: int) -> None:
+    for m in range(1, 2 * p // n + 3):
+        plan, pattern = build_plan("zbv", num_ranks=p, num_microbatches=m, num_slices=n), zbv_pattern(p, m, n)
+        costs = CostModel.uniform(plan.placement).divided(n)
+        chosen, written = simulate(plan, costs), simulate(pattern, costs)
+        assert chosen.span_ms < written.span_ms if m * n < 2 * p else chosen.span_ms <= written.span_ms, m
+        assert chosen.makespan_ms <= written.makespan_ms, m
+        assert max(chosen.peak_memory) <= max(written.peak_memory), m
+
+
+def test_the_bound_is_reached_with_few_microbatches() -> None:
+    plan = build_plan("zbv", num_ranks=8, num_microbatches=4)
+    simulation = simulate(plan, CostModel.uniform(plan.placement))
+    assert simulation.span_ms == 19.5 == pytest.approx(lower_bound(plan.placement, 4, simulation.costs, 1.0).span_ms)
 
 
 @pytest.mark.parametrize("p", [16, 32])

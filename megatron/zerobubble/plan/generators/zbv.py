@@ -18,12 +18,14 @@ p=2, m=4, capitals c0, small letters c1::
     rank 0  F0 F1 F2 f0 b0 w0 f1 b1 w1 F3 B0 W0 f2 b2 w2 B1 W1 f3 b3 w3 B2 W2 B3 W3
     rank 1     F0 f0 F1 f1 b0 w0 F2 B0 W0 f2 b1 w1 F3 B1 W1 f3 b2 w2 B2 b3 B3 W2 w3 W3
 
-Bubble with F=B=W=1 per rank and free links: 0 for m >= 2p, 2p-m for p < m < 2p, and 2p-1-m for m <= p. Activation memory
-per rank: 2p stages, which is 1F1B's p microbatches. For m < 2p the schedule is built for 2p microbatches and the excess ones
-are removed.
+Bubble with F=B=W=1 per rank and free links: 0 for m >= 2p. Activation memory per rank: 2p stages, which is 1F1B's p microbatches.
+
+For m < 2p the seven phases have no steady state. Built for 2p microbatches, with the excess ones removed, they idle 2p-1-m for
+m <= p and 2p-m above. Repeated grid blocks (`building_blocks`), as V-Half's, fill and drain faster, at no more memory: for p=8 and
+m=4 the best one idles 7.5 in place of 11. So there the order is the best of both kinds.
 
 With n slices per microbatch the same of slices, and phases 2 and 5 are n-1 rounds longer: the first B is that of the last slice.
-p=2, m=2, n=2::
+p=2, m=2, n=2, cut from m=3::
 
     rank 0  F0-- F0.1 F1-- f0-- F1.1 f0.1 b0.1 w0.1 f1-- b0-- w0-- B0.1 W0.1 f1.1 b1.1 w1.1 B0-- W0-- b1-- w1-- B1.1 W1.1 ......... B1-- W1--
     rank 1       F0-- f0-- F0.1 f0.1 F1-- f1-- b0.1 w0.1 F1.1 B0.1 W0.1 f1.1 b0-- w0-- B0-- W0-- b1.1 w1.1 B1.1 W1.1 b1-- w1-- B1-- W1--
@@ -41,10 +43,10 @@ from megatron.zerobubble.plan.transforms import first_microbatches
 
 
 def zbv(request: Request) -> Plan:
-    """ZB-V for any p >= 1 and m >= 1: the hand-written pattern, or with search options the best plan found."""
-    if request.options is None:
-        return zbv_pattern(request.num_ranks, request.num_microbatches, request.num_slices)
+    """ZB-V for any p >= 1 and m >= 1: the hand-written pattern, or with search options or m < 2p the best plan found."""
     p = request.num_ranks
+    if request.options is None and request.num_microbatches >= _fewest_microbatches(p, request.num_slices):
+        return zbv_pattern(p, request.num_microbatches, request.num_slices)
     return request.searched(request.memory_of(min(p, request.num_passes)), partial(v_seed_orders, p, request.num_slices))
 
 
@@ -65,9 +67,14 @@ def v_seed_orders(num_ranks: int, num_slices: int, memory: float) -> list[SeedOr
 def zbv_pattern(num_ranks: int, num_microbatches: int, num_slices: int = 1) -> Plan:
     """The seven phases for any p >= 1, m >= 1 and n >= 1 slices per microbatch, two stages per rank."""
     p = num_ranks
-    m = max(num_microbatches, -(-2 * p // num_slices) + (num_slices > 1))
+    m = max(num_microbatches, _fewest_microbatches(p, num_slices))
     rows = [_row(rank, p, m, num_slices) for rank in range(p)]
     return first_microbatches(Plan.of("zbv", Placement.v(p), m, rows, num_slices=num_slices), num_microbatches)
+
+
+def _fewest_microbatches(num_ranks: int, num_slices: int) -> int:
+    """Of all seven phases."""
+    return -(-2 * num_ranks // num_slices) + (num_slices > 1)
 
 
 def _row(rank: int, num_ranks: int, num_microbatches: int, num_slices: int) -> list[Op]:
