@@ -39,8 +39,8 @@ def _file(tmp_path: Path, change: Callable[[dict[str, Any]], None] = lambda body
 def test_a_plan_that_fits_runs(tmp_path: Path, flags: str) -> None:
     def reorder(body: dict[str, Any]) -> None:
         rank = body["ops"][3]
-        last = len(rank) - 1
-        rank[last], rank[last - 1] = rank[last - 1], rank[last]
+        later = max(at for at, op in enumerate(rank) if op[0] == "3" and rank[at - 1].startswith("4W") and op[1] == "W")
+        rank[later], rank[later - 1] = rank[later - 1], rank[later]
 
     made = settings(RUN + _file(tmp_path, reorder) + flags, base="")
     assert made.zero_bubble.schedule == ("v-min" if "v-min" in flags else "zbv")
