@@ -26,7 +26,7 @@ from megatron.zerobubble.flags.dataclass_flags import add_group, flag_of
 from megatron.zerobubble.flags.require import installed
 from megatron.zerobubble.flags.targets import check_targets
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
-from megatron.zerobubble.job.launch import is_turned_off, read_launch
+from megatron.zerobubble.job.launch import Launch, is_turned_off, read_launch
 from megatron.zerobubble.messages import quoted
 
 __all__ = ["add_zero_bubble_args", "install"]
@@ -218,7 +218,7 @@ def install(
         config = flags_of(args)
     installed("megatron.zerobubble.install", "torch", "megatron.core", extra="train")
     check_supported(config)
-    check_targets(config.written, tries=launch.rank == 0)
+    refusal = _refused_target(config, launch)
     if config.schedule == "stock":
         return
     if config.chooses_slices and microbatch_tokens is not None:
@@ -247,8 +247,21 @@ def install(
             checkpoints_by_parameter=checkpoints_by_parameter,
             ranks_on_host=launch.ranks_on_host,
             rank=launch.rank,
+            refusal=refusal,
         )
     )
+
+
+def _refused_target(config: ZeroBubbleConfig, launch: Launch) -> ConfigError | None:
+    """Why rank 0, which alone writes files, cannot write one that flags name. Raises it where this is the only rank."""
+    try:
+        check_targets(config.written, tries=launch.rank == 0)
+    except ConfigError as error:
+        if launch.world_size == 1 or launch.rank != 0:  # an empty name, on every rank
+            raise
+        _log.warning("the first iteration will be refused on all ranks: %s", error)
+        return ConfigError(str(error))
+    return None
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -7,9 +7,10 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from megatron.zerobubble.job.launch import Launch
+from megatron.zerobubble.flags.targets import check_targets
+from megatron.zerobubble.job.launch import Launch, is_turned_off
 from megatron.zerobubble.job.rendezvous import connect
-from megatron.zerobubble.overlay import install
+from megatron.zerobubble.overlay import flags_of, install
 
 __all__ = ["run_script"]
 
@@ -37,6 +38,8 @@ def run_script(
 
     sys.argv = [script, *arguments]
     with scripts.script_device(launch, on_cpu=on_cpu):
+        if not is_turned_off():  # here the other ranks are told at once
+            check_targets(flags_of(flags).written, tries=launch.rank == 0)
         install(flags, microbatch_tokens=microbatch_tokens)
         from megatron.zerobubble.job.failure import JobGuard
         from megatron.zerobubble.mcore.stock_loop.patches import finish, supervise_by

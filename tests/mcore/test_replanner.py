@@ -11,7 +11,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.zerobubble.mcore.replanner import Replanner, Window
+from megatron.zerobubble.errors import PlanError
+from megatron.zerobubble.mcore.replanner import Replanner, Window, _of_rank_0
 from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
 from megatron.zerobubble.mcore.state_memory import state_bytes
 from megatron.zerobubble.plan.costs.cost_model import CostModel
@@ -424,3 +425,16 @@ def _train_sliced(rank: int, case: SlicedCase) -> RankLedger:
 def test_the_plan_knows_the_peak_with_slices(four_ranks: RankPool, case: SlicedCase) -> None:
     for rank, found in enumerate(four_ranks.run(_train_sliced, case)):
         assert found.complaints() == [], rank
+
+
+def _refused(rank: int) -> str:
+    def search() -> None:
+        raise PlanError(f"no plan on rank {rank}")
+
+    with pytest.raises(PlanError) as caught:
+        _of_rank_0(search)
+    return str(caught.value)
+
+
+def test_what_rank_0_cannot_plan_is_an_error_on_all_ranks(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_refused) == ["no plan on rank 0"] * 2

@@ -13,11 +13,11 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.errors import ConfigError, ZeroBubbleError
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.mcore.state_memory import usable_bytes
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
@@ -42,6 +42,8 @@ from megatron.zerobubble.profiling.report import RankMemory
 __all__ = ["Measured", "Replanner", "Window", "budget_of", "make_replanner", "measured_costs"]
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,9 +244,7 @@ class Replanner:
 
     def _choose_slices(self, num_microbatches: int) -> None:
         """Cut microbatches into the slices with the best plan, the same on all ranks; all of them must call this."""
-        answer: list[Any] = [self._best_slices(num_microbatches) if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(answer, src=0)
-        lengths, self._costs = answer[0]
+        lengths, self._costs = _of_rank_0(lambda: self._best_slices(num_microbatches))
         self._schedule.cut(lengths)
 
     def _best_slices(self, num_microbatches: int) -> tuple[tuple[int, ...], CostModel]:
@@ -291,9 +291,7 @@ class Replanner:
 
     def _planned(self, num_microbatches: int) -> Plan:
         """A plan for the measured costs, the same on all ranks; all of them must call this at the same point."""
-        answer: list[Any] = [self._search(num_microbatches).to_json() if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(answer, src=0)
-        plan = Plan.from_json(answer[0])
+        plan = Plan.from_json(_of_rank_0(lambda: self._search(num_microbatches).to_json()))
         validate(plan)
         self._current[num_microbatches] = plan
         return plan
@@ -401,6 +399,21 @@ def make_replanner(
         chooses_slices=flags.chooses_slices,
         on_plan=on_plan,
     )
+
+
+def _of_rank_0(make: Callable[[], T]) -> T:
+    """What rank 0 makes, or the error that it raises, on every rank; all of them must call this."""
+    answer: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = make()
+        except ZeroBubbleError as error:
+            answer[1] = error
+    dist.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        raise answer[1]
+    result: T = answer[0]
+    return result
 
 
 def _mib(count: float) -> str:

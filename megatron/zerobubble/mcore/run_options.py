@@ -44,6 +44,9 @@ class RunOptions:
     rank: int = field(default=0, compare=False)
     """Global rank, which is known before there is a process group, and may be another one after an in-process restart."""
 
+    refusal: ConfigError | None = field(default=None, compare=False)
+    """What this rank alone refuses, such as a file that it cannot write; all ranks do so before a model's first pass."""
+
     @property
     def schedule(self) -> str:
         """A name of `megatron.zerobubble.plan.registry`."""

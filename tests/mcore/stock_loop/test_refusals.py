@@ -107,6 +107,7 @@ def refused(
         ("--overlap-grad-reduce", {"schedule": "zb-h1"}, None, _frozen_since, r"was frozen \(requires_grad_"),
         (V, {"schedule": "zbv"}, None, _part_of_the_chunks, r"takes a model of 2 chunk\(s\)"),
         ("", {"schedule": "zb-h1"}, None, _stranger, "DistributedDataParallel did not wrap"),
+        (V, {"schedule": "zbv", "trace": "/dev/null"}, None, _nothing, "--zero-bubble-trace /dev/null is a file"),
     ],
     ids=[
         "split",
@@ -118,6 +119,7 @@ def refused(
         "frozen",
         "chunks",
         "not-wrapped",
+        "target",
     ],
 )
 def test_all_ranks_end_with_the_line_of_the_one_that_refuses(

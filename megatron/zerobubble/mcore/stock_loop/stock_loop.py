@@ -253,6 +253,8 @@ class StockLoop:
     ) -> Running:
         """Make what runs a model. What one rank refuses, all do."""
         with refusing_together():
+            if self.options.refusal is not None:
+                raise self.options.refusal
             if strangers and not forward_only:
                 raise self._unwrapped(strangers[0])
             first = None if strangers else self.adopted.find(chunks)
