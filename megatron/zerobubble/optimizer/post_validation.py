@@ -28,6 +28,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from megatron.zerobubble.errors import ExecutionError
+
 __all__ = ["GradientStatistics", "PostValidation", "Relay", "RollbackOptimizer", "Verdict", "Waits", "group_of"]
 
 Waits = Callable[[str, int], AbstractContextManager[object]]
@@ -230,7 +232,7 @@ class Relay:
 
     def close(self) -> None:
         """Destroy the group. Every rank of the pipeline must call it, after its last step has been validated."""
-        self._wait()
+        self.wait()
         self.abandon()
 
     def abandon(self) -> None:
@@ -241,7 +243,7 @@ class Relay:
             self._group = None
 
     def _send(self, rank: int, stepped: tuple[int, ...], statistics: GradientStatistics) -> None:
-        self._wait()
+        self.wait()
         flags = [float(other in stepped) for other in range(len(self._ranks))]
         values = torch.tensor([*flags, *statistics.to_list()], dtype=torch.float64)
         peer = self._ranks[rank]
@@ -256,7 +258,7 @@ class Relay:
         flags, others = values[:size].tolist(), values[size:].tolist()
         return tuple(other for other, flag in enumerate(flags) if flag), GradientStatistics.from_list(others)
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
         """Wait for earlier sends. Cannot deadlock: their receivers do not wait for this rank before they receive."""
         for work, _, peer in self._sends:
             if work is not None:
@@ -374,8 +376,12 @@ class PostValidation:
             stepped, statistics = self._relay.recv_global()
             self._relay.send_prev(stepped, statistics)
         is_redone = statistics.overflowed or self._optimizer.is_clipped(statistics)
-        # of every step, not of wrong ones alone, and on all ranks: a loop that moves gradients learns it in its second iteration
-        self._optimizer.check_tensors(is_redone=is_redone)
+        try:
+            # of every step, not of wrong ones alone: a loop that moves gradients learns it in its second iteration
+            self._optimizer.check_tensors(is_redone=is_redone)
+        except ExecutionError:
+            self._relay.wait()  # so that the ranks before this one come to the same, and not to a lost connection
+            raise
         if is_redone:
             self._num_clean_steps = 0
         if pending.statistics is None:
