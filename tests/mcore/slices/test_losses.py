@@ -51,7 +51,7 @@ def test_a_mean_loss_is_refused(result: Any, got: str) -> None:
 
 
 Pair = namedtuple("Pair", ["total", "number"])
-PER_TOKEN = torch.rand(2, 8)
+PER_TOKEN = torch.arange(16.0).reshape(2, 8) / 16
 COUNTED = (4, 8)
 """Tokens that count, of the slices."""
 TOTALS = (6.0, 3.0)
@@ -69,7 +69,11 @@ def reported(*reports: Any, counted: tuple[int, ...] = COUNTED) -> Any:
     return found
 
 
-@pytest.mark.parametrize("tensor", [PER_TOKEN, PER_TOKEN > 0.5, (9 * PER_TOKEN).long(), torch.rand(2, 8, 4)], ids=str)
+@pytest.mark.parametrize(
+    "tensor",
+    [PER_TOKEN, PER_TOKEN > 0.5, (9 * PER_TOKEN).long(), torch.arange(64.0).reshape(2, 8, 4)],
+    ids=["floats", "bools", "integers", "rows"],
+)
 def test_tensors_with_something_per_token_are_put_together(tensor: Tensor) -> None:
     for wrap in (lambda each: {"a": each}, lambda each: {"a": {"b": [each]}}, lambda each: (each,)):
         found = reported(wrap(tensor[:, :3]), wrap(tensor[:, 3:]))
@@ -122,7 +126,7 @@ def test_what_is_the_same_in_every_slice_stays() -> None:
         (3, 4, "'x' of the report is a int"),
         (True, True, "'x' of the report is a bool"),
         (torch.tensor(3), torch.tensor(4), r"'x' of the report is a tensor of int64 with shape \(\)"),
-        (torch.rand(3), torch.rand(3), r"tensor of float32 with shape \(3,\), of 2 rows of 3 tokens"),
+        (torch.ones(3), torch.ones(3), r"tensor of float32 with shape \(3,\), of 2 rows of 3 tokens"),
         (PER_TOKEN[:, :2], PER_TOKEN[:, :2], r"shape \(2, 2\)"),
         (PER_TOKEN[:, :3].T, PER_TOKEN[:, 3:].T, r"shape \(3, 2\)"),
         (PER_TOKEN[:1, :3], PER_TOKEN[:1, 3:], r"shape \(1, 3\)"),
