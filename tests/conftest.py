@@ -24,8 +24,12 @@ from tests.support.transformer_engine import chosen_version, unpacked
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose one seed for all sampling."""
+    """Choose one seed for all sampling. Let oneDNN do without what torch is told to do without: with AMX beside a torch without
+    AVX-512, torch's attention in bf16 raises."""
     os.environ.setdefault("ZB_TEST_SEED", str(random.SystemRandom().randrange(1_000_000)))
+    cap = {"default": "SSE41", "avx2": "AVX2"}.get(os.environ.get("ATEN_CPU_CAPABILITY", ""))
+    if cap is not None:
+        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", cap)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     """Print the seed, the instruction sets if some were chosen, and the megatron-core that is imported, in the header."""
-    chosen = ("ZB_TEST_SEED", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
+    chosen = ("ZB_TEST_SEED", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
     variables = " ".join(f"{name}={os.environ[name]}" for name in chosen if name in os.environ)
     return f"{variables}, megatron-core {imported_version()}"
 
