@@ -245,6 +245,7 @@ def _attention_apart(
 
     expected = run(whole, lambda tensor, dim: tensor)
     actual = run(shared, lambda tensor, dim: slices(tensor, parts, dim=dim))
+    dist.destroy_process_group(groups.tp)
     return [
         float((each - slices(other, parts, dim=0)).abs().max() / other.abs().max())
         for each, other in zip(actual, expected, strict=True)
