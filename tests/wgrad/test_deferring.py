@@ -183,7 +183,7 @@ def test_a_queue_that_w_would_misread_is_an_error(engine: RankPool) -> None:
 
 
 class Layers(nn.Module):
-    """Two linears, of which `read` has other readers."""
+    """A linear and experts; `read` has other readers."""
 
     def __init__(self, *, delay: bool) -> None:
         super().__init__()
@@ -191,16 +191,19 @@ class Layers(nn.Module):
 
         how: dict[str, Any] = {"delay_wgrad_compute": delay, "fuse_wgrad_accumulation": False, "device": "cpu", "bias": False}
         self.first, self.read = te.Linear(8, 8, **how), te.Linear(8, 8, **how)
+        self.experts = te.GroupedLinear(len(SPLITS), 8, 8, **how)
 
     def forward(self, x: Tensor, kind: str) -> Tensor:
         if kind == "perturbed":  # by the gradient of a forward of its own, as adversarial training does
             x = x.requires_grad_()
             (gradient,) = torch.autograd.grad(self(x, ""), x)
             x = (x + 0.1 * gradient).detach()
-        hidden = torch.relu(self.first(x))
+        hidden = torch.relu(self.experts(self.first(x), SPLITS))
         output = hidden @ self.read.weight if kind == "absorbed" else self.read(hidden)
         loss: Tensor = output.square().sum()
-        return loss + self.read.weight.square().sum() if kind == "penalty" else loss
+        if kind == "penalty":
+            loss = loss + self.read.weight.square().sum() + self.experts.weight1.square().sum()
+        return loss
 
 
 def _read_elsewhere(_rank: int, kind: str) -> None:
@@ -227,9 +230,8 @@ def _read_elsewhere(_rank: int, kind: str) -> None:
     gradients.end_last()
     gradients.finish()
     store.check_empty()
-    assert sorted(ready) == ["first.weight", "read.weight"]
-    assert actual.first.wgrad_store.context.empty()
-    assert actual.read.wgrad_store.context.empty()
+    assert sorted(ready) == ["experts.weight0", "experts.weight1", "experts.weight2", "first.weight", "read.weight"]
+    assert all(each.wgrad_store.context.empty() for each in (actual.first, actual.read, actual.experts))
     for name, weight in expected.named_parameters():
         # the sums have other orders: per microbatch one rounding of a sum of two
         torch.testing.assert_close(actual.get_parameter(name).main_grad, weight.main_grad, rtol=2e-6, atol=2e-6)

@@ -64,19 +64,18 @@ class DeferringModule(FinalGradient):
     Args:
         name: name of the module, for messages.
         module: has Transformer Engine's `backward_dw`, which computes the weight gradients of the oldest entry and calls the
-            hooks, `wgrad_accumulation_and_reduce_hooks` and `wgrad_store`.
+            hooks, `wgrad_accumulation_and_reduce_hooks` and `wgrad_store`. In B it gives autograd nothing or zeros for them.
         weights: parameters of the module with deferred gradients. Each needs a ``main_grad``, as set by megatron-core's DDP.
-        read: those of them that the module gives no gradient in B, so that what autograd has is that of other readers.
     """
 
     __slots__ = ("_early", "_module", "_node", "_shares", "_unwanted", "_waiting", "_weights")
 
-    def __init__(self, name: str, module: Any, weights: Sequence[Parameter], read: Sequence[Parameter] = ()) -> None:
+    def __init__(self, name: str, module: Any, weights: Sequence[Parameter]) -> None:
         super().__init__(name)
         self._module = weakref.ref(module)
         self._weights = tuple(weights)
         self._node = accumulator_of(self._weights[0])
-        self._shares = [ShareOfAutograd(each, self) for each in read if not _needs_placeholder(each)]
+        self._shares = [ShareOfAutograd(each, self) for each in weights if each.dim() > 1 and not _needs_placeholder(each)]
         self._unwanted: int | None = None
         """Entries in the module's queue before a backward pass whose entries nobody wants."""
         self._waiting: deque[WgradKey] = deque()

@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
@@ -33,9 +34,9 @@ __all__ = [
     "defer_to_w",
     "forget_scales_for_recomputation",
     "fusion_without_apex",
+    "give_zeros_in_backward",
     "mark_deferred_biases",
     "own_operands",
-    "returns_nothing_in_backward",
     "scaling_tensors",
     "stop_deferring",
     "unknown_overlaps",
@@ -110,12 +111,22 @@ def mark_deferred_biases(module: nn.Module) -> None:
             bias.skip_backward_post_hook = True  # type: ignore[attr-defined]
 
 
-def returns_nothing_in_backward(module: nn.Module, weight: nn.Parameter) -> bool:
-    """Whether a module that defers this weight's gradient gives autograd none in B, so that what autograd has is from others.
+def give_zeros_in_backward(module: Any) -> None:
+    """Make what a module that defers its weight gradients gives autograd for them in B zero.
 
-    FP8 computes the gradients of biases in B. GroupedLinear returns the memory that its W will fill.
+    GroupedLinear without fused accumulation gives the uninitialized memory that its W will fill. As zeros it can be told from
+    what other readers of the weights add. Other modules give nothing.
     """
-    return weight.dim() > 1 and not hasattr(module, "num_gemms")
+    if hasattr(module, "num_gemms") and not getattr(module, "fuse_wgrad_accumulation", False):
+        module.wgrad_store.put = partial(_put_zeros, module.wgrad_store.put)
+
+
+def _put_zeros(put: Callable[..., None], tensors: Any, function: Any) -> None:
+    outputs = tensors[-1] if isinstance(tensors[-1], list) else getattr(tensors[-1], "rowwise_data", None)
+    for output in outputs if isinstance(outputs, list) else [outputs]:
+        if output is not None:
+            output.zero_()
+    put(tensors, function)
 
 
 def stop_deferring(module: nn.Module) -> None:

@@ -41,9 +41,9 @@ from megatron.zerobubble.errors import SplitError
 from megatron.zerobubble.mcore.model.kept_in_b import KEEP_IN_B, declared_in_b, find_kept, is_declared
 from megatron.zerobubble.mcore.model.transformer_engine import (
     OLDEST_TRANSFORMER_ENGINE,
+    give_zeros_in_backward,
     mark_deferred_biases,
     own_operands,
-    returns_nothing_in_backward,
     stop_deferring,
     unknown_overlaps,
 )
@@ -97,10 +97,8 @@ def split_weight_gradients(chunk: nn.Module, store: WeightGradStore) -> list[str
     for name, module in deferring_modules(chunk):
         mark_deferred_biases(module)
         deferred = {f"{name}.{key}": weight for key, weight in _own_parameters(module) if is_deferred(weight)}
-        weights = tuple(deferred.values())
-        driven = DeferringModule(
-            name, module, weights, read=[each for each in weights if returns_nothing_in_backward(module, each)]
-        )
+        give_zeros_in_backward(module)
+        driven = DeferringModule(name, module, tuple(deferred.values()))
         setattr(module, _DRIVEN, driven)
         setattr(module, _FORWARD_HOOK, module.register_forward_hook(partial(_defer_in_backward, store, driven)))
         names += deferred
@@ -134,6 +132,7 @@ def remove_split(chunk: nn.Module) -> None:
         if is_driven(module):
             getattr(module, _FORWARD_HOOK).remove()
             getattr(module, _DRIVEN).remove()
+            vars(getattr(module, "wgrad_store", module)).pop("put", None)
             delattr(module, _FORWARD_HOOK)
             delattr(module, _DRIVEN)
 
