@@ -24,7 +24,7 @@ from tests.support.transformer_engine import chosen_version, unpacked
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose one seed for all sampling. Let oneDNN do without what torch is told to do without: with AMX beside a torch without
+    """Choose one seed for all sampling. Cap oneDNN's instruction set together with torch's: with AMX beside a torch without
     AVX-512, torch's attention in bf16 raises."""
     os.environ.setdefault("ZB_TEST_SEED", str(random.SystemRandom().randrange(1_000_000)))
     cap = {"default": "SSE41", "avx2": "AVX2"}.get(os.environ.get("ATEN_CPU_CAPABILITY", ""))

@@ -38,7 +38,7 @@ def run_script(
 
     sys.argv = [script, *arguments]
     with scripts.script_device(launch, on_cpu=on_cpu):
-        if not is_turned_off():  # here the other ranks are told at once
+        if not is_turned_off():  # one line ends the other ranks here at once
             check_targets(flags_of(flags).written, tries=launch.rank == 0)
         install(flags, microbatch_tokens=microbatch_tokens)
         from megatron.zerobubble.job.failure import JobGuard

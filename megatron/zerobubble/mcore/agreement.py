@@ -143,8 +143,9 @@ def _raise_first(refusal: UserError | None) -> None:
 
     def judge() -> str:
         missing = _missing(store, ranks, "check the model before its first pass")
-        if store.check(["refusal"]):
-            return str(store.get("refusal").decode())
+        if store.add("refused", 0):
+            first = next(each for each in ranks if store.check([f"refusal/{each}"]))
+            return str(store.get(f"refusal/{first}").decode())
         if missing:
             return json.dumps(["ConfigError", f"{missing}, and install and call the schedule on every rank", 0])
         return _AGREED
@@ -152,7 +153,8 @@ def _raise_first(refusal: UserError | None) -> None:
     with _naming_store(rank):
         store.set(f"rank/{rank}", "")
         if own is not None:
-            store.compare_set("refusal", "", own)
+            store.set(f"refusal/{rank}", own)
+            store.add("refused", 1)
         verdict = _judged(store, judge, rank=rank, ranks=ranks, timeout_s=_PATIENCE_S)
     if verdict == _AGREED:
         return

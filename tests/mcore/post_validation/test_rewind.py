@@ -197,7 +197,7 @@ def test_large_tensors_are_copied_where_the_forward_step_changes_some() -> None:
         return iterator, [next(iterator)["image"].add_(1).sum().item()]
 
     habits = Habits()
-    with HostDevice(), mock.patch("megatron.zerobubble.mcore.post_validation.contents._SMALL", 0):
+    with HostDevice(), mock.patch("megatron.zerobubble.mcore.post_validation.batch_contents._SMALL", 0):
         iterator, seen = read(habits)
         with pytest.raises(ExecutionError, match=r"forward_step changed batch\['image'\] of microbatch 0, .* in place"):
             iterator.rewind()

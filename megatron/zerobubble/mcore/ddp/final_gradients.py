@@ -1,4 +1,4 @@
-"""When the gradients of a chunk are final: what DDP is told, and when, while B and W of a chunk run apart.
+"""When the gradients of a chunk are final: DDP is notified of each weight once, though its B and W run apart.
 
 DDP starts to reduce a bucket when all of its gradients have been reported outside of `no_sync`. With B and W split, the last B of
 a chunk reports norms and biases, and its last W the rest; between the two, Ws of earlier microbatches may run and must not count.

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from megatron.zerobubble.mcore.compat import mtp_entries, router_loss_sums
 from megatron.zerobubble.mcore.model.transformer_engine import forget_scales_for_recomputation, scaling_tensors
-from megatron.zerobubble.mcore.post_validation.contents import Contents, put_back, refill
+from megatron.zerobubble.mcore.post_validation.batch_contents import Contents, put_back, refill
 
 __all__ = ["Habits", "Replayed", "Rewind"]
 

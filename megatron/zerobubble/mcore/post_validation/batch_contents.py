@@ -37,7 +37,7 @@ _NOT_DATA = (ModuleType, Iterator, Dataset, torch.Generator)
 
 
 @dataclass(frozen=True)
-class _Read:
+class _TensorRead:
     """A tensor as it was read."""
 
     name: str
@@ -64,7 +64,7 @@ class Contents:
     def __init__(self, item: Any, number: int, *, copies_all: bool) -> None:
         self._number = number
         self._copies_all = copies_all
-        self._tensors: list[_Read] = []
+        self._tensors: list[_TensorRead] = []
         self._undo: list[Callable[[], None]] = []
         self._taken: set[int] = set()
         self._take(item, "batch")
@@ -96,7 +96,7 @@ class Contents:
         if isinstance(value, Tensor):
             is_copied = self._copies_all or value.numel() * value.element_size() <= _SMALL
             version = None if value.is_inference() else value._version
-            self._tensors.append(_Read(name, value, version, value.detach().clone() if is_copied else None))
+            self._tensors.append(_TensorRead(name, value, version, value.detach().clone() if is_copied else None))
         elif isinstance(value, np.ndarray):
             if value.flags.writeable:
                 self._undo.append(partial(np.copyto, value, value.copy()))
