@@ -12,6 +12,7 @@ import math
 import os
 import random
 import re
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,9 +26,12 @@ from tests.support.transformer_engine import chosen_version, unpacked
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose one seed for all sampling. Cap oneDNN's instruction set together with torch's: with AMX beside a torch without
-    AVX-512, torch's attention in bf16 raises."""
+    AVX-512, torch's attention in bf16 raises. `torch.compile` keeps code of each in a cache of its own."""
     os.environ.setdefault("ZB_TEST_SEED", str(random.SystemRandom().randrange(1_000_000)))
-    cap = {"default": "SSE41", "avx2": "AVX2"}.get(os.environ.get("ATEN_CPU_CAPABILITY", ""))
+    capability = os.environ.get("ATEN_CPU_CAPABILITY")
+    if capability:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-{os.getuid()}-{capability}")
+    cap = {"default": "SSE41", "avx2": "AVX2"}.get(capability or "")
     if cap is not None:
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", cap)
 

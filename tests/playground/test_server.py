@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import http.client
 import json
@@ -50,7 +51,11 @@ def events(body: bytes) -> list[dict[str, Any]]:
 
 def workers(server: Server) -> int:
     """Processes that answer a request; one that has ended is there until the server notices."""
-    return sum(child.status() != psutil.STATUS_ZOMBIE for child in psutil.Process(server.pid).children())
+    number = 0
+    for child in psutil.Process(server.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # since they were listed
+            number += child.status() != psutil.STATUS_ZOMBIE
+    return number
 
 
 def wait_for_no_workers(server: Server) -> None:
