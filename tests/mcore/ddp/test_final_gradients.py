@@ -106,6 +106,20 @@ def test_a_gradient_that_its_bucket_missed_is_an_error() -> None:
         gradients.finish()
 
 
+def test_an_iteration_that_ended_early_leaves_nothing_to_the_next() -> None:
+    ddp = Wrapped("weight")
+    (split,) = ddp.splits
+    for _ in range(2):
+        gradients = FinalGradients(ddp, ddp.splits)  # type: ignore[arg-type]
+        _read(split)
+        gradients.begin_last()
+        split.notify()
+        ddp.in_flight.add("weight")
+    gradients.end_last()
+    gradients.finish()
+    assert not split.waits_for_end
+
+
 def test_a_gradient_that_is_left_in_grad_is_an_error() -> None:
     ddp = Wrapped("assigned")
     (assigned,) = ddp.splits

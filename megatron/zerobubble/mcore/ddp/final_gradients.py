@@ -35,6 +35,8 @@ class FinalGradients:
         self._chunk: Any = chunk
         self._deferred = deferred
         self._forbidden: contextlib.AbstractContextManager[Any] | None = None
+        for each in deferred:  # an error may have ended the last iteration
+            each.end()
         self.forbid()
 
     def allow(self) -> None:
