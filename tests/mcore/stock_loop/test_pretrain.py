@@ -138,7 +138,7 @@ def test_slices(four_ranks: RankPool, parallel: str, zero_bubble: str) -> None:
     "Your own script",
     "Megatron-LM's own `pretrain()` with `--zero-bubble-schedule auto`, one chunk per rank and two in a V, and what is measured: "
     "trace, report, `layers.json`, saved plan, balanced stages (`make test MCORE=0.19.2`)",
-    "works, in every printed digit",
+    "works, in every printed digit (in a V but the last one)",
 )
 @pytest.mark.parametrize(("chunks", "is_v"), [("", ""), (f"{CHUNKS} {UNTIED}", "--zero-bubble-v-schedule")])
 def test_auto_and_what_it_measures(four_ranks: RankPool, tmp_path: Path, chunks: str, is_v: str) -> None:
@@ -147,7 +147,8 @@ def test_auto_and_what_it_measures(four_ranks: RankPool, tmp_path: Path, chunks:
     auto = f"--zero-bubble-schedule auto {is_v} --zero-bubble-planning-seconds 0.1 --zero-bubble-balance-stages"
     files = f"--zero-bubble-trace {folder} --zero-bubble-trace-iterations 6 --zero-bubble-save-plan {tmp_path}/plan.json"
     actual = _run(four_ranks, f"{TWO} {chunks} {iterations}", f"{auto} {files}")
-    assert actual == _run(four_ranks, plain)
+    # in a V the clipped gradients' norm is a sum over other stages, which may round another way
+    assert _agree(actual, _run(four_ranks, plain), is_tied=bool(is_v))
     names = ["layers.json", "plan-6.json", "report.json", "timeline-6.svg", "trace.json"]
     assert sorted(path.name for path in folder.iterdir()) == names
     plan = Plan.from_json((tmp_path / "plan.json").read_bytes())
