@@ -54,7 +54,7 @@ class WgradKey(NamedTuple):
         return f"chunk {self.chunk}, microbatch {self.microbatch}{part}"
 
 
-OUTSIDE = WgradKey(-1, -1)
+_OUTSIDE = WgradKey(-1, -1)
 """A backward pass outside of any B, whose weight gradients are computed at its end."""
 
 
@@ -149,12 +149,12 @@ class DeferringModule(FinalGradient):
 
     def compute_after_backward(self) -> None:
         """Compute the weight gradients at the end of the backward pass that runs now, in no W. Called when the module's runs."""
-        self.note(OUTSIDE)
+        self.note(_OUTSIDE)
         Variable._execution_engine.queue_callback(self._compute_outside)
 
     def _compute_outside(self) -> None:
-        self.after_backward(OUTSIDE)
-        self.compute(OUTSIDE)
+        self.after_backward(_OUTSIDE)
+        self.compute(_OUTSIDE)
 
     def after_backward(self, key: WgradKey) -> None:
         """End the B of this (chunk, microbatch): drop placeholders, put real gradients aside. Their hooks run in W."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import enum
 import weakref
 from functools import partial
@@ -12,7 +13,7 @@ import torch
 __all__ = ["FinalGradient", "ShareOfAutograd", "Taker", "accumulator_of", "taker_of"]
 
 
-class FinalGradient:
+class FinalGradient(abc.ABC):
     """Whether DDP was notified of the final gradient of one or several weights in this iteration.
 
     Attributes:
@@ -35,13 +36,13 @@ class FinalGradient:
         self.is_final = self.is_reported = self.was_late = False
 
     @property
+    @abc.abstractmethod
     def weights(self) -> tuple[torch.nn.Parameter, ...]:
         """The weights."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def report(self) -> None:
         """Notify DDP of the final gradient, if no W has. A frozen weight has none."""
-        raise NotImplementedError
 
     def note_share(self) -> None:
         """Autograd has added to the gradient."""

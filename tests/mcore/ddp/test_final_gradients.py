@@ -60,6 +60,12 @@ def _read(split: SplitWeight) -> None:
     (split.weight * 2.0).sum().backward()
 
 
+def _last_w(gradients: FinalGradients, split: SplitWeight) -> None:
+    gradients.begin_last()
+    split.notify()
+    gradients.end_last()
+
+
 def test_a_weight_without_a_w_is_reported_behind_the_last_one() -> None:
     ddp = Wrapped("in W", "read", "frozen")
     in_w, read, frozen = ddp.splits
@@ -82,9 +88,7 @@ def test_a_weight_that_is_read_later_than_its_last_w_waits_for_the_end_from_the_
     (late,) = ddp.splits
     for iteration in range(2):
         gradients = FinalGradients(ddp, ddp.splits)  # type: ignore[arg-type]
-        gradients.begin_last()
-        late.notify()
-        gradients.end_last()
+        _last_w(gradients, late)
         assert ddp.final == (["late"] if iteration == 0 else [])
         _read(late)  # B of another chunk
         gradients.finish()
@@ -97,9 +101,7 @@ def test_a_gradient_that_its_bucket_missed_is_an_error() -> None:
     ddp = Wrapped("late")
     (late,) = ddp.splits
     gradients = FinalGradients(ddp, ddp.splits)  # type: ignore[arg-type]
-    gradients.begin_last()
-    late.notify()
-    gradients.end_last()
+    _last_w(gradients, late)
     ddp.in_flight.add("late")
     _read(late)
     with pytest.raises(WeightGradStoreError, match=r"^late got a gradient from another chunk .* turn overlap_grad_reduce off$"):
@@ -124,9 +126,7 @@ def test_a_gradient_that_is_left_in_grad_is_an_error() -> None:
     ddp = Wrapped("assigned")
     (assigned,) = ddp.splits
     gradients = FinalGradients(ddp, ddp.splits)  # type: ignore[arg-type]
-    gradients.begin_last()
-    assigned.notify()
-    gradients.end_last()
+    _last_w(gradients, assigned)
     assigned.weight.grad = torch.ones(2, 3)
     with pytest.raises(WeightGradStoreError, match=r"^assigned: the iteration ended with a gradient in \.grad that is not in"):
         gradients.finish()

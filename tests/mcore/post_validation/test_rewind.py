@@ -1,4 +1,4 @@
-"""A forward that runs again reads what it read, whatever it did to it, and draws the same random numbers."""
+"""A forward that runs again reads its data as they were before it changed them, and draws the same random numbers."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_a_write_that_fails_is_raised_on_every_rank_with_its_reason(four_ranks: 
 
 
 def fill(rank: int, folder: str, whose: int) -> str:
-    """The error of a rank whose disk is full after so many bytes that torch's writer has begun a file."""
+    """The error of a rank whose disk is full after torch's writer has begun a file."""
     with training_state_of(rank, [*V4, "--save", folder]) as training_state:
         train(training_state, first=1, last=1)
         with pytest.raises(CheckpointError) as caught, written_until_full() if rank == whose else nullcontext():

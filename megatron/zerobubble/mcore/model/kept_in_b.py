@@ -10,7 +10,7 @@ A module with `wgrad_in_backward = True` keeps its gradients in B, and so do the
 Every other weight that is neither split nor deferred by its module is computed in B, by autograd. Its gradient is right there,
 but B takes longer than a schedule assumes, and W, which is to fill the bubble, less. A value head or an adapter is no reason to
 refuse a model. So such weights are logged, one line per kind of module, and refused where they are more than `_MOST_SHARE` of
-the stage's. A stage most of whose weights are frozen (LoRA) has next to no W whatever becomes of the others: it has no limit.
+the stage's. A stage most of whose weights are frozen (LoRA) has next to no W in any case: it has no limit.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Habits:
 
 
 class Replayed:
-    """A data iterator that can be rewound once to where it was. Whatever else is called on it is replayed like `next`.
+    """A data iterator that can be rewound once to where it was. Its other methods are replayed like `next`.
 
     Behind each item the random numbers go on where they did when it was read first, also if reading it draws some.
 

@@ -1,7 +1,7 @@
 """The model chunks that a stock loop wraps by DDP. Each is split into B and W before that; a schedule's call looks them up.
 
 A chunk that cannot be split is wrapped as it is, and refused by the first call of the schedule: all ranks come there, whereas the
-others would not learn of an error here, and would wait for this rank in whatever the loop does next.
+others would not learn of an error here, and would wait for this rank in the loop's next collective.
 """
 
 from __future__ import annotations
