@@ -94,6 +94,19 @@ def test_a_pass_shows_its_chain_and_arrows_to_what_waits_for_it(opened: Open) ->
         assert page.locator(".arrows path").count() == 0
 
 
+def test_a_timeline_that_arrives_leaves_the_selected_pass_of_another_as_it_is(opened: Open) -> None:
+    with opened(f"{SMALL}&s=zbv") as page:
+        ready(page)
+        page.locator(".chart").focus()
+        page.keyboard.press("ArrowRight")
+        page.evaluate("document.getElementById('add').click()")
+        page.locator(".chart").nth(1).wait_for()
+        assert page.locator(".arrows .chain").count() == 1
+        page.evaluate("document.querySelectorAll('.slot .remove')[1].click()")
+        page.locator(".chart").nth(1).wait_for(state="detached")
+        assert page.locator(".arrows .chain").count() == 1
+
+
 def test_slices_are_passes_of_their_own(opened: Open) -> None:
     with opened("p=2&m=2&effort=drawn&s=1f1b~~~~2&s=auto~~~~2") as page:
         assert page.locator(".slot input[placeholder='1']").first.input_value() == "2"

@@ -59,10 +59,7 @@ export class Timelines {
     });
     if (this.selected && !this.panels.includes(this.selected.panel)) this.choose(null);
     if (this.shown.range && !this.panels.includes(this.shown.range.panel)) this.setRange(null);
-    const elements = this.panels.map((panel) => panel.element);
-    if (elements.length !== this.root.children.length || elements.some((element, i) => element !== this.root.children[i])) {
-      this.root.replaceChildren(...elements);
-    }
+    arrange(this.root, this.panels.map((panel) => panel.element));
     this.explain();
     this.repaint();
   }
@@ -306,6 +303,14 @@ const ZOOMS = {
   "[": (lines) => lines.edge(false),
   "]": (lines) => lines.edge(true),
 };
+
+/** Make `elements` the children of `root`; those that stay are not moved, as a moved one would lose the focus. */
+function arrange(root, elements) {
+  for (const child of [...root.children]) if (!elements.includes(child)) child.remove();
+  elements.forEach((element, i) => {
+    if (root.children[i] !== element) root.insertBefore(element, root.children[i] ?? null);
+  });
+}
 
 function clamp(value, most) {
   return Math.max(0, Math.min(value, most));
