@@ -1,13 +1,26 @@
-"""Train a GPT: `torchrun --nproc-per-node 4 pretrain_gpt.py --pipeline-model-parallel-size 4 --zero-bubble-v-schedule ...`.
+"""Megatron-LM's training loop with zero-bubble flags: `torchrun --nproc-per-node 8 pretrain_gpt.py --zero-bubble-v-schedule ...`.
 
-Model provider, forward step and loss are in `megatron/zerobubble/training/models/gpt.py`; to train another model, pass providers
-of your own to `run`. `training/loop.py` is the training loop, `mcore/zb_schedules.py` makes the schedule, `runtime/executor.py`
-runs it.
-`--help` lists the flags. Without a checkout: `zerobubble train`.
+Flags, data, tokenizers, checkpoints and logs are Megatron-LM's: its loop, `megatron.training`, comes with megatron-core from 0.17
+on, for Python 3.12. Model, data and loss are in `megatron/zerobubble/gpt_script.py`, which a script for another model may begin
+from; one that exists runs unchanged by `zerobubble run`. `--help` lists all flags.
+
+On megatron-core 0.16 this project's small reference trainer stands in, as `zerobubble train` always: `training/loop.py`.
 """
 
-from megatron.zerobubble.training.entry import run
-from megatron.zerobubble.training.models.gpt import forward_step_provider, model_provider
+import importlib.util
+
+from megatron.zerobubble import script
+from megatron.zerobubble.cli.run import run_itself
 
 if __name__ == "__main__":
-    run(model_provider, forward_step_provider)
+    if importlib.util.find_spec("megatron.training") is None:
+        from megatron.zerobubble.training.entry import run
+        from megatron.zerobubble.training.models.gpt import forward_step_provider, model_provider
+
+        run(model_provider, forward_step_provider)
+    elif script.flags is None:
+        run_itself(__file__)
+    else:
+        from megatron.zerobubble import gpt_script
+
+        gpt_script.main(script.flags)

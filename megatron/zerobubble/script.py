@@ -12,7 +12,10 @@ from megatron.zerobubble.job.launch import Launch, is_turned_off
 from megatron.zerobubble.job.rendezvous import connect
 from megatron.zerobubble.overlay import flags_of, install
 
-__all__ = ["run_script"]
+__all__ = ["flags", "run_script"]
+
+flags: argparse.Namespace | None = None
+"""The zero-bubble flags of the script that `run_script` runs, and `cpu`, whether it runs there; None: it has run none."""
 
 
 def run_script(
@@ -20,7 +23,7 @@ def run_script(
     arguments: Sequence[str],
     launch: Launch,
     *,
-    flags: argparse.Namespace,
+    zero_bubble: argparse.Namespace,
     on_cpu: bool,
     microbatch_tokens: str | None = None,
 ) -> None:
@@ -30,17 +33,19 @@ def run_script(
         script: its file.
         arguments: its own flags.
         launch: which rank this process is.
-        flags: the zero-bubble flags; with schedule `stock` nothing is installed.
+        zero_bubble: the zero-bubble flags; with schedule `stock` nothing is installed.
         on_cpu: whether it runs on the CPU instead of GPUs, with gloo.
         microbatch_tokens: see `install`.
     """
+    global flags
     from megatron.zerobubble.mcore.cpu import scripts
 
+    flags = argparse.Namespace(**vars(zero_bubble) | {"cpu": on_cpu})
     sys.argv = [script, *arguments]
     with scripts.script_device(launch, on_cpu=on_cpu):
         if not is_turned_off():  # one line ends the other ranks here at once
-            check_targets(flags_of(flags).written, tries=launch.rank == 0)
-        install(flags, microbatch_tokens=microbatch_tokens)
+            check_targets(flags_of(zero_bubble).written, tries=launch.rank == 0)
+        install(zero_bubble, microbatch_tokens=microbatch_tokens)
         from megatron.zerobubble.job.failure import JobGuard
         from megatron.zerobubble.mcore.stock_loop.patches import finish, supervise_by
 

@@ -282,8 +282,8 @@ def test_on_a_gpu_it_is_the_device_that_is_stuck() -> None:
 
 
 STUCK_SCRIPT = """
-import pretrain_gpt
-provide = pretrain_gpt.forward_step_provider
+from tests.training import reference_trainer
+provide = reference_trainer.forward_step_provider
 
 def stuck_provider(setup):
     forward_step, calls = provide(setup), [0]
@@ -297,7 +297,7 @@ def stuck_provider(setup):
     return step
 
 if __name__ == "__main__":
-    pretrain_gpt.run(pretrain_gpt.model_provider, stuck_provider)
+    reference_trainer.run(reference_trainer.model_provider, stuck_provider)
 """
 STUCK = [*TINY_MODEL, *TINY_BATCH, "--mock-data", "--pipeline-model-parallel-size", "2", "--enable-zero-bubble"]
 STUCK += ["--train-iters", "1000", "--eval-iters", "1", "--eval-interval", "2", "--save-interval", "2"]

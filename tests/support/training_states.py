@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-import pretrain_gpt
 from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.job.meeting import Attempt
 from megatron.zerobubble.mcore.cpu.device import HostDevice, quiet_third_parties
@@ -17,6 +16,7 @@ from megatron.zerobubble.runtime.watch import Watch
 from megatron.zerobubble.training.arguments import settings_from_argv
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.initialize import Job
+from megatron.zerobubble.training.models.gpt import forward_step_provider, model_provider
 from megatron.zerobubble.training.setup import build_training_state
 from megatron.zerobubble.training.step import Trainer, TrainingState
 from tests.support.gpt import _destroy_groups
@@ -51,8 +51,8 @@ def _training_state_of(rank: int, flags: Sequence[str]) -> Iterator[TrainingStat
         settings,
         job,
         vocab_size=VOCABULARY,
-        model_provider=pretrain_gpt.model_provider,
-        forward_step_provider=pretrain_gpt.forward_step_provider,
+        model_provider=model_provider,
+        forward_step_provider=forward_step_provider,
     )
     try:
         yield training_state

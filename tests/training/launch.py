@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PRETRAIN = ROOT / "pretrain_gpt.py"
+PRETRAIN = ROOT / "tests" / "training" / "reference_trainer.py"
 TIMEOUT_S = 240
 """Seconds; a job needs a few, and this many only on a busy machine."""
 

@@ -27,7 +27,7 @@ RUN += ["--zero-bubble-v-schedule", "--enable-optimizer-post-validation", "--pos
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-import pretrain_gpt
+from tests.training import reference_trainer
 from megatron.zerobubble.training import loop, step
 
 HERE = Path(__file__).parent
@@ -56,7 +56,7 @@ class Killed(step.Trainer):
 
 if __name__ == "__main__":
     loop.Trainer = Killed
-    pretrain_gpt.run(pretrain_gpt.model_provider, pretrain_gpt.forward_step_provider)
+    reference_trainer.run(reference_trainer.model_provider, reference_trainer.forward_step_provider)
 """
 """Rank 1 is killed after its step of iteration 5, which is not validated yet; the checkpoint of iteration 4, if there is one,
 gets a flipped bit in each file. Rank 0 of the next attempt is killed before it has resumed from anything."""

@@ -228,7 +228,8 @@ def test_replanning_changes_no_result_and_the_plan_can_be_saved(corpus: str, tmp
 
 
 KILLED = """
-import os, signal, pretrain_gpt
+import os, signal
+from tests.training import reference_trainer
 from megatron.zerobubble.training import loop, step
 
 class Killed(step.Trainer):
@@ -241,7 +242,7 @@ class Killed(step.Trainer):
 
 if __name__ == "__main__":
     loop.Trainer = Killed
-    pretrain_gpt.run(pretrain_gpt.model_provider, pretrain_gpt.forward_step_provider)
+    reference_trainer.run(reference_trainer.model_provider, reference_trainer.forward_step_provider)
 """
 """Rank 0 is killed after its step of iteration 5, which is not validated yet. A process of its own that outlived it would keep
 the job's output open, and the test would wait for its end."""

@@ -1,6 +1,6 @@
 """Run a program on ranks that share one GPU and talk over NCCL.
 
-`torchrun --nproc-per-node 4 -m tools.gpu.share pretrain_gpt.py ITS FLAGS`
+`torchrun --nproc-per-node 4 -m tools.gpu.share -m megatron.zerobubble.cli.train ITS FLAGS`
 
 NCCL refuses two ranks of a host on one GPU, so each rank says that it is a host of its own (NCCL_HOSTID), and they talk through
 sockets. Everything else is what a cluster runs: NCCL's kernels, streams, communicators and their order. The GPU takes turns, so

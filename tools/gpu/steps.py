@@ -31,6 +31,7 @@ class Step:
     """What another outcome means."""
 
 
+_TRAINER = ("-m", "megatron.zerobubble.cli.train")
 _IN_ENVIRONMENT = 'source examples/gpu_environment.sh && exec "$0" "$@"'
 
 
@@ -95,9 +96,7 @@ class Machine:
             *(() if self.rehearses else ("--bf16",)),
         )
 
-    def job(
-        self, files: str, ranks: int, *words: str, pipeline: int, program: Sequence[str] = ("pretrain_gpt.py",)
-    ) -> tuple[str, ...]:
+    def job(self, files: str, ranks: int, *words: str, pipeline: int, program: Sequence[str] = _TRAINER) -> tuple[str, ...]:
         """A job of the reference trainer, without checkpoints."""
         replicas = ranks // pipeline
         return (
@@ -263,12 +262,12 @@ def _sweep(machine: Machine) -> Iterator[Step]:
     """Jobs that differ in one thing; the median of their late iterations is compared with the first one's."""
     no_margins = tuple((f"NVTE_{name}", "0") for name in ("FWD_LAYERNORM_SM_MARGIN", "BWD_LAYERNORM_SM_MARGIN", "EXT_MARGIN_SM"))
     for name, flags, variables, program in (
-        ("1f1b", (), (), ("pretrain_gpt.py",)),
+        ("1f1b", (), (), _TRAINER),
         ("1f1b-without-sync", (), (), ("-m", "tools.gpu.without_sync")),
-        ("zbv", _V, (), ("pretrain_gpt.py",)),
-        ("zbv-2-ctas", (*_V, "--zero-bubble-p2p-max-ctas", "2"), (), ("pretrain_gpt.py",)),
-        ("zbv-16-ctas", (*_V, "--zero-bubble-p2p-max-ctas", "16"), (), ("pretrain_gpt.py",)),
-        ("zbv-without-margins", _V, no_margins, ("pretrain_gpt.py",)),
+        ("zbv", _V, (), _TRAINER),
+        ("zbv-2-ctas", (*_V, "--zero-bubble-p2p-max-ctas", "2"), (), _TRAINER),
+        ("zbv-16-ctas", (*_V, "--zero-bubble-p2p-max-ctas", "16"), (), _TRAINER),
+        ("zbv-without-margins", _V, no_margins, _TRAINER),
     ):
         files, num = f"sweep-{name}", machine.num_ranks
         yield Step(

@@ -151,7 +151,7 @@ class ScriptJob:
     def run(self, launch: Launch) -> None:
         """Run the script as `python SCRIPT` would. All ranks must call it. Its folder is first on the path already."""
         flags = {field.name: getattr(self.zero_bubble, field.name) for field in dataclasses.fields(self.zero_bubble)}
-        run_script(self.script, self.arguments, launch, flags=argparse.Namespace(**flags), on_cpu=self.on_cpu)
+        run_script(self.script, self.arguments, launch, zero_bubble=argparse.Namespace(**flags), on_cpu=self.on_cpu)
 
     def under(self, contender: Contender, *, num_iterations: int) -> tuple[Job, str | None]:
         """See `TrainerJob`. How long the script trains is its own."""

@@ -14,11 +14,14 @@ parsed, finds none of them there, and the schedule is installed already.
 With ZERO_BUBBLE=0 in the environment of every rank nothing is installed, and the script runs without a zero-bubble schedule.
 
 Under torchrun this process is one rank. With `--nproc-per-node N` as its first argument it starts N ranks on this machine.
+
+This project's pretrain_gpt.py, whose flags include the zero-bubble flags, needs no such command: it calls `run_itself`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -27,6 +30,7 @@ from typing import NoReturn
 
 from megatron.zerobubble.cli.ranks import FLAG, start_ranks, take_count
 from megatron.zerobubble.errors import ConfigError, UserError
+from megatron.zerobubble.flags.fork_flags import in_our_flags
 from megatron.zerobubble.flags.require import installed
 from megatron.zerobubble.job.exit import exit_with_error
 from megatron.zerobubble.job.launch import Launch, read_launch
@@ -34,7 +38,7 @@ from megatron.zerobubble.job.rendezvous import announce_exit
 from megatron.zerobubble.overlay import READY_LENGTHS, add_flags, schedule_of
 from megatron.zerobubble.script import run_script
 
-__all__ = ["build_parser", "main"]
+__all__ = ["build_parser", "main", "run_itself"]
 
 _PROG = "zerobubble run"
 _MODULE = "megatron.zerobubble.run"
@@ -67,15 +71,49 @@ def main(argv: Sequence[str] | None = None) -> int:
         if count is None:
             return _run(args, launch)
     except UserError as error:
-        exit_with_error(
-            error,
-            rank=0 if launch is None else launch.rank,
-            prog=_PROG,
-            error_file=None if launch is None else launch.error_file,
-            is_reporting=None if launch is None else launch.local_rank == 0,
-            before_exit=None if launch is None else partial(announce_exit, launch),
-        )
+        _exit(error, launch, prog=_PROG)
     return start_ranks(count, _MODULE, words)
+
+
+def run_itself(script: str, argv: Sequence[str] | None = None) -> None:
+    """Run the script that calls this as `main` would: without a flag that chooses a schedule, with megatron-core's own.
+
+    Where torch sees no GPU, or with `--distributed-backend gloo`, it runs on the CPU. In the script that then runs as `__main__`,
+    `megatron.zerobubble.script.flags` are the zero-bubble flags.
+
+    Args:
+        script: its file.
+        argv: its flags, zero-bubble flags among them; None takes the process's.
+    """
+    launch, prog = None, Path(script).name
+    try:
+        launch = read_launch()
+        args = _parse([script, *(sys.argv[1:] if argv is None else argv)], needs_schedule=False)
+        args.cpu = _wants_gloo(args.arguments) or not _sees_gpu()
+        _run(args, launch)
+    except UserError as error:
+        _exit(error, launch, prog=prog)
+
+
+def _exit(error: UserError, launch: Launch | None, *, prog: str) -> NoReturn:
+    exit_with_error(
+        error,
+        rank=0 if launch is None else launch.rank,
+        prog=prog,
+        error_file=None if launch is None else launch.error_file,
+        is_reporting=None if launch is None else launch.local_rank == 0,
+        before_exit=None if launch is None else partial(announce_exit, launch),
+    )
+
+
+def _sees_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _wants_gloo(words: Sequence[str]) -> bool:
+    return "--distributed-backend=gloo" in words or ("--distributed-backend", "gloo") in itertools.pairwise(words)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -103,9 +141,10 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _parse(words: Sequence[str]) -> argparse.Namespace:
-    """The same, with zero-bubble flags wherever they stand. Raises ConfigError."""
-    args = build_parser().parse_args(words)
+def _parse(words: Sequence[str], *, needs_schedule: bool = True) -> argparse.Namespace:
+    """The same, with zero-bubble flags wherever they stand, and `note` on flags of the authors' fork. Raises ConfigError."""
+    words, note = in_our_flags(words)
+    args = build_parser().parse_args(words, argparse.Namespace(note=note))
     among_its_own = _RunParser(prog=_PROG, add_help=False, allow_abbrev=False)
     add_flags(among_its_own)  # a value that `args` has already is not replaced by the default
     _, args.arguments = among_its_own.parse_known_args(args.arguments, args)
@@ -114,7 +153,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
             raise ConfigError(f"{word.partition('=')[0]} is not a zero-bubble flag of zerobubble run (see --help)")
     if not Path(args.script).is_file():
         raise ConfigError(f"the script {args.script} is not a file")
-    if schedule_of(args) == "stock" and args.zero_bubble_schedule is None:
+    if schedule_of(args) == "stock" and needs_schedule and args.zero_bubble_schedule is None:
         raise ConfigError(
             "no schedule is chosen: give --enable-zero-bubble, --zero-bubble-v-schedule or --zero-bubble-schedule NAME before "
             "the script; stock is megatron-core's own"
@@ -123,8 +162,10 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _run(args: argparse.Namespace, launch: Launch) -> int:
+    if args.note is not None and launch.rank == 0:
+        print(args.note, file=sys.stderr)
     sys.path[0] = str(Path(args.script).resolve().parent)  # before anything imports megatron.core
-    run_script(args.script, args.arguments, launch, flags=args, on_cpu=args.cpu, microbatch_tokens=args.microbatch_tokens)
+    run_script(args.script, args.arguments, launch, zero_bubble=args, on_cpu=args.cpu, microbatch_tokens=args.microbatch_tokens)
     return 0
 
 

@@ -14,7 +14,7 @@ import importlib.util
 import inspect
 import itertools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,12 @@ def backward_step() -> Callable[..., Any]:
     if "model_type" in inspect.signature(step).parameters:
         return functools.partial(step, model_type=ModelType.encoder_or_decoder)
     return step
+
+
+def with_arguments(function: Callable[..., Any], given: Mapping[str, object]) -> Callable[..., Any]:
+    """`function` with those of the `given` arguments that this release's has: they came, or got other names."""
+    known = inspect.signature(function).parameters
+    return functools.partial(function, **{name: value for name, value in given.items() if name in known})
 
 
 def with_known_lengths(config: Any) -> Any:

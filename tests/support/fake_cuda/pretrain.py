@@ -1,4 +1,4 @@
-"""`pretrain_gpt.py` on the fake CUDA: the same flags behind a folder for the record of host synchronizations, one file per rank.
+"""The reference trainer on the fake CUDA: its flags behind a folder for the record of host synchronizations, a file per rank.
 
     torchrun --nproc-per-node 2 tests/support/fake_cuda/pretrain.py FOLDER --pipeline-model-parallel-size 2 ...
 

@@ -1,4 +1,4 @@
-"""Starts `pretrain_gpt.py` on Transformer Engine's real Python (`install`), with fused accumulation as on GPUs.
+"""Starts the reference trainer on Transformer Engine's real Python (`install`), with fused accumulation as on GPUs.
 
 torchrun --nproc-per-node 2 tests/support/transformer_engine/pretrain.py --transformer-impl transformer_engine ...
 """
@@ -6,7 +6,6 @@ torchrun --nproc-per-node 2 tests/support/transformer_engine/pretrain.py --trans
 from __future__ import annotations
 
 import runpy
-from pathlib import Path
 
 import megatron.zerobubble.mcore  # noqa: F401 - first: makes megatron.core importable without triton
 from tests.support.transformer_engine import install
@@ -20,4 +19,4 @@ if __name__ == "__main__":
         **kernels(model, on_gpu=on_gpu),
         "gradient_accumulation_fusion": model.gradient_accumulation_fusion,
     }
-    runpy.run_path(str(Path(__file__).resolve().parents[3] / "pretrain_gpt.py"), run_name="__main__")
+    runpy.run_module("tests.training.reference_trainer", run_name="__main__")

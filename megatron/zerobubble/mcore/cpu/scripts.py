@@ -29,6 +29,7 @@ import contextlib
 import functools
 import importlib
 import multiprocessing.spawn
+import os
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -65,6 +66,7 @@ def script_device(launch: Launch, *, on_cpu: bool) -> Iterator[None]:
         yield
         return
     keep_freed_memory()
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron-LM wants it with tensor or context parallelism
     warnings.filterwarnings("ignore", module=r"megatron\.(core|training)\.")  # missing or deprecated features, on every rank
     with quiet_third_parties(), HostDevice() as host, without_gpus(launch.ranks_on_host), host.on_host():
         yield

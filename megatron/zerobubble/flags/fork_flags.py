@@ -1,0 +1,82 @@
+"""The flags of the authors' fork of Megatron-LM, in ours: command lines that were written for it run as they are.
+
+docs/fork.md has the same table, and a test compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megatron.zerobubble.errors import ConfigError
+
+__all__ = ["LEFT_OUT", "REFUSED", "REPLACED", "in_our_flags"]
+
+REPLACED: Mapping[tuple[str, ...], tuple[str, ...]] = {
+    ("--enable-1f1b-v",): ("--zero-bubble-schedule", "1f1b-v"),
+    ("--zero-bubble-max-pending-backward", "auto"): ("--zero-bubble-memory-limit", "auto"),
+}
+"""What its command lines have -> what takes its place."""
+LEFT_OUT: Mapping[str, bool] = {
+    "--enable-zb-runtime": False,
+    "--no-pre-communication-optimization": False,
+    "--enable-exactly-numeric-match": False,
+    "--fp32": False,
+    "--use-legacy-models": False,
+    "--zero-bubble-adaptive-memory-limit-percentile": True,
+    "--measure-activation-memory": False,
+    "--profile-memory-iter": True,
+}
+"""Flags that say what holds anyway, or only measure -> whether a value follows."""
+REFUSED = (
+    "--cpu-offload",
+    "--recompute-lgd",
+    "--no-paired-barrier",
+    "--offload-continuous-buffers",
+    "--interleave-group-size",
+    "--offload-chunk-num",
+    "--offload-time",
+    "--auto-offload-time",
+    "--offload-overlap-sr",
+)
+"""Flags of its experiments with offloading, which nothing here does."""
+
+
+def in_our_flags(words: Sequence[str]) -> tuple[list[str], str | None]:
+    """A command line with its flags in ours.
+
+    Args:
+        words: the command line; other flags stay as they are.
+
+    Returns:
+        The command line, and a line about what was replaced or left out; None if nothing was.
+
+    Raises:
+        ConfigError: a flag asks for offloading.
+    """
+    words = [part for word in words for part in (word.split("=", 1) if word.partition("=")[0] in _KNOWN else [word])]
+    refused = [word for word in words if word in REFUSED]
+    if refused:
+        raise ConfigError(
+            f"{', '.join(refused)}: offloading and interleaving in groups are experiments of the authors' fork; leave them out, "
+            "and choose a schedule of less memory: --zero-bubble-v-schedule-mem-setup min or half, or --zero-bubble-memory-limit"
+        )
+    kept: list[str] = []
+    said: list[str] = []
+    while words:
+        for old, new in REPLACED.items():
+            if tuple(words[: len(old)]) == old:
+                kept += new
+                said.append(f"{' '.join(old)} is {' '.join(new)}")
+                words = words[len(old) :]
+                break
+        else:
+            word, *words = words
+            if word not in LEFT_OUT:
+                kept.append(word)
+                continue
+            said.append(f"{word} is left out")
+            words = words[LEFT_OUT[word] :]
+    return kept, f"flags of the authors' fork: {'; '.join(said)} (docs/fork.md)" if said else None
+
+
+_KNOWN = {*(old[0] for old in REPLACED), *LEFT_OUT, *REFUSED}
