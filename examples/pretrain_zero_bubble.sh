@@ -21,10 +21,13 @@
 #   TRANSFORMER_IMPL=transformer_engine Transformer Engine's layers, on GPUs; FP8_FORMAT=hybrid or e4m3 with them
 #   ATTENTION_BACKEND                   auto, flash, fused, unfused or local
 #   DATA_PATH (or DATASET)              path prefix of an indexed dataset (tools/preprocess_data.py)
-#   RUN_DIR                             directory of checkpoints and metrics; runs/<schedule> by default
+#   TOKENIZER_MODEL TOKENIZER_TYPE      the tokenizer of that dataset, HuggingFaceTokenizer by default; without one its tokens are bytes
+#   RUN_DIR                             directory of checkpoints; runs/<schedule> by default
 #   LAUNCHER=slurm                      be one rank that srun started, without torchrun (pretrain_zero_bubble.slurm sets it)
 #   BENCH=1                             compare schedules on this job (benchmark.sh), also in pretrain_zero_bubble.slurm
 #   EXIT_INTERVAL FP32=1                exit after this iteration; fp32 on GPUs too
+# Megatron-LM's loop runs where megatron-core has it (0.17 or newer, for Python 3.12), otherwise the reference trainer, which has no
+# tokenizers besides bytes.
 # On GPUs gpu_environment.sh is sourced; it leaves variables that are set.
 # Further arguments are passed to pretrain_gpt.py and override these: ... pretrain_zero_bubble.sh --train-iters 20
 set -euo pipefail
@@ -64,6 +67,16 @@ tensor="${TP_SIZE:-1}" context="${CP_SIZE:-1}"
 pipeline="${PIPELINE_SIZE:-$((ranks / tensor / context))}"
 replicas=$((ranks / tensor / context / pipeline))
 
+# Which loop pretrain_gpt.py runs
+loop=reference
+export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
+has_megatron='import importlib.util, sys; sys.exit(importlib.util.find_spec("megatron.training") is None)'
+"${python_bin}python" -c "$has_megatron" 2>/dev/null && loop=megatron
+entry=("$here/pretrain_gpt.py")
+if [[ $loop == megatron && $backend == gloo && "${MODEL:-}" == deepseek-like ]]; then # its attention needs Transformer Engine there
+    loop=reference entry=(-m megatron.zerobubble.cli.train)
+fi
+
 # -- the schedule -------------------------------------------------------------------------------------------------------
 pending="${ZERO_BUBBLE_MAX_PENDING_BACKWARD:-${ZERO_BUBBLE_MEM_LIMIT:-}}"
 is_on() { [[ -n "${1:-}" && "$1" != 0 ]]; }
@@ -94,9 +107,9 @@ else
     hidden="${HIDDEN_SIZE:-128}" layers="${LAYERS:-$((pipeline * 2))}" heads="${ATTENTION_HEADS:-4}" length="${SEQ_LENGTH:-256}"
     micro="${MICRO_BATCH_SIZE:-2}" iterations="${TRAIN_ITERS:-120}" lr="${LR:-2e-3}"
     batch="${GLOBAL_BATCH_SIZE:-$((replicas * 8 * micro))}"
-    device=(--exit-duration-in-mins 3.5)
+    device=(--exit-duration-in-mins "$([[ $loop == megatron ]] && echo 4 || echo 3.5)")
     # A short run: profile and re-plan early, and briefly.
-    [[ $name == zb* ]] && device+=(--zero-bubble-pipeline-timers-start-iter 20 --zero-bubble-planning-seconds 2)
+    [[ $name == zb* && -z "${BENCH:-}" ]] && device+=(--zero-bubble-pipeline-timers-start-iter 20 --zero-bubble-planning-seconds 2)
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
     export CUDA_VISIBLE_DEVICES= # the sizes above are for the CPU; with gloo, ranks would use visible GPUs
 fi
@@ -117,8 +130,22 @@ fi
 [[ -n "${TRANSFORMER_IMPL:-}" ]] && model+=(--transformer-impl "$TRANSFORMER_IMPL")
 [[ -n "${FP8_FORMAT:-}" ]] && model+=(--fp8-format "$FP8_FORMAT")
 [[ -n "${ATTENTION_BACKEND:-}" ]] && model+=(--attention-backend "$ATTENTION_BACKEND")
+if [[ -n "${TOKENIZER_MODEL:-}" ]]; then
+    tokens=(--tokenizer-type "${TOKENIZER_TYPE:-HuggingFaceTokenizer}" --tokenizer-model "$TOKENIZER_MODEL")
+elif [[ $loop == megatron ]]; then
+    tokens=(--tokenizer-type NullTokenizer --vocab-size 256)
+else
+    tokens=(--tokenizer-type ByteLevelTokenizer)
+fi
 data="${DATA_PATH:-${DATASET:-$here/data/python-stdlib}}"
 run="${RUN_DIR:-$here/runs/$name${MODEL:+-$MODEL}}"
+
+if [[ $loop == megatron ]]; then
+    log=(--num-workers 0 --save-interval 1000)
+    [[ $name == zbv ]] && schedule+=(--num-virtual-stages-per-pipeline-rank 2)
+else
+    log=(--metrics-jsonl "$run/metrics.jsonl")
+fi
 
 # -- go -----------------------------------------------------------------------------------------------------------------
 if [[ "$launcher" == slurm ]]; then
@@ -147,20 +174,21 @@ fi
 
 if is_on "${BENCH:-}"; then
     entry=(-m megatron.zerobubble.cli.bench --bench-dir "${RUN_DIR:-$here/runs/bench}")
-    export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
-else
-    entry=("$here/pretrain_gpt.py")
+    if [[ $loop == megatron ]]; then # a script: what is given here are options of the comparison
+        [[ $backend == gloo ]] && entry+=(--cpu)
+        entry+=("$@" -- "$here/pretrain_gpt.py") schedule=()
+        set --
+    fi
 fi
 exec "${start[@]}" "${entry[@]}" \
     --distributed-backend "$backend" "${device[@]}" \
     --tensor-model-parallel-size "$tensor" --context-parallel-size "$context" \
     --pipeline-model-parallel-size "$pipeline" "${schedule[@]}" \
-    --num-layers "$layers" --hidden-size "$hidden" --num-attention-heads "$heads" --seq-length "$length" \
+    --num-layers "$layers" --hidden-size "$hidden" --num-attention-heads "$heads" --seq-length "$length" --max-position-embeddings "$length" \
     --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear \
     --hidden-dropout 0 --attention-dropout 0 "${model[@]}" \
     --micro-batch-size "$micro" --global-batch-size "$batch" --train-iters "$iterations" \
     --lr "$lr" --min-lr 1e-5 --lr-decay-style cosine --lr-warmup-fraction 0.05 --weight-decay 0.1 --adam-beta2 0.95 \
-    --data-path "$data" --split 98,2,0 --tokenizer-type ByteLevelTokenizer \
-    --log-interval 10 --eval-interval 1000 --eval-iters 8 \
-    --save "$run/checkpoints" --metrics-jsonl "$run/metrics.jsonl" \
+    --data-path "$data" --split 98,2,0 "${tokens[@]}" \
+    --log-interval 10 --eval-interval 1000 --eval-iters 8 "${log[@]}" --save "$run/checkpoints" \
     ${EXIT_INTERVAL:+--exit-interval "$EXIT_INTERVAL"} "$@"

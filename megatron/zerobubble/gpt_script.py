@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from megatron.core import parallel_state
@@ -32,7 +32,7 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.compat import with_arguments
-from megatron.zerobubble.overlay import add_zero_bubble_args
+from megatron.zerobubble.overlay import add_zero_bubble_args, chunks_of
 
 _ON_CPU = (
     "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm --no-bias-gelu-fusion "
@@ -75,13 +75,27 @@ def main(zero_bubble: argparse.Namespace) -> None:
 
 
 def _add_flags(zero_bubble: argparse.Namespace, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the zero-bubble flags with what is in force, and change defaults to what the schedule, and a CPU, need."""
     known = {action.dest for action in add_zero_bubble_args(parser)._actions}
     parser.set_defaults(**{name: value for name, value in vars(zero_bubble).items() if name in known})
     if zero_bubble.cpu:
         actions = [parser._option_string_actions[flag] for flag in _ON_CPU.split()]
         turned_off = {action.dest: action.const for action in actions}
         parser.set_defaults(transformer_impl="local", distributed_backend="gloo", **turned_off)
+    for action in parser._actions:  # 0.19 has a text with a bare percent sign, with which --help fails
+        if action.help and "%(" not in action.help:
+            action.help = action.help.replace("%%", "%").replace("%", "%%")
+    parser.error = _refuse  # type: ignore[method-assign]  # argparse's prints the usage of 800 flags first
+    given, _ = parser.parse_known_args()
+    divides = (given.num_layers_per_virtual_pipeline_stage, given.pipeline_model_parallel_layout, given.hybrid_layer_pattern)
+    chunks = chunks_of(zero_bubble)
+    if chunks > 1 and given.pipeline_model_parallel_size > 1 and not any(divides):
+        parser.set_defaults(num_virtual_stages_per_pipeline_rank=chunks)
     return parser
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ConfigError(f"{message} (--help lists all flags)")
 
 
 def _do_nothing() -> None:

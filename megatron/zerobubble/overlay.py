@@ -28,6 +28,8 @@ from megatron.zerobubble.flags.targets import check_targets
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.job.launch import Launch, is_turned_off, read_launch
 from megatron.zerobubble.messages import quoted
+from megatron.zerobubble.plan.planner import AUTO
+from megatron.zerobubble.plan.registry import schedule_info
 
 __all__ = ["add_zero_bubble_args", "install"]
 
@@ -272,6 +274,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def schedule_of(args: argparse.Namespace) -> str:
     """The name of the schedule that parsed flags choose, such as `zbv`; `stock` if none. Raises ConfigError."""
     return flags_of(args).schedule
+
+
+def chunks_of(args: argparse.Namespace) -> int:
+    """The model chunks per rank that the schedule of parsed flags wants, where its name says it; else 1. Raises ConfigError."""
+    flags = flags_of(args)
+    if flags.schedule == "stock":
+        return 1
+    if flags.schedule == AUTO:
+        return 2 if flags.zero_bubble_v_schedule else 1
+    return schedule_info(flags.schedule).num_chunks or 1
 
 
 def _expect_install(args: argparse.Namespace) -> None:

@@ -53,30 +53,32 @@ def in_our_flags(words: Sequence[str]) -> tuple[list[str], str | None]:
     Raises:
         ConfigError: a flag asks for offloading.
     """
-    words = [part for word in words for part in (word.split("=", 1) if word.partition("=")[0] in _KNOWN else [word])]
-    refused = [word for word in words if word in REFUSED]
+    rest = [part for word in words for part in (word.split("=", 1) if word.partition("=")[0] in _KNOWN else [word])]
+    refused = [word for word in rest if word in REFUSED]
     if refused:
         raise ConfigError(
             f"{', '.join(refused)}: offloading and interleaving in groups are experiments of the authors' fork; leave them out, "
             "and choose a schedule of less memory: --zero-bubble-v-schedule-mem-setup min or half, or --zero-bubble-memory-limit"
         )
+    is_v = "--zero-bubble-v-schedule" in rest
     kept: list[str] = []
     said: list[str] = []
-    while words:
-        for old, new in REPLACED.items():
-            if tuple(words[: len(old)]) == old:
-                kept += new
-                said.append(f"{' '.join(old)} is {' '.join(new)}")
-                words = words[len(old) :]
-                break
+    while rest:
+        replaced = next((old for old in REPLACED if tuple(rest[: len(old)]) == old), None)
+        if is_v and rest[0] == _LIMIT:
+            said.append(f"{_LIMIT} is left out, as --zero-bubble-v-schedule has memory of its own")
+            rest = rest[2:]
+        elif replaced is not None:
+            kept += REPLACED[replaced]
+            said.append(f"{' '.join(replaced)} is {' '.join(REPLACED[replaced])}")
+            rest = rest[len(replaced) :]
+        elif rest[0] in LEFT_OUT:
+            said.append(f"{rest[0]} is left out")
+            rest = rest[1 + LEFT_OUT[rest[0]] :]
         else:
-            word, *words = words
-            if word not in LEFT_OUT:
-                kept.append(word)
-                continue
-            said.append(f"{word} is left out")
-            words = words[LEFT_OUT[word] :]
+            kept.append(rest.pop(0))
     return kept, f"flags of the authors' fork: {'; '.join(said)} (docs/fork.md)" if said else None
 
 
+_LIMIT = "--zero-bubble-max-pending-backward"
 _KNOWN = {*(old[0] for old in REPLACED), *LEFT_OUT, *REFUSED}
