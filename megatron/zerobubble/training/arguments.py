@@ -86,6 +86,7 @@ def _checked(words: Sequence[str], parser: argparse.ArgumentParser, *, world_siz
         parser.error(f"unrecognized arguments: {shown(' '.join(unknown))}{_hint(unknown, parser)}")
     groups: dict[str, Any] = {name: from_namespace(config_class, namespace) for name, config_class in _GROUPS.items()}
     groups["model"] = groups["model"].with_layers(groups["parallel"])
+    groups["parallel"] = groups["parallel"].without_idle_sequence_parallel()
     settings = Settings(**groups, world_size=world_size)
     check_settings(settings, is_first=is_first)
     return settings
