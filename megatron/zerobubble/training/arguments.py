@@ -17,6 +17,7 @@ from megatron.zerobubble.flags.dataclass_flags import add_group, from_namespace
 from megatron.zerobubble.job.exit import exit_with_error
 from megatron.zerobubble.messages import one_line, shown
 from megatron.zerobubble.training.check import check_settings
+from megatron.zerobubble.training.config.ignored import add_ignored
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.flag_parser import TrainingParser
 
@@ -40,6 +41,7 @@ def build_parser(*, prog: str = _PROG) -> TrainingParser:
     )
     for config_class in _GROUPS.values():
         add_group(parser, config_class)
+    add_ignored(parser)
     parser.require_one_of("--train-iters", "--train-samples")
     return parser
 
@@ -75,9 +77,13 @@ def _checked(words: Sequence[str], parser: TrainingParser, *, world_size: int, i
     """`words` of the command line as settings that can run. Raises UserError, and OSError for paths."""
     namespace = parser.parse(words)
     groups: dict[str, Any] = {name: from_namespace(config_class, namespace) for name, config_class in _GROUPS.items()}
-    groups["model"] = groups["model"].with_layers(groups["parallel"])
-    groups["parallel"] = groups["parallel"].without_idle_sequence_parallel()
-    settings = Settings(**groups, world_size=world_size)
+    parallel = groups["parallel"]
+    groups["model"] = groups["model"].with_layers(parallel)
+    groups["parallel"] = parallel.without_idle_sequence_parallel()
+    ignored = namespace.ignored_flags
+    if groups["parallel"] != parallel:
+        ignored = (*ignored, "--sequence-parallel")
+    settings = Settings(**groups, world_size=world_size, ignored_flags=ignored)
     check_settings(settings, is_first=is_first)
     return settings
 
