@@ -9,7 +9,7 @@ from megatron.zerobubble.bench.contenders import DEFAULT, PROFILED, WARM_UP, par
 from megatron.zerobubble.bench.jobs import ScriptJob, TrainerJob
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.training.config.settings import Settings
-from tests.training.test_arguments import settings
+from tests.training.test_arguments import BASE, settings
 
 JOB = "--pipeline-model-parallel-size 2 --num-layers 8 --global-batch-size 8"
 TINY = "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --lr 1e-3 --mock-data"
@@ -88,6 +88,13 @@ def test_only_the_passes_and_the_step_are_left_of_the_job() -> None:
     assert (own.run.train_iters, own.run.eval_iters, own.run.exit_duration_in_mins) == (9, 0, None)
     assert own.checkpoint.save is own.run.metrics_jsonl is None
     assert own.optim.lr_decay_iters == 5000, "the learning rate is the whole job's"
+
+
+def test_a_job_whose_length_is_in_samples_is_shortened() -> None:
+    flags = "--train-samples 8000 --lr-decay-samples 4000 --lr-warmup-samples 16"
+    job = settings(f"{JOB} {flags}", base=BASE.replace("--train-iters 10 ", ""), world_size=2)
+    own = parse_contenders("zb-h1")[0].settings(job, num_iterations=9)
+    assert (own.train_iters, own.lr_decay_samples, own.lr_warmup_samples) == (9, 4000, 16)
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,6 @@ def test_batch_and_data_parallelism() -> None:
         (P4 + V + TRACE + "11,12,3", 4, "--zero-bubble-trace-iterations: 11, 12 come after the last one .--train-iters 10."),
         (P4 + V + "--zero-bubble-trace /dev/null/x", 4, "--zero-bubble-trace /dev/null/x: /dev/null is not a writable directory"),
         ("--tensor-model-parallel-size 2 --num-attention-heads 1", 2, "--num-attention-heads 1 is not divisible"),
-        ("--sequence-parallel", 4, "--sequence-parallel needs --tensor-model-parallel-size"),
         ("--overlap-param-gather", 4, "needs --use-distributed-optimizer and --overlap-grad-reduce"),
         ("--hidden-size 66", 4, "--hidden-size 66 does not divide over --num-attention-heads 4"),
         ("--group-query-attention --num-query-groups 3", 4, "does not divide over --num-query-groups 3"),

@@ -81,13 +81,13 @@ class Contender:
         Raises:
             UserError: the job cannot run under this schedule.
         """
+        job = job.with_iterations(num_iterations)
         changed = replace(
             job,
             zero_bubble=self.zero_bubble(job.zero_bubble),
             parallel=self._parallel(job),
             run=replace(
                 job.run,
-                train_iters=num_iterations,
                 eval_iters=0,
                 exit_interval=None,
                 exit_duration_in_mins=None,
@@ -95,7 +95,6 @@ class Contender:
                 log_interval=RunConfig.log_interval,
                 metrics_jsonl=None,
             ),
-            optim=replace(job.optim, lr_decay_iters=job.optim.lr_decay_iters or job.run.train_iters),
             checkpoint=CheckpointConfig(),
         )
         check_settings(changed, is_first=False)  # the job's own settings are checked already, with all they read and write

@@ -6,19 +6,20 @@ a mistyped flag cost nothing.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 import typing
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron.zerobubble.errors import ConfigError, PlanError, UserError
 from megatron.zerobubble.flags.dataclass_flags import add_group, from_namespace
 from megatron.zerobubble.job.exit import exit_with_error
-from megatron.zerobubble.messages import MOST_SHOWN, closest, one_line, shown
+from megatron.zerobubble.messages import one_line, shown
 from megatron.zerobubble.training.check import check_settings
+from megatron.zerobubble.training.config.ignored import add_ignored
 from megatron.zerobubble.training.config.settings import Settings
+from megatron.zerobubble.training.flag_parser import TrainingParser
 
 __all__ = ["build_parser", "parse_arguments", "settings_from_argv"]
 
@@ -29,26 +30,19 @@ _PROG = "pretrain_gpt.py"
 """Program name in the usage and in error lines, unless the caller passes another."""
 
 
-class _TrainingParser(argparse.ArgumentParser):
-    """An ArgumentParser that raises ConfigError instead of printing its usage and exiting."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (--help lists all flags)")
-
-
-def build_parser(*, prog: str = _PROG) -> argparse.ArgumentParser:
-    """The parser with the flags of all groups. It raises ConfigError where argparse would exit with an error.
+def build_parser(*, prog: str = _PROG) -> TrainingParser:
+    """The parser with the flags of all groups.
 
     Args:
         prog: program name in the usage.
     """
-    parser = _TrainingParser(
-        prog=prog,
-        description="Train a GPT through zero-bubble pipeline schedules on megatron-core. Start it with torchrun.",
-        allow_abbrev=False,
+    parser = TrainingParser(
+        prog=prog, description="Train a GPT through zero-bubble pipeline schedules on megatron-core. Start it with torchrun."
     )
     for config_class in _GROUPS.values():
         add_group(parser, config_class)
+    add_ignored(parser)
+    parser.require_one_of("--train-iters", "--train-samples")
     return parser
 
 
@@ -79,26 +73,19 @@ def _values(words: Sequence[str]) -> list[str]:
     return [*words, *(word.partition("=")[2] for word in words if "=" in word)]
 
 
-def _checked(words: Sequence[str], parser: argparse.ArgumentParser, *, world_size: int, is_first: bool) -> Settings:
+def _checked(words: Sequence[str], parser: TrainingParser, *, world_size: int, is_first: bool) -> Settings:
     """`words` of the command line as settings that can run. Raises UserError, and OSError for paths."""
-    namespace, unknown = parser.parse_known_args(words)
-    if unknown:
-        parser.error(f"unrecognized arguments: {shown(' '.join(unknown))}{_hint(unknown, parser)}")
+    namespace = parser.parse(words)
     groups: dict[str, Any] = {name: from_namespace(config_class, namespace) for name, config_class in _GROUPS.items()}
-    groups["model"] = groups["model"].with_layers(groups["parallel"])
-    settings = Settings(**groups, world_size=world_size)
+    parallel = groups["parallel"]
+    groups["model"] = groups["model"].with_layers(parallel)
+    groups["parallel"] = parallel.without_idle_sequence_parallel()
+    ignored = namespace.ignored_flags
+    if groups["parallel"] != parallel:
+        ignored = (*ignored, "--sequence-parallel")
+    settings = Settings(**groups, world_size=world_size, ignored_flags=ignored)
     check_settings(settings, is_first=is_first)
     return settings
-
-
-def _hint(unknown: Sequence[str], parser: argparse.ArgumentParser) -> str:
-    """The closest flag to the first of the words that no flag takes, or what has Megatron-LM's other flags."""
-    flag = next((word.partition("=")[0] for word in unknown if word.startswith("--")), "")
-    if not flag or len(flag) > MOST_SHOWN:  # no flag is that long, and the comparison would take long
-        return ""
-    meant = closest(flag, list(parser._option_string_actions), cutoff=0.75)
-    others = "what Megatron-LM's own pretrain_gpt.py has and this loop has not, runs by zerobubble run"
-    return f"; did you mean {meant}?" if meant else f"; {others}"
 
 
 def parse_arguments(

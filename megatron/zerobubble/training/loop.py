@@ -100,6 +100,8 @@ def pretrain(
         prog: program name in error lines.
     """
     set_up_logging(launch)
+    if settings.ignored_flags and launch.rank == 0:
+        _log.warning("the reference trainer ignores %s: they change no result", ", ".join(settings.ignored_flags))
     # each host has a screen of its own
     leave = partial(
         exit_with_error, rank=launch.rank, is_reporting=launch.local_rank == 0, prog=prog, error_file=launch.error_file
@@ -198,7 +200,7 @@ class _Run:
         self.training_state.close()
 
     def _train(self) -> None:
-        progress, num_iterations = self.progress, self.settings.run.train_iters
+        progress, num_iterations = self.progress, self.settings.train_iters
         data_iterator = self._iterators(self.datasets.train, consumed=progress.consumed_samples)
         is_last = progress.iteration >= num_iterations
         while not is_last:
@@ -271,14 +273,14 @@ class _Run:
         progress.saved_iteration = progress.iteration
 
     def _exits_early(self) -> bool:
-        """Whether to stop here, before --train-iters. All ranks return the same."""
+        """Whether to stop here, before the last iteration. All ranks return the same."""
         run = self.settings.run
         if run.exit_interval is not None and self.progress.iteration % run.exit_interval == 0:
             _log.info("exiting at iteration %d (--exit-interval)", self.progress.iteration)
             return True
         if not self.early_exit.is_due(self.progress.iteration):
             return False
-        if self.progress.iteration < self.settings.run.train_iters:  # scripts that start the job again look for this line
+        if self.progress.iteration < self.settings.train_iters:  # scripts that start the job again look for this line
             why = "on SIGTERM" if self.early_exit.is_urgent else "--exit-duration-in-mins"
             _log.info("exiting at iteration %d (%s)", self.progress.iteration, why)
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
+from typing import Literal
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.require import at_most, not_negative, positive, refuse
@@ -37,6 +38,8 @@ class DataConfig:
     """Train on synthetic data instead of --data-path."""
     num_workers: int = 0
     """Data loader processes per rank; 0 loads samples in the rank's own process."""
+    dataloader_type: Literal["single"] = "single"
+    """Order of samples: shuffled once by --seed, for all epochs, and read from the beginning to the end (single)."""
     variable_seq_lengths: bool = False
     """Make each document a sample of its own length, and pad a microbatch to its longest sample instead of --seq-length. Longer
     documents become several samples."""

@@ -38,6 +38,9 @@ class ModelConfig:
     """Number of attention heads."""
     seq_length: int
     """Sequence length: tokens per sample."""
+    max_position_embeddings: int | None = None
+    """Positions of learned position embeddings, at least --seq-length. No effect with other position embeddings. Default:
+    --seq-length."""
     ffn_hidden_size: int | None = None
     """Intermediate width of the MLP. Default: 4 * --hidden-size, or with --swiglu 8/3 of it, rounded down to a multiple of 64."""
     group_query_attention: bool = False
@@ -78,6 +81,8 @@ class ModelConfig:
     recompute_granularity: Literal["full", "selective"] | None = None
     """Recompute activations in the backward pass: whole transformer layers (full), or the submodules that --recompute-modules
     lists (selective). Default: no recomputation."""
+    recompute_activations: bool = False
+    """The same as --recompute-granularity selective."""
     recompute_method: Literal["uniform", "block"] | None = None
     """With --recompute-granularity full: checkpoint the input of every --recompute-num-layers layers (uniform), or recompute only
     the first --recompute-num-layers layers of each stage (block)."""
@@ -98,13 +103,18 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         positive(self, "num_layers", "hidden_size", "num_attention_heads", "seq_length", "num_query_groups")
-        positive(self, "ffn_hidden_size", "make_vocab_size_divisible_by", "recompute_num_layers")
+        positive(self, "ffn_hidden_size", "make_vocab_size_divisible_by", "recompute_num_layers", "max_position_embeddings")
         positive(self, "mtp_num_layers", "init_method_std", "rotary_base")
         at_most(self, 10_000, "num_layers", "mtp_num_layers")
         at_most(self, _WIDEST, "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size")
-        at_most(self, 2**31 - 1, "seq_length", "make_vocab_size_divisible_by", "recompute_num_layers")
+        at_most(self, 2**31 - 1, "seq_length", "max_position_embeddings", "make_vocab_size_divisible_by", "recompute_num_layers")
         at_most(self, 2**53, "rotary_base")
         within(self, 0.0, 1.0, "hidden_dropout", "attention_dropout")
+        if self.num_positions < self.seq_length:
+            raise ConfigError(
+                f"--max-position-embeddings {self.max_position_embeddings} is less than --seq-length {self.seq_length}; give at "
+                "least that, or leave it out"
+            )
         if self.hidden_size % self.num_attention_heads:
             raise ConfigError(
                 f"--hidden-size {self.hidden_size} does not divide over --num-attention-heads "
@@ -213,6 +223,16 @@ class ModelConfig:
             )
 
     @property
+    def num_positions(self) -> int:
+        """Rows of the table of learned position embeddings: --max-position-embeddings or its default."""
+        return self.seq_length if self.max_position_embeddings is None else self.max_position_embeddings
+
+    @property
+    def recomputed(self) -> Literal["full", "selective"] | None:
+        """What is recomputed: --recompute-granularity, or what --recompute-activations stands for."""
+        return "selective" if self.recompute_activations else self.recompute_granularity
+
+    @property
     def mlp_width(self) -> int:
         """Intermediate width of the MLP: --ffn-hidden-size or its default."""
         if self.ffn_hidden_size is not None:
@@ -227,6 +247,10 @@ class ModelConfig:
             )
 
     def _check_recompute(self) -> None:
+        if self.recompute_activations and self.recompute_granularity == "full":
+            raise ConfigError(
+                "--recompute-activations is --recompute-granularity selective, and full is given; leave one of them out"
+            )
         if self.recompute_granularity == "full":
             if self.recompute_method is None or self.recompute_num_layers is None:
                 raise ConfigError(
@@ -234,7 +258,7 @@ class ModelConfig:
                 )
         elif self.recompute_method is not None or self.recompute_num_layers is not None:
             raise ConfigError("--recompute-method and --recompute-num-layers need --recompute-granularity full")
-        if self.recompute_modules and self.recompute_granularity != "selective":
+        if self.recompute_modules and self.recomputed != "selective":
             raise ConfigError("--recompute-modules needs --recompute-granularity selective")
         for name in self.recompute_modules:
             one_of(name, ("core_attn", "mla_up_proj", "mlp", "moe", "shared_experts", "layernorm"), "--recompute-modules")
@@ -269,15 +293,17 @@ class PrecisionConfig:
     """Initial value of the dynamic loss scale."""
     loss_scale_window: float = 1000
     """Number of iterations without overflow after which the dynamic loss scale doubles."""
+    hysteresis: int = 2
+    """Number of iterations with overflow after which the dynamic loss scale halves."""
     accumulate_allreduce_grads_in_fp32: bool = False
     """Accumulate and reduce gradients in fp32. Implied by --bf16, unless --grad-reduce-in-bf16 is given."""
     grad_reduce_in_bf16: bool = False
     """With --bf16: accumulate and reduce gradients in bfloat16."""
 
     def __post_init__(self) -> None:
-        positive(self, "loss_scale", "initial_loss_scale", "loss_scale_window")
+        positive(self, "loss_scale", "initial_loss_scale", "loss_scale_window", "hysteresis")
         at_most(self, 2**127, "loss_scale", "initial_loss_scale")  # scaled losses are fp32
-        at_most(self, 2**31 - 1, "loss_scale_window")
+        at_most(self, 2**31 - 1, "loss_scale_window", "hysteresis")
         if self.loss_scale is not None and self.loss_scale < 2.0**-126:
             raise ConfigError(f"--loss-scale {self.loss_scale} is 0 in fp32; give a larger one, such as 1")
         if self.initial_loss_scale < 1.0:

@@ -10,6 +10,7 @@ from megatron.zerobubble.flags.require import at_most, not_negative, positive, r
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.training.config.model import ModelConfig
 from megatron.zerobubble.training.config.parallel import ParallelConfig
+from megatron.zerobubble.training.config.run_control import RunConfig
 
 __all__ = ["OptimConfig"]
 
@@ -31,10 +32,17 @@ class OptimConfig:
     """Learning rate decay function."""
     lr_decay_iters: int | None = None
     """Number of iterations over which the learning rate decays. Default: --train-iters."""
+    lr_decay_samples: int | None = None
+    """Number of samples over which the learning rate decays, in a run of --train-samples. Default: --train-samples."""
     lr_warmup_iters: int = 0
     """Number of iterations of linear learning rate warm-up."""
+    lr_warmup_samples: int = 0
+    """Number of samples of linear learning rate warm-up, in a run of --train-samples."""
     lr_warmup_fraction: float | None = None
-    """Length of the learning rate warm-up as a fraction of --lr-decay-iters, instead of --lr-warmup-iters."""
+    """Length of the learning rate warm-up as a fraction of --lr-decay-iters or --lr-decay-samples, instead of --lr-warmup-iters
+    or --lr-warmup-samples."""
+    lr_warmup_init: float = 0.0
+    """Learning rate at the beginning of the warm-up."""
     weight_decay: float = 0.01
     """Weight decay coefficient; not applied to biases and normalization layers."""
     clip_grad: float = 1.0
@@ -43,6 +51,10 @@ class OptimConfig:
     """Adam's decay rate of the first moment (mean of gradients)."""
     adam_beta2: float = 0.999
     """Adam's decay rate of the second moment (mean of squared gradients)."""
+    adam_eps: float = 1e-8
+    """Adam's term in the denominator, for numerical stability."""
+    sgd_momentum: float = 0.9
+    """Momentum of --optimizer sgd."""
     calculate_per_token_loss: bool = False
     """Average the loss over all tokens of the global batch. By default it is averaged over the tokens of each microbatch, and
     microbatches weigh the same."""
@@ -50,34 +62,29 @@ class OptimConfig:
     """When loading a checkpoint, use the learning rate and weight decay schedule of the flags."""
 
     def __post_init__(self) -> None:
-        positive(self, "lr", "lr_decay_iters")
-        not_negative(self, "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad")
+        positive(self, "lr", "lr_decay_iters", "lr_decay_samples", "adam_eps")
+        not_negative(self, "min_lr", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_init", "weight_decay", "clip_grad")
         at_most(self, 2**31 - 1, "lr_decay_iters", "lr_warmup_iters")
-        within(self, 0.0, 1.0, "adam_beta1", "adam_beta2", "lr_warmup_fraction")
+        at_most(self, 2**53, "lr_decay_samples", "lr_warmup_samples")
+        within(self, 0.0, 1.0, "adam_beta1", "adam_beta2", "sgd_momentum", "lr_warmup_fraction")
         if self.min_lr > self.lr:
             raise ConfigError(f"--min-lr {self.min_lr} is larger than --lr {self.lr}")
-        if self.lr_warmup_fraction is not None and self.lr_warmup_iters:
-            raise ConfigError("--lr-warmup-fraction and --lr-warmup-iters are both given; choose one")
+        if self.lr_warmup_init > self.lr:
+            raise ConfigError(f"--lr-warmup-init {self.lr_warmup_init} is larger than --lr {self.lr}")
+        for flag, length in (("--lr-warmup-iters", self.lr_warmup_iters), ("--lr-warmup-samples", self.lr_warmup_samples)):
+            if self.lr_warmup_fraction is not None and length:
+                raise ConfigError(f"--lr-warmup-fraction and {flag} are both given; choose one")
 
-    def decay_iters(self, train_iters: int) -> int:
-        """Iterations over which the learning rate decays."""
-        return self.lr_decay_iters or train_iters
-
-    def warmup_iters(self, train_iters: int) -> float:
-        """Iterations of learning rate warm-up."""
-        fraction = self.lr_warmup_fraction
-        return self.lr_warmup_iters if fraction is None else fraction * self.decay_iters(train_iters)
-
-    def check(self, parallel: ParallelConfig, *, train_iters: int) -> None:
-        """Raise ConfigError unless the optimizer's state can be sharded as requested, and warm-up ends before the decay does."""
+    def check(self, parallel: ParallelConfig, run: RunConfig) -> None:
+        """Raise ConfigError unless the optimizer's state can be sharded as requested, and all lengths have one unit."""
         if self.optimizer == "sgd" and parallel.use_distributed_optimizer:
             raise ConfigError("--use-distributed-optimizer shards Adam's state; leave it out with --optimizer sgd")
-        warmup, decay = self.warmup_iters(train_iters), self.decay_iters(train_iters)
-        if warmup >= decay:
-            raise ConfigError(
-                f"the learning rate warm-up of {warmup:g} iterations must be shorter than the decay of {decay} "
-                "(--lr-decay-iters, by default --train-iters)"
-            )
+        other, unit = ("iters", "samples") if run.train_samples is not None else ("samples", "iters")
+        for name in ("decay", "warmup"):
+            if getattr(self, f"lr_{name}_{other}"):
+                raise ConfigError(
+                    f"--lr-{name}-{other} does not go with --train-{unit}: give --lr-{name}-{unit}, or --train-{other}"
+                )
 
     def check_sharding(self, parallel: ParallelConfig, model: ModelConfig, zero_bubble: ZeroBubbleConfig, *, ranks: int) -> None:
         """Raise ConfigError unless --zero-bubble-shard-gradients can be done. `ranks`: over which a gradient is reduced."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from megatron.zerobubble.errors import ConfigError
@@ -37,7 +37,8 @@ class ParallelConfig:
     """If --num-layers is not divisible by the number of stages, give the last stage, or the first and the last, one layer fewer,
     which compensates for the head and the embedding."""
     sequence_parallel: bool = False
-    """Sequence parallelism: shard normalization and dropout over the tensor-parallel ranks along the sequence."""
+    """Sequence parallelism: shard normalization and dropout over the tensor-parallel ranks along the sequence. No effect with
+    --tensor-model-parallel-size 1."""
     context_parallel_size: int = 1
     """Context-parallel size: ranks over which each sequence is sharded. Each holds two of 2 * N equal slices, an early and a late
     one, so that all have the same work in causal attention. Keys and values are all-gathered with --transformer-impl local, and
@@ -76,12 +77,14 @@ class ParallelConfig:
                 "--num-layers-per-virtual-pipeline-stage interleaves pipeline ranks and needs "
                 "--pipeline-model-parallel-size of at least 2, got 1"
             )
-        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
-            raise ConfigError("--sequence-parallel needs --tensor-model-parallel-size of at least 2, got 1")
         if self.eager_nccl_communicators and self.distributed_backend == "gloo":
             raise ConfigError("--eager-nccl-communicators needs NCCL, and --distributed-backend is gloo: leave one of them out")
         if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
             raise ConfigError("--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce")
+
+    def without_idle_sequence_parallel(self) -> ParallelConfig:
+        """Without --sequence-parallel if there is no tensor parallelism, as in Megatron-LM."""
+        return self if self.tensor_model_parallel_size > 1 else replace(self, sequence_parallel=False)
 
     def check(self, *, world_size: int) -> None:
         """Raise ConfigError unless the sizes divide the number of ranks."""

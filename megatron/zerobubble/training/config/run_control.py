@@ -16,8 +16,10 @@ __all__ = ["RunConfig"]
 class RunConfig:
     """Run control."""
 
-    train_iters: int
-    """Number of iterations to train."""
+    train_iters: int | None = None
+    """Number of iterations to train. Either this or --train-samples is required."""
+    train_samples: int | None = None
+    """Number of samples to train on, in whole global batches. An alternative to --train-iters."""
     eval_interval: int = 1000
     """Iterations between evaluations on validation samples; the last iteration is always followed by one."""
     eval_iters: int = 100
@@ -47,10 +49,16 @@ class RunConfig:
     progress line. A continued run appends."""
 
     def __post_init__(self) -> None:
-        positive(self, "train_iters", "eval_interval", "exit_interval", "exit_duration_in_mins", "seed", "log_interval")
+        positive(self, "train_iters", "train_samples", "eval_interval", "exit_interval", "exit_duration_in_mins")
+        positive(self, "seed", "log_interval")
         not_negative(self, "eval_iters")
         at_most(self, 4_000_000_000, "seed")  # numpy's generators take 32 bits, and every pipeline rank adds to it
         at_most(self, 2**31 - 1, "train_iters", "eval_iters", "eval_interval", "exit_interval")
+        at_most(self, 2**53, "train_samples")
+        if self.train_iters is None and self.train_samples is None:
+            raise ConfigError("the length of the run is missing: give --train-iters or --train-samples")
+        if self.train_iters is not None and self.train_samples is not None:
+            raise ConfigError("--train-iters and --train-samples are both given; choose one")
 
     def check(self, model: ModelConfig, parallel: ParallelConfig) -> None:
         """Raise ConfigError if --layout-independent-dropout cannot make masks so: each rank would draw its own."""

@@ -12,7 +12,16 @@ from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.validate import validate
 from megatron.zerobubble.training.config.settings import Settings
 
-__all__ = ["check_batch", "check_layers", "check_plan", "check_schedule", "check_slices", "check_trace", "check_watchdog"]
+__all__ = [
+    "check_batch",
+    "check_layers",
+    "check_length",
+    "check_plan",
+    "check_schedule",
+    "check_slices",
+    "check_trace",
+    "check_watchdog",
+]
 
 _MOST_MICROBATCHES = 16_384
 """Microbatches of an iteration for which a plan is made, which takes about a second."""
@@ -91,6 +100,23 @@ def check_batch(settings: Settings) -> None:
         )
 
 
+def check_length(settings: Settings) -> None:
+    """Raise unless the run has an iteration, and the warm-up of the learning rate ends before its decay does."""
+    if settings.train_iters < 1:
+        raise ConfigError(
+            f"--train-samples {settings.run.train_samples} is less than a global batch, of {settings.global_batch_size} samples"
+        )
+    unit, name, size = "samples", "samples", 1
+    if settings.run.train_iters is not None:
+        unit, name, size = "iterations", "iters", settings.global_batch_size
+    warmup, decay = settings.lr_warmup_samples / size, settings.lr_decay_samples // size
+    if warmup >= decay:
+        raise ConfigError(
+            f"the learning rate warm-up of {warmup:.10g} {unit} must be shorter than the decay of {decay} "
+            f"(--lr-decay-{name}, by default --train-{name})"
+        )
+
+
 def check_slices(settings: Settings) -> None:
     """Raise unless sequences divide into slices, and everything of the model goes with them."""
     num_slices = settings.zero_bubble.num_slices
@@ -162,12 +188,12 @@ def check_trace(settings: Settings) -> None:
     zero_bubble = settings.zero_bubble
     if zero_bubble.zero_bubble_trace is None:
         return
-    late = sorted(number for number in zero_bubble.trace_iterations if number > settings.run.train_iters)
+    late = sorted(number for number in zero_bubble.trace_iterations if number > settings.train_iters)
     if late:
-        raise ConfigError(
-            f"--zero-bubble-trace-iterations: {', '.join(map(str, late))} come after the last one "
-            f"(--train-iters {settings.run.train_iters})"
-        )
+        length = f"--train-iters {settings.train_iters}"
+        if settings.run.train_samples is not None:
+            length = f"--train-samples {settings.run.train_samples}: {settings.train_iters} iterations"
+        raise ConfigError(f"--zero-bubble-trace-iterations: {', '.join(map(str, late))} come after the last one ({length})")
 
 
 def check_watchdog(settings: Settings) -> None:

@@ -58,6 +58,8 @@ class Settings:
     """Saving and loading checkpoints."""
     world_size: int
     """Number of ranks of the job."""
+    ignored_flags: tuple[str, ...] = ()
+    """Flags that were given and change no result."""
 
     @property
     def pipeline_size(self) -> int:
@@ -95,6 +97,41 @@ class Settings:
     def global_batch_size(self) -> int:
         """Samples per iteration."""
         return self.data.global_batch_size or self.data.micro_batch_size * self.data_parallel_size
+
+    @property
+    def train_samples(self) -> int:
+        """Samples of the run: --train-samples, or those of --train-iters."""
+        return self.run.train_samples or (self.run.train_iters or 0) * self.global_batch_size
+
+    @property
+    def train_iters(self) -> int:
+        """Iterations of the run: --train-iters, or the whole global batches in --train-samples."""
+        return self.run.train_iters or self.train_samples // self.global_batch_size
+
+    @property
+    def lr_decay_samples(self) -> int:
+        """Samples over which the learning rate decays."""
+        in_iterations = (self.optim.lr_decay_iters or 0) * self.global_batch_size
+        return in_iterations or self.optim.lr_decay_samples or self.train_samples
+
+    @property
+    def lr_warmup_samples(self) -> float:
+        """Samples of learning rate warm-up."""
+        if self.optim.lr_warmup_fraction is not None:
+            return self.optim.lr_warmup_fraction * self.lr_decay_samples
+        return self.optim.lr_warmup_iters * self.global_batch_size or self.optim.lr_warmup_samples
+
+    def with_iterations(self, num_iterations: int) -> Settings:
+        """These settings with a run of another length. The learning rate decays as over the whole run of these."""
+        if self.run.train_samples is not None:
+            run = replace(self.run, train_samples=num_iterations * self.global_batch_size)
+            return replace(self, run=run, optim=replace(self.optim, lr_decay_samples=self.lr_decay_samples))
+        decay_iters = self.optim.lr_decay_iters or self.run.train_iters
+        return replace(
+            self,
+            run=replace(self.run, train_iters=num_iterations),
+            optim=replace(self.optim, lr_decay_iters=decay_iters),
+        )
 
     def padded_vocab_size(self, vocab_size: int) -> int:
         """`vocab_size`, padded to a multiple of --make-vocab-size-divisible-by times the tensor-parallel size."""

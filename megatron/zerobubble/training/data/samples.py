@@ -70,7 +70,7 @@ def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool) -> Datase
         reads: whether this rank reads samples.
     """
     data, run = settings.data, settings.run
-    sizes = [max(1, iterations * settings.global_batch_size) for iterations in (run.train_iters, run.eval_iters)]
+    sizes = [max(1, samples) for samples in (settings.train_samples, run.eval_iters * settings.global_batch_size)]
     if data.reads_documents:
         train = document_dataset(settings, tokenizer, Split.train, sizes[0])
         return Datasets(train, document_dataset(settings, tokenizer, Split.valid, sizes[1]) if run.eval_iters > 0 else None)

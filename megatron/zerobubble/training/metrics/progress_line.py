@@ -97,7 +97,7 @@ def progress_line(
         records: the iterations, with their loss and time; at least one.
         num_corrected: optimistic steps that validation has corrected since the run began.
     """
-    last, train_iters = records[-1], settings.run.train_iters
+    last, train_iters = records[-1], settings.train_iters
     losses = [record.loss for record in records if record.result.is_stepped and math.isfinite(record.loss)] or [last.loss]
     seconds = sum(record.seconds for record in records) / len(records)
     tokens_per_s = sum(record.tokens for record in records) / len(records) / seconds

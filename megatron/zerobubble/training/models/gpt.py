@@ -35,7 +35,7 @@ def model_provider(setup: ModelSetup, pre_process: bool, post_process: bool, vp_
         config=setup.config,
         transformer_layer_spec=stage_layers(setup.config, vp_stage=vp_stage),
         vocab_size=setup.padded_vocab_size,
-        max_sequence_length=model.seq_length,
+        max_sequence_length=model.num_positions,
         pre_process=pre_process,
         post_process=post_process,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,

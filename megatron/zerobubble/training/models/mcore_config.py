@@ -45,6 +45,7 @@ def transformer_config(settings: Settings, *, on_gpu: bool, layout: Any | None) 
     overlaps = settings.virtual_pipeline_size is not None and settings.zero_bubble.schedule == "stock"
     config_class = MLATransformerConfig if settings.mla.multi_latent_attention else TransformerConfig
     others = {
+        "recompute_granularity": model.recomputed,
         "recompute_modules": list(model.recompute_modules) or None,
         "num_query_groups": model.num_query_groups if model.group_query_attention else None,
         "attention_backend": AttnBackend[model.attention_backend],
@@ -148,18 +149,18 @@ def optimizer_config(settings: Settings) -> OptimizerConfig:
 
 def scheduler(settings: Settings, optimizer: Any) -> OptimizerParamScheduler:
     """The schedule of learning rate and weight decay, in samples, as in Megatron-LM."""
-    optim, num_iterations, size = settings.optim, settings.run.train_iters, settings.global_batch_size
+    optim = settings.optim
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=0.0,
+        init_lr=optim.lr_warmup_init,
         max_lr=optim.lr,
         min_lr=optim.min_lr,
-        lr_warmup_steps=optim.warmup_iters(num_iterations) * size,
-        lr_decay_steps=optim.decay_iters(num_iterations) * size,
+        lr_warmup_steps=settings.lr_warmup_samples,
+        lr_decay_steps=settings.lr_decay_samples,
         lr_decay_style=optim.lr_decay_style,
         start_wd=optim.weight_decay,
         end_wd=optim.weight_decay,
-        wd_incr_steps=num_iterations * size,
+        wd_incr_steps=settings.train_samples,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=optim.override_opt_param_scheduler,
