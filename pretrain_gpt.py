@@ -17,7 +17,7 @@ if __name__ == "__main__":
         from megatron.zerobubble.training.entry import run
         from megatron.zerobubble.training.models.gpt import forward_step_provider, model_provider
 
-        run(model_provider, forward_step_provider)
+        run(model_provider, forward_step_provider, stands_in=True)
     elif script.flags is None:
         run_itself(__file__)
     else:

@@ -70,8 +70,8 @@ replicas=$((ranks / tensor / context / pipeline))
 # Which loop pretrain_gpt.py runs
 loop=reference
 export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
-has_megatron='import importlib.util, sys; sys.exit(importlib.util.find_spec("megatron.training") is None)'
-"${python_bin}python" -c "$has_megatron" 2>/dev/null && loop=megatron
+found="$("${python_bin}python" -c 'import importlib.util as find; print(find.find_spec("megatron.training") is not None)' 2>/dev/null || true)"
+[[ "$found" == True ]] && loop=megatron
 entry=("$here/pretrain_gpt.py")
 if [[ $loop == megatron && $backend == gloo && "${MODEL:-}" == deepseek-like ]]; then # its attention needs Transformer Engine there
     loop=reference entry=(-m megatron.zerobubble.cli.train)
@@ -142,7 +142,6 @@ run="${RUN_DIR:-$here/runs/$name${MODEL:+-$MODEL}}"
 
 if [[ $loop == megatron ]]; then
     log=(--num-workers 0 --save-interval 1000)
-    [[ $name == zbv ]] && schedule+=(--num-virtual-stages-per-pipeline-rank 2)
 else
     log=(--metrics-jsonl "$run/metrics.jsonl")
 fi

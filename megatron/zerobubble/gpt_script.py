@@ -60,6 +60,11 @@ def main(zero_bubble: argparse.Namespace) -> None:
             f"{', '.join(refused)}: packed and filled-in samples, distillation and restarts in place are parts of Megatron-LM's "
             "own pretrain_gpt.py, from its checkout: start that by zerobubble run"
         )
+    if "--allow-padding-num-layers" in sys.argv:
+        raise ConfigError(
+            "--allow-padding-num-layers is a flag of the reference trainer (zerobubble train); Megatron-LM's loop has "
+            "--account-for-embedding-in-pipeline-split, --account-for-loss-in-pipeline-split and --pipeline-model-parallel-layout"
+        )
     if not (Path(dataset_tools.__file__).parent / "Makefile").is_file():  # a wheel has the compiled helpers instead
         dataset_tools.compile_helpers = _do_nothing
     provided = {"extra_args_provider": partial(_add_flags, zero_bubble), "args_defaults": {"tokenizer_type": "GPT2BPETokenizer"}}

@@ -128,6 +128,21 @@ def test_the_benchmark_gives_each_cpu_rank_a_core(cluster: Cluster) -> None:
     assert cluster.rank_arguments(None)[:2] == ["--nproc-per-node", "4" if (os.cpu_count() or 1) >= 4 else "2"]
 
 
+def test_megatron_lms_loop_gets_flags_of_its_own(cluster: Cluster) -> None:
+    """A V's chunks are added by pretrain_gpt.py; the rest of the flags both loops have."""
+    started(cluster, GPUS="4", HAS_MEGATRON="True", TOKENIZER_MODEL="gpt2")
+    flags = cluster.rank_arguments(None)
+    assert flags[flags.index("--tokenizer-type") : flags.index("--tokenizer-type") + 4] == [
+        *("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "gpt2")
+    ]
+    assert "--metrics-jsonl" not in flags
+    done = cluster.run("benchmark.sh", "--quick", environment=cluster.environment(GPUS="0", HAS_MEGATRON="True"))
+    assert done.returncode == 0, done.stderr
+    flags = cluster.rank_arguments(None)
+    assert flags[flags.index("--cpu") : flags.index("--") + 2] == ["--cpu", "--quick", "--", str(ROOT / "pretrain_gpt.py")]
+    assert not {"--zero-bubble-v-schedule", "--zero-bubble-pipeline-timers-start-iter"} & set(flags)
+
+
 def test_restarts_continue_from_the_latest_checkpoint(cluster: Cluster) -> None:
     started(cluster, GPUS="0", MAX_RESTARTS="3", RUN_DIR="/run/1")
     arguments = cluster.rank_arguments(None)

@@ -60,6 +60,12 @@ _NVIDIA_SMI = """
 exit 0
 """
 
+_ASKED = """
+if [[ ${0##*/} == python && ${1:-} == -c ]]; then  # whether megatron-core has Megatron-LM's loop
+    echo "${HAS_MEGATRON:-False}"
+    exit
+fi
+"""
 _RANK = """
 env -0 >"$DOUBLES/environment-${RANK:-none}"
 printf "%s\\n" "$@" >"$DOUBLES/arguments-${RANK:-none}"
@@ -93,7 +99,7 @@ class Cluster:
         doubles = {"scontrol": _SCONTROL, "scancel": _SCANCEL, "srun": _SRUN, "nvidia-smi": _NVIDIA_SMI}
         for name, body in (doubles | {"python": rank, "torchrun": _RANK}).items():
             path = folder / name
-            path.write_text(f"#!/usr/bin/env bash\n{_RECORD}{body}")
+            path.write_text(f"#!/usr/bin/env bash\n{_ASKED}{_RECORD}{body}")
             path.chmod(0o755)
 
     def environment(self, **variables: str) -> dict[str, str]:

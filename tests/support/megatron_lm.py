@@ -12,9 +12,11 @@ import shlex
 import sys
 import typing
 import warnings
+from collections.abc import Callable
 from unittest import mock
 
 import megatron.zerobubble
+from megatron.zerobubble.flags.fork_flags import in_our_flags
 from megatron.zerobubble.mcore.cpu.device import HostDevice, quiet_third_parties
 from megatron.zerobubble.mcore.cpu.scripts import without_gpus
 from tests.support.gpt import _destroy_groups
@@ -59,20 +61,45 @@ def pretrain(rank: int, flags: str, zero_bubble: str = "") -> str:
 
     Everything global that the loop leaves behind is removed, so that the next call starts afresh.
     """
-    if not hasattr(typing, "override"):  # all of Python 3.12 that these releases need, where their wheels run on 3.11
-        typing.override = lambda method: method  # type: ignore[attr-defined]
-    from tests.support import pretrain_script  # imports megatron.training
-
-    parser = argparse.ArgumentParser()
-    megatron.zerobubble.add_zero_bubble_args(parser)
-    printed = io.StringIO()
-    environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     argv = ["pretrain_script.py", *shlex.split(f"{SMALL} {WITHOUT_KERNELS} {flags}")]
     if "--data-path" in argv:
         argv.remove("--mock-data")
     if "--step-batch-size-schedule" in argv:  # which excludes it
         at = argv.index("--global-batch-size")
         del argv[at : at + 2]
+    return _run(rank, argv, _parser().parse_args(zero_bubble.split()), _main_of_script)
+
+
+def pretrain_gpt(rank: int, flags: str) -> str:
+    """Train on one rank by this project's own script, with zero-bubble flags among `flags`; what it printed."""
+    words, _ = in_our_flags(flags.split())
+    zero_bubble, own = _parser().parse_known_args(words)
+    return _run(rank, ["pretrain_gpt.py", *own], zero_bubble, _main_of_gpt)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    megatron.zerobubble.add_zero_bubble_args(parser)
+    return parser
+
+
+def _main_of_script(zero_bubble: argparse.Namespace) -> None:
+    from tests.support import pretrain_script  # imports megatron.training
+
+    pretrain_script.main()
+
+
+def _main_of_gpt(zero_bubble: argparse.Namespace) -> None:
+    from megatron.zerobubble import gpt_script  # imports megatron.training
+
+    gpt_script.main(zero_bubble)
+
+
+def _run(rank: int, argv: list[str], zero_bubble: argparse.Namespace, main: Callable[[argparse.Namespace], None]) -> str:
+    if not hasattr(typing, "override"):  # all of Python 3.12 that these releases need, where their wheels run on 3.11
+        typing.override = lambda method: method  # type: ignore[attr-defined]
+    printed = io.StringIO()
+    environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     _destroy_groups()
     with (
         warnings.catch_warnings(),
@@ -86,9 +113,9 @@ def pretrain(rank: int, flags: str, zero_bubble: str = "") -> str:
         contextlib.redirect_stdout(printed),
     ):
         warnings.filterwarnings("ignore", module=r"megatron\.training")
-        megatron.zerobubble.install(parser.parse_args(zero_bubble.split()))
+        megatron.zerobubble.install(zero_bubble)
         try:
-            pretrain_script.main()
+            main(argparse.Namespace(**vars(zero_bubble), cpu=True))
         except SystemExit as exit:  # --exit-interval
             if exit.code:
                 raise

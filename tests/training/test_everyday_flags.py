@@ -11,6 +11,7 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
 from megatron.zerobubble.training.arguments import build_parser, settings_from_argv
 from megatron.zerobubble.training.config.settings import Settings
+from tests.support.command_lines import EVERYDAY, FORK, FORK_ZBV, on_cpu
 from tests.training.launch import TINY_BATCH, TINY_MODEL, metrics, train
 
 with quiet_third_parties():
@@ -20,24 +21,12 @@ MODEL = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32
 ITERATIONS = "--train-iters 10 --global-batch-size 8 "
 SAMPLES = "--train-samples 84 --global-batch-size 8 "
 
-FORK_EXAMPLE = (
-    "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 32 --num-attention-heads 4 "
-    "--exit-interval 10 --seq-length 32 --max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 8 "
-    "--group-query-attention --num-query-groups 2 --train-samples 800 --lr-decay-samples 600 --lr-warmup-samples 16 --lr 6.0e-5 "
-    "--min-lr 6.0e-6 --lr-decay-style cosine --log-interval 1 --eval-iters 40 --eval-interval 1000 --data-path X "
-    "--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model T --split 98,2,0 --clip-grad 8.0 --weight-decay 0.1 "
-    "--adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.006 --no-barrier-with-level-1-timing --profile-step-start 15 "
-    "--profile-step-end 17 --untie-embeddings-and-output-weights --use-legacy-models --sequence-parallel --use-flash-attn "
-    "--transformer-impl local --use-distributed-optimizer --no-create-attention-mask-in-dataloader --profile-ranks 0 1 "
-    "--zero-bubble-v-schedule --allow-padding-num-layers --fp16"
-)
-"""The flags of the example script of the zero-bubble authors' fork, for a small model."""
+FORK_EXAMPLE = f"{FORK} {FORK_ZBV} --allow-padding-num-layers"
 
 IGNORED_IN_FORK_EXAMPLE = (
     "--no-barrier-with-level-1-timing",
     "--profile-step-start",
     "--profile-step-end",
-    "--use-legacy-models",
     "--use-flash-attn",
     "--no-create-attention-mask-in-dataloader",
     "--profile-ranks",
@@ -63,15 +52,29 @@ def refusal(flags: str, *, base: str = MODEL) -> str:
     "logs, profilers and legacy kernels",
     "works",
 )
-def test_the_forks_example_parses_and_means_the_same(corpus: str) -> None:
-    words = FORK_EXAMPLE.replace("--data-path X", f"--data-path {corpus}").replace("--tokenizer-model T ", "")
-    words = words.replace("GPTSentencePieceTokenizer", "NullTokenizer --vocab-size 256")
-    made = settings(words, base="", world_size=2)
+def test_the_forks_example_parses_and_means_the_same() -> None:
+    made = settings(on_cpu(FORK_EXAMPLE), base="", world_size=2)
     assert (made.train_iters, made.lr_warmup_samples / 8, made.lr_decay_samples / 8) == (100, 2, 75)
     assert made.model.num_positions == 64
     assert made.zero_bubble.schedule == "zbv"
+    assert made.zero_bubble.enable_optimizer_post_validation
     assert not made.parallel.sequence_parallel, "without tensor parallelism it shards nothing, as in Megatron-LM"
     assert made.ignored_flags == IGNORED_IN_FORK_EXAMPLE
+    assert len(made.notes) == 1
+    assert {"--use-legacy-models", "--enable-zb-runtime", "--zero-bubble-max-pending-backward"} < set(made.notes[0].split())
+
+
+@pytest.mark.parametrize("name", EVERYDAY)
+def test_an_everyday_command_line_parses_or_gets_one_line(name: str) -> None:
+    """The line names flags that it has, and says where they run."""
+    if name in ("fork", "gpt-3"):
+        settings(on_cpu(EVERYDAY[name]), base="")
+        return
+    message = refusal(on_cpu(EVERYDAY[name]), base="")
+    named = set(re.findall(r"--[a-z0-9-]+", message.replace("did you mean --max-position-embeddings", ""))) - {"--help"}
+    assert named
+    assert named <= set(EVERYDAY[name].split())
+    assert "megatron-core 0.17 (Python 3.12)" in message
 
 
 def test_the_forks_example_as_it_stands_is_refused_in_one_line() -> None:

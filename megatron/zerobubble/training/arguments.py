@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron.zerobubble.errors import ConfigError, PlanError, UserError
 from megatron.zerobubble.flags.dataclass_flags import add_group, from_namespace
+from megatron.zerobubble.flags.fork_flags import in_our_flags
 from megatron.zerobubble.job.exit import exit_with_error
 from megatron.zerobubble.messages import one_line, shown
 from megatron.zerobubble.training.check import check_settings
@@ -60,7 +61,8 @@ def settings_from_argv(argv: Sequence[str], *, world_size: int, rank: int = 0, p
     """
     words = list(argv)
     try:
-        return _checked(words, build_parser(prog=prog), world_size=world_size, is_first=rank == 0)
+        words, note = in_our_flags(words)
+        return _checked(words, note, build_parser(prog=prog), world_size=world_size, is_first=rank == 0)
     except UserError as error:
         draws_plan = isinstance(error, PlanError) and "\n" in str(error)
         raise type(error)(str(error) if draws_plan else one_line(str(error), _values(words))) from None
@@ -73,8 +75,8 @@ def _values(words: Sequence[str]) -> list[str]:
     return [*words, *(word.partition("=")[2] for word in words if "=" in word)]
 
 
-def _checked(words: Sequence[str], parser: TrainingParser, *, world_size: int, is_first: bool) -> Settings:
-    """`words` of the command line as settings that can run. Raises UserError, and OSError for paths."""
+def _checked(words: Sequence[str], note: str | None, parser: TrainingParser, *, world_size: int, is_first: bool) -> Settings:
+    """`words` of the command line as settings that can run. `note`: on its flags. Raises UserError, and OSError for paths."""
     namespace = parser.parse(words)
     groups: dict[str, Any] = {name: from_namespace(config_class, namespace) for name, config_class in _GROUPS.items()}
     parallel = groups["parallel"]
@@ -83,7 +85,7 @@ def _checked(words: Sequence[str], parser: TrainingParser, *, world_size: int, i
     ignored = namespace.ignored_flags
     if groups["parallel"] != parallel:
         ignored = (*ignored, "--sequence-parallel")
-    settings = Settings(**groups, world_size=world_size, ignored_flags=ignored)
+    settings = Settings(**groups, world_size=world_size, ignored_flags=ignored, notes=(note,) if note else ())
     check_settings(settings, is_first=is_first)
     return settings
 

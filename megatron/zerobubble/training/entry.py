@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
+_STANDS_IN = (
+    "this megatron-core has no training loop, so the reference trainer runs: Megatron-LM's loop comes with "
+    "megatron-core from 0.17 on (pip install 'megatron-core>=0.17,<0.20' with Python 3.12)"
+)
+
 
 def run(
     model_provider: ModelProvider,
@@ -24,6 +30,7 @@ def run(
     *,
     argv: Sequence[str] | None = None,
     prog: str = "pretrain_gpt.py",
+    stands_in: bool = False,
 ) -> None:
     """Check the flags, before torch is loaded, then train. Every rank of the job must call it.
 
@@ -33,6 +40,7 @@ def run(
             `training.models.gpt.forward_step_provider`.
         argv: the flags; None takes those of the process.
         prog: program name in the usage and in error lines.
+        stands_in: whether this trainer runs in place of Megatron-LM's loop, which is then said in a line.
 
     Raises:
         SystemExit: exit code 2 after a user error, which rank 0 reports in one line.
@@ -51,6 +59,8 @@ def run(
         before_exit=partial(announce_exit, launch),
     )
 
+    if stands_in:
+        settings = replace(settings, notes=(_STANDS_IN, *settings.notes))
     from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
 
     with quiet_third_parties():

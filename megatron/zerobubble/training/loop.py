@@ -100,6 +100,8 @@ def pretrain(
         prog: program name in error lines.
     """
     set_up_logging(launch)
+    for note in settings.notes if launch.rank == 0 else ():
+        _log.warning("%s", note)
     if settings.ignored_flags and launch.rank == 0:
         _log.warning("the reference trainer ignores %s: they change no result", ", ".join(settings.ignored_flags))
     # each host has a screen of its own

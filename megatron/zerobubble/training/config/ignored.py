@@ -66,7 +66,6 @@ IGNORED: Mapping[str, Mapping[str, int | Literal["+"]]] = {
     },
     "Choice of model code": {
         "--use-mcore-models": 0,
-        "--use-legacy-models": 0,
     },
     "Choice of kernels": {
         "--use-flash-attn": 0,
@@ -106,7 +105,8 @@ IGNORED: Mapping[str, Mapping[str, int | Literal["+"]]] = {
         "--async-save": 0,
         "--use-persistent-ckpt-worker": 0,
     },
-    "Garbage collection": {
+    "Freeing of memory": {
+        "--empty-unused-memory-level": 1,
         "--manual-gc": 0,
         "--manual-gc-interval": 1,
         "--no-manual-gc-eval": 0,

@@ -60,6 +60,8 @@ class Settings:
     """Number of ranks of the job."""
     ignored_flags: tuple[str, ...] = ()
     """Flags that were given and change no result."""
+    notes: tuple[str, ...] = ()
+    """Lines for the log: about flags of the authors' fork that were given, and the loop that runs."""
 
     @property
     def pipeline_size(self) -> int:
