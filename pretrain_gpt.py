@@ -9,18 +9,18 @@ On megatron-core 0.16 this project's small reference trainer stands in, as `zero
 
 import importlib.util
 
-from megatron.zerobubble import script
 from megatron.zerobubble.cli.run import run_itself
 
 if __name__ == "__main__":
+    zero_bubble = globals().get("__zero_bubble__")  # if zerobubble run, or bench, or the line below has started this
     if importlib.util.find_spec("megatron.training") is None:
         from megatron.zerobubble.training.entry import run
         from megatron.zerobubble.training.models.gpt import forward_step_provider, model_provider
 
         run(model_provider, forward_step_provider, stands_in=True)
-    elif script.flags is None:
+    elif zero_bubble is None:
         run_itself(__file__)
     else:
         from megatron.zerobubble import gpt_script
 
-        gpt_script.main(script.flags)
+        gpt_script.main(zero_bubble)

@@ -92,6 +92,7 @@ def _add_flags(zero_bubble: argparse.Namespace, parser: argparse.ArgumentParser)
             action.help = action.help.replace("%%", "%").replace("%", "%%")
     parser.error = _refuse  # type: ignore[method-assign]  # argparse's prints the usage of 800 flags first
     given, _ = parser.parse_known_args()
+    parser.set_defaults(max_position_embeddings=given.seq_length)
     divides = (given.num_layers_per_virtual_pipeline_stage, given.pipeline_model_parallel_layout, given.hybrid_layer_pattern)
     chunks = chunks_of(zero_bubble)
     if chunks > 1 and given.pipeline_model_parallel_size > 1 and not any(divides):

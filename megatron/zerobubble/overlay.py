@@ -54,7 +54,7 @@ READY_LENGTHS = ("thd", "nested")
 
 
 def add_zero_bubble_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags that `install` supports to `parser`, as an argument group. They mean the same as in pretrain_gpt.py.
+    """Add the flags that `install` supports to `parser`, as an argument group. They mean the same as in pretrain_gpt.py and `zerobubble train`.
 
     If flags that choose a schedule are parsed but not installed, the first run of a schedule of megatron-core raises ConfigError.
 
@@ -320,7 +320,7 @@ def check_supported(config: ZeroBubbleConfig) -> None:
         if field.name not in _SUPPORTED and getattr(config, field.name) != field.default:
             raise ConfigError(
                 f"{flag_of(field)} is not supported in a stock training loop: it is part of this package's own loop. Use "
-                "pretrain_gpt.py for it"
+                "zerobubble train for it"
             )
     if config.schedule != "stock":
         return

@@ -12,10 +12,7 @@ from megatron.zerobubble.job.launch import Launch, is_turned_off
 from megatron.zerobubble.job.rendezvous import connect
 from megatron.zerobubble.overlay import flags_of, install
 
-__all__ = ["flags", "run_script"]
-
-flags: argparse.Namespace | None = None
-"""The zero-bubble flags of the script that `run_script` runs, and `cpu`, whether it runs there; None: it has run none."""
+__all__ = ["run_script"]
 
 
 def run_script(
@@ -29,6 +26,8 @@ def run_script(
 ) -> None:
     """Run it as `__main__`. All ranks must call this, with the script's folder first on the path; a failure ends the process.
 
+    The script finds the flags in its global `__zero_bubble__`, with `cpu`: whether it runs on the CPU.
+
     Args:
         script: its file.
         arguments: its own flags.
@@ -37,10 +36,8 @@ def run_script(
         on_cpu: whether it runs on the CPU instead of GPUs, with gloo.
         microbatch_tokens: see `install`.
     """
-    global flags
     from megatron.zerobubble.mcore.cpu import scripts
 
-    flags = argparse.Namespace(**vars(zero_bubble) | {"cpu": on_cpu})
     sys.argv = [script, *arguments]
     with scripts.script_device(launch, on_cpu=on_cpu):
         if not is_turned_off():  # one line ends the other ranks here at once
@@ -54,5 +51,6 @@ def run_script(
         guard = JobGuard(connection.of(), launch.rank, error_file=launch.error_file)
         supervise_by(guard)
         with guard:
-            runpy.run_path(script, run_name="__main__")
+            given = argparse.Namespace(**vars(zero_bubble) | {"cpu": on_cpu})
+            runpy.run_path(script, init_globals={"__zero_bubble__": given}, run_name="__main__")
             finish()

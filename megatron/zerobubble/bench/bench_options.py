@@ -70,7 +70,7 @@ def parse_options(argv: Sequence[str], *, world_size: int, prog: str) -> Options
     """Parse and check the command line.
 
     Args:
-        argv: options of the comparison and flags of pretrain_gpt.py, in any order; or options, `--`, a script and its flags.
+        argv: options of the comparison and flags of the reference trainer, in any order; or options, `--`, a script and its flags.
         world_size: number of ranks.
         prog: program name in the usage.
 
@@ -202,7 +202,7 @@ def build_parser(prog: str = "zerobubble bench") -> argparse.ArgumentParser:
     parser = _BenchParser(
         prog=prog,
         usage=f"{prog} [--nproc-per-node N] [options] -- SCRIPT [the script's flags]\n"
-        f"       {prog} [--nproc-per-node N] [options] [flags of pretrain_gpt.py of this project]",
+        f"       {prog} [--nproc-per-node N] [options] [flags of zerobubble train]",
         description=(
             "Run one training job under several schedules, in alternating blocks on the same ranks, and compare them: any "
             "script for megatron-core, such as Megatron-LM's pretrain_gpt.py, unedited; or without one the reference trainer. "

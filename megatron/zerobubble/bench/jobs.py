@@ -42,7 +42,7 @@ class TrainerJob:
     """The reference trainer, which makes its schedule itself."""
 
     settings: Settings
-    """From the user's flags of pretrain_gpt.py, or those under a contender."""
+    """From the user's flags, or those under a contender."""
 
     name = "the training loop"
     """In messages."""

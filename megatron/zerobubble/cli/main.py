@@ -96,7 +96,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
 _WITH_OWN_PARSER = {
     "verify": ("megatron.zerobubble.verify", "check the certificate of a plan, without trusting the planner"),
     "playground": ("megatron.zerobubble.playground.__main__", "plan schedules in the browser, on this machine only"),
-    "train": ("megatron.zerobubble.cli.train", "train a GPT: pretrain_gpt.py for an installation without a checkout"),
+    "train": ("megatron.zerobubble.cli.train", "train a GPT with the reference trainer"),
     "run": ("megatron.zerobubble.cli.run", "run any Megatron-based training script, unedited"),
     "bench": ("megatron.zerobubble.cli.bench", "compare schedules on one training job: time, memory, losses"),
     "checkpoint": ("megatron.zerobubble.cli.checkpoint", "verify the files of a checkpoint"),

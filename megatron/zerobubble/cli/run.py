@@ -78,8 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_itself(script: str, argv: Sequence[str] | None = None) -> None:
     """Run the script that calls this as `main` would: without a flag that chooses a schedule, with megatron-core's own.
 
-    Where torch sees no GPU, or with `--distributed-backend gloo`, it runs on the CPU. In the script that then runs as `__main__`,
-    `megatron.zerobubble.script.flags` are the zero-bubble flags.
+    Where torch sees no GPU, or with `--distributed-backend gloo`, it runs on the CPU. The script then has the zero-bubble flags
+    in its global `__zero_bubble__` (`script.run_script`).
 
     Args:
         script: its file.

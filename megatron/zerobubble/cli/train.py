@@ -1,4 +1,4 @@
-"""`zerobubble train`: pretrain_gpt.py without a checkout of the repository.
+"""`zerobubble train`: the reference trainer.
 
 Under torchrun (`torchrun --nproc-per-node 4 -m megatron.zerobubble.cli.train FLAGS`) this process is one rank. With
 `--nproc-per-node N` as its first argument it starts N ranks on this machine; without either it is a job of one rank.
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train, or start the ranks that train.
 
     Args:
-        argv: `--nproc-per-node N` (optional, first) and flags of pretrain_gpt.py; None takes those of the process.
+        argv: `--nproc-per-node N` (optional, first) and flags of the reference trainer; None takes those of the process.
 
     Returns:
         The exit code of one rank, or of torchrun with several.

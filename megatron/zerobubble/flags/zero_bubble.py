@@ -135,7 +135,7 @@ class ZeroBubbleConfig:
 
     zero_bubble_torch_attention: bool = False
     """In a training loop of your own: replace megatron-core's own attention, which keeps the scores of every query and key, by
-    torch's fused attention in the model that the loop builds. pretrain_gpt.py does so anyway; see --attention-backend."""
+    torch's fused attention in the model that the loop builds. The reference trainer does so anyway; see --attention-backend."""
 
     enable_optimizer_post_validation: bool = False
     """Step the optimizer optimistically, before the global gradient norm and overflow status are known, and correct the step

@@ -1,1 +1,1 @@
-"""The reference trainer behind pretrain_gpt.py: flags, start-up, data, loop, checkpoints."""
+"""The reference trainer, `zerobubble train`: flags, start-up, data, loop, checkpoints."""

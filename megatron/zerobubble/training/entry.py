@@ -1,4 +1,5 @@
-"""The entry point of one rank: `run` checks the flags and calls `loop.pretrain`. For `pretrain_gpt.py` and `zerobubble train`."""
+"""The entry point of one rank: `run` checks the flags and calls `loop.pretrain`. For `zerobubble train`, and
+`pretrain_gpt.py` where megatron-core has no training loop."""
 
 from __future__ import annotations
 

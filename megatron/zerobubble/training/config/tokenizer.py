@@ -1,4 +1,4 @@
-"""The tokenizer: the flags of the group "Tokenizer", which pretrain_gpt.py and tools/preprocess_data.py share."""
+"""The tokenizer: the flags of the group "Tokenizer", which the reference trainer and tools/preprocess_data.py share."""
 
 from __future__ import annotations
 

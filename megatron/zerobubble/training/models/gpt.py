@@ -1,4 +1,4 @@
-"""The GPT that `pretrain_gpt.py` and `zerobubble train` train: model provider, forward step, loss function.
+"""The GPT that the reference trainer trains: model provider, forward step, loss function.
 
 Heavy imports are inside the functions, so that flags are checked before torch is loaded.
 """
