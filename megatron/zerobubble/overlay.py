@@ -54,7 +54,7 @@ READY_LENGTHS = ("thd", "nested")
 
 
 def add_zero_bubble_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags that `install` supports to `parser`, as an argument group. They mean the same as in pretrain_gpt.py and `zerobubble train`.
+    """Add the flags that `install` supports to `parser`, as an argument group. In `zerobubble train` they mean the same.
 
     If flags that choose a schedule are parsed but not installed, the first run of a schedule of megatron-core raises ConfigError.
 

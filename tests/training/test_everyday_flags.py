@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
 from megatron.zerobubble.training.arguments import build_parser, settings_from_argv
 from megatron.zerobubble.training.config.settings import Settings
 from tests.support.command_lines import EVERYDAY, FORK, FORK_ZBV, on_cpu
-from tests.training.launch import TINY_BATCH, TINY_MODEL, metrics, train
+from tests.training.launch import ROOT, TINY_BATCH, TINY_MODEL, launch_warm, metrics, train
 
 with quiet_third_parties():
     from megatron.zerobubble.training.models import mcore_config
@@ -220,3 +221,13 @@ def test_samples_train_as_iterations_do_and_resume(tmp_path: Path) -> None:
     length = ["--train-iters", "3", "--lr-warmup-iters", "1", "--lr-decay-iters", "3"]
     assert "done: 3 iterations" in train([*run, *length, "--load", tmp_path / "save"])
     assert [fields["lr"] for fields in metrics(tmp_path / "metrics").values()] == pytest.approx([0, 1e-2, 5e-3])
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("megatron.training") is not None, reason="pretrain_gpt.py runs Megatron-LM's loop here"
+)
+def test_pretrain_gpt_says_that_this_trainer_stands_in() -> None:
+    flags = [*TINY_MODEL, *TINY_BATCH, "--train-iters", "1", "--eval-iters", "0", "--mock-data"]
+    done = launch_warm(flags, num_ranks=1, script=ROOT / "pretrain_gpt.py")
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout + done.stderr).count("this megatron-core has no training loop, so the reference trainer runs") == 1

@@ -31,8 +31,9 @@ _INTRODUCTION = f"""\
 # All flags
 
 The flags of the [reference trainer](reference-trainer.md), in the groups of `--help`. Names and meanings are Megatron-LM's
-where it has the flag; `pretrain_gpt.py` on megatron-core 0.17 and newer has Megatron-LM's own and the zero-bubble group. The zero-bubble group comes first; [Flags by example](flags-examples.md) shows how its flags go together. In a
-training loop of your own, `megatron.zerobubble.add_zero_bubble_args(parser)` adds the ones that `install` honors.
+where it has the flag; `pretrain_gpt.py` on megatron-core 0.17 and newer has Megatron-LM's own and the zero-bubble group. That
+group comes first; [Flags by example](flags-examples.md) shows how its flags go together. In a training loop of your own,
+`megatron.zerobubble.add_zero_bubble_args(parser)` adds the ones that `install` honors.
 """
 
 _FIRST = "Zero bubble"

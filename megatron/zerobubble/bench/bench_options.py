@@ -70,7 +70,7 @@ def parse_options(argv: Sequence[str], *, world_size: int, prog: str) -> Options
     """Parse and check the command line.
 
     Args:
-        argv: options of the comparison and flags of the reference trainer, in any order; or options, `--`, a script and its flags.
+        argv: options of the comparison and flags of the reference trainer, in any order; or options, `--`, a script, its flags.
         world_size: number of ranks.
         prog: program name in the usage.
 

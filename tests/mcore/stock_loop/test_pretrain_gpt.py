@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 
 import pytest
 
-from tests.support.command_lines import EVERYDAY, FORK_ZB, FORK_ZBV, on_cpu
+from tests.support.command_lines import EVERYDAY, FORK, FORK_ZB, FORK_ZBV, on_cpu
 from tests.support.megatron_lm import MISSING, logged, pretrain_gpt
 from tests.support.ranks import RankPool
+from tests.training.launch import ROOT, TIMEOUT_S, command, environment
 
 if importlib.util.find_spec("megatron.training") is None:
     pytest.skip(MISSING, allow_module_level=True)
@@ -40,3 +44,51 @@ def test_a_command_line_trains_under_every_schedule(four_ranks: RankPool, name: 
     in_v = losses(four_ranks, f"{line} {zbv}")
     # ZBV draws other weights, as chunks are built in another order; both begin at the loss of a guess
     assert float(in_v[0][0]) == pytest.approx(float(expected[0][0]), rel=0.02)
+
+
+def start(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run a command as a user does, in an environment like that of Python 3.12."""
+    variables = environment()
+    variables["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests" / "support" / "python_3_12"), variables["PYTHONPATH"]])
+    return subprocess.run(words, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+
+
+def torchrun(flags: str) -> subprocess.CompletedProcess[str]:
+    return start(*command(flags.split(), num_ranks=2, script=ROOT / "pretrain_gpt.py"))
+
+
+def test_it_is_started_by_torchrun() -> None:
+    """Chunks for a V need no flag, and the flags of the fork are answered in one line."""
+    done = torchrun(f"{on_cpu(FORK)} {FORK_ZBV} --train-samples 16 --lr-decay-samples 16 --lr-warmup-samples 0")
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout + done.stderr
+    assert printed.count("flags of the authors' fork: ") == 1
+    assert "zero bubble: zbv, p = 2, m = 8" in printed
+    assert [line.split()[-1] for line in printed.splitlines() if "num_virtual_stages_per_pipeline_rank" in line] == ["2"]
+    assert [line.split()[-1] for line in printed.splitlines() if " zero_bubble_v_schedule " in line] == ["True"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--num-layers x", "error: argument --num-layers: invalid int value: 'x' (--help lists all flags)"),
+        ("--sft --fim-data", "error: --sft, --fim-data: packed and filled-in samples, distillation and restarts in place are "),
+        (
+            "--allow-padding-num-layers",
+            "error: --allow-padding-num-layers is a flag of the reference trainer (zerobubble train); ",
+        ),
+        ("--enable-zero-buble", "error: unrecognized arguments: --enable-zero-buble (--help lists all flags)"),
+    ],
+)
+def test_a_wrong_flag_gets_one_line(flags: str, line: str) -> None:
+    done = start(sys.executable, "pretrain_gpt.py", *f"{on_cpu(FORK)} {flags}".split())
+    assert done.returncode != 0
+    *before, last = done.stderr.strip().splitlines()
+    assert last.startswith(line), done.stderr
+    assert not any(" error: " in each or each.startswith(("usage:", "Traceback")) for each in before), done.stderr
+
+
+def test_help_has_the_flags_of_both() -> None:
+    done = start(sys.executable, "pretrain_gpt.py", "--help")
+    assert done.returncode == 0, done.stderr
+    assert {"--zero-bubble-v-schedule", "--tensorboard-dir", "--moe-router-topk"} <= set(done.stdout.split())

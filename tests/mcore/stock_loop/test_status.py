@@ -226,7 +226,7 @@ def _train_without_end(rank: int, flags: str, folder: Path) -> list[str]:
 
 @pytest.mark.claims(
     "Your own script",
-    "in a loop of your own: `--zero-bubble-trace`: trace, report, plans and timelines as in `pretrain_gpt.py`, and "
+    "in a loop of your own: `--zero-bubble-trace`: trace, report, plans and timelines as in the reference trainer, and "
     "`layers.json` where iterations are profiled; ZB-H1, ZBV, planned ZB with profiled memory, post-validation",
     "works",
 )
