@@ -113,6 +113,8 @@ def model(
 ) -> Any:
     """One chunk of a GPT, or of a hybrid model where the flags have its pattern."""
     args, config = get_args(), config or model_config()
+    if args.record_memory_history:
+        torch.cuda.memory._record_memory_history()  # the loop writes the snapshots
     common = {
         "vocab_size": args.padded_vocab_size,
         "max_sequence_length": args.max_position_embeddings,
