@@ -32,7 +32,6 @@ from megatron.zerobubble.files import read_given
 from megatron.zerobubble.flags.memory_limit import bytes_of
 from megatron.zerobubble.flags.require import installed
 from megatron.zerobubble.messages import quoted
-from megatron.zerobubble.plan.bounds.certificate import certificate
 from megatron.zerobubble.plan.communication import num_messages
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Plan
@@ -93,9 +92,6 @@ def add_commands(commands: Any) -> None:
     )
     plan.add_argument(
         "--memory-limit", type=_share, help="most activation memory per rank; 1.0 is 1F1B's rank 0, the default of auto"
-    )
-    plan.add_argument(
-        "--certificate", metavar="FILE", help="write the plan with a proof of how far from the best order it can be; see verify"
     )
     pareto = _command(commands, "pareto")
     pareto.add_argument(
@@ -253,7 +249,7 @@ def run_plan(args: argparse.Namespace) -> None:
     if args.layers is not None:
         found, sizes = plan_layers(args)
         lines = [*sizes, *[""] * bool(sizes), layout_summary(found, columns(args.width), is_colored=has_colors())]
-        _write(args, found.result.simulation, found.stage_costs.memory_limit, layout_to_json(found), lines)
+        _write(args, found.result.simulation, layout_to_json(found), lines)
         return
     if args.memory is not None or args.no_empty_stages or args.pipeline_sizes is not None:
         raise ConfigError(
@@ -269,17 +265,15 @@ def run_plan(args: argparse.Namespace) -> None:
         verdict = {"verdict": result.verdict(Objective(args.objective))}
     lines += [*verdict.values(), *given.source]
     text = simulation.plan.to_json(costs=simulation.costs.to_json(), metrics=result.metrics() | verdict)
-    _write(args, simulation, limit, text, lines)
+    _write(args, simulation, text, lines)
 
 
-def _write(args: argparse.Namespace, simulation: Simulation, memory_limit: float | None, text: str, lines: Sequence[str]) -> None:
+def _write(args: argparse.Namespace, simulation: Simulation, text: str, lines: Sequence[str]) -> None:
     """Write the files that are asked for, and print the lines unless a file is printed."""
     if args.json is not None:
         write_text(args.json, text)
     _write_pictures(args, simulation)
-    if args.certificate is not None:
-        write_text(args.certificate, json.dumps(certificate(simulation, Objective(args.objective), memory_limit)))
-    if "-" not in (args.json, args.certificate):
+    if args.json != "-":
         print("\n".join(lines))
 
 
