@@ -106,7 +106,7 @@ _WITH_OWN_PARSER = {
 _MEANINGS = plan.MEANINGS | {name: meaning for name, (_, meaning) in _WITH_OWN_PARSER.items()}
 _GROUPS = {
     "Train": ("run", "train", "bench", "checkpoint", "env", "completion"),
-    "Plan": ("plan", "pareto", "layout", "compare", "published", "show", "playground"),
+    "Plan": ("plan", "pareto", "layout", "compare", "show", "playground"),
     "Exchange": ("export", "import"),
 }
 """Commands as --help lists them."""

@@ -26,7 +26,6 @@ from megatron.zerobubble.cli.plan_layers import (
     plan_layers,
 )
 from megatron.zerobubble.cli.progress_bar import stoppable, track
-from megatron.zerobubble.cli.published import run_published
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.files import read_given
 from megatron.zerobubble.flags.memory_limit import bytes_of
@@ -66,9 +65,6 @@ EXAMPLES = {
     "compare": """
   zerobubble compare -p 8 -m 24 --forward-ms 18.5 --backward-ms 18.1 --wgrad-ms 9.3
   zerobubble compare -p 4 -m 8 --schedules 1f1b,interleaved-1f1b:2,auto --comm-ms 0.1 --effort fast""",
-    "published": """
-  zerobubble published docs/benchmarks/data/published.json --rows 1 --effort fast
-  zerobubble published docs/benchmarks/data/published.json""",
     "export": """
   zerobubble export plan.json --torch-csv plan.csv
   zerobubble plan --schedule zbv -p 4 -m 8 --json - | zerobubble export - --torch-csv -""",
@@ -121,11 +117,6 @@ def add_commands(commands: Any) -> None:
         command.add_argument("--svg", metavar="FILE", help="write the timeline as SVG")
         command.add_argument("--trace", metavar="FILE", help="write the timeline as a Chrome trace")
         command.add_argument("--width", type=int, help="columns of the text timeline (default: the terminal's, else 160)")
-    published = _command(commands, "published")
-    published.add_argument("file", help="JSON with `configs`: costs, and the bubble rates and peak memory published for them")
-    published.add_argument("--rows", help="configs to compare, counted from 0 and separated by commas (default: all)")
-    add_search_flags(published, effort="default")
-    published.add_argument("--json", metavar="FILE", help="write the rows as JSON; - prints them, and the table goes to stderr")
     add_layout_flags(_command(commands, "layout"))
     export = _command(commands, "export")
     export.add_argument("file", help="a plan in JSON; - reads standard input")
@@ -446,7 +437,6 @@ MEANINGS = {
     "show": "show a plan file",
     "pareto": "the best plan for each of several memory limits: bubble against memory",
     "compare": "several schedules for your times: speed-up, bubble, memory, messages",
-    "published": "plan for published times and compare the bubble rates",
     "export": "write a plan as an action table of torch",
     "import": "read a plan from an action table of torch",
 }
@@ -457,7 +447,6 @@ COMMANDS = {
     "show": run_show,
     "pareto": run_pareto,
     "compare": run_compare,
-    "published": run_published,
     "export": run_export,
     "import": run_import,
 }
