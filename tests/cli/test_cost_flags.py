@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -128,3 +129,9 @@ def test_flags_that_exclude_costs_and_malformed_reports_are_refused_in_one_line(
     err = capsys.readouterr().err
     assert message.replace("FILE", "report.json") in err
     assert err.count("\n") == 1
+
+
+def test_lengths_from_standard_input_are_read_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("512,4096,700"))
+    body = planned(capsys, *PLAN, "--microbatch-tokens", "-")
+    assert body["costs"]["microbatches"]["tokens"] == [512, 4096, 700]

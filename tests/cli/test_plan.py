@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from megatron.zerobubble.cli.main import main
-from megatron.zerobubble.cli.published import read_configs
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS
 from megatron.zerobubble.plan.ir import Placement, Plan
@@ -21,7 +20,6 @@ from megatron.zerobubble.plan.search.search import best_core
 TOOL = Path(__file__).parents[2] / "tools" / "plan.py"
 
 
-PUBLISHED = str(Path(__file__).parents[2] / "docs" / "benchmarks" / "data" / "published.json")
 SMALL = ["--num-ranks", "2", "--num-microbatches", "4", "--effort", "fast"]
 compiled = pytest.mark.skipif(best_core() is PythonCore, reason="takes the compiled core")
 ZBV = ["plan", "--schedule", "zbv", "--num-ranks", "4", "--num-microbatches", "8"]
@@ -127,24 +125,6 @@ def test_costs_are_no_standard_input_which_each_placement_of_auto_would_read(
     assert "No such file" in capsys.readouterr().err
 
 
-def test_published(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "published.json"
-    config = {"model": "tiny", "num_ranks": 2, "num_microbatches": 4, "forward_ms": 1, "backward_ms": 1, "wgrad_ms": 1}
-    config |= {"comm_ms": 0, "activation_after_backward": 0.5}
-    config["reference"] = {name: {"bubble_rate": 0.2, "peak_memory": 1.0} for name in ("1F1B", "ZB-1p", "ZBV")}
-    path.write_text(json.dumps({"configs": [config]}))
-    assert main(["published", str(path), "--effort", "fast"]) == 0
-    head, *lines = capsys.readouterr().out.splitlines()
-    assert head.split() == ["model", "p", "m", "schedule", "memory", "reference", "ours", "bound", "seconds"]
-    assert [line.split()[3] for line in lines] == ["ZB-1p", "ZBV"]
-    assert lines[1].split()[6] == "0.0000"
-    assert main(["published", str(path), "--effort", "fast", "--json", "-"]) == 0
-    out, err = capsys.readouterr()
-    assert [(row["schedule"], round(row["bubble_rate"], 4)) for row in json.loads(out)][1] == ("ZBV", 0)
-    assert [line.split()[3] for line in err.splitlines()[1:]] == ["ZB-1p", "ZBV"]
-    assert main(["published", str(path), "--rows", "3"]) == 2
-
-
 def test_the_verdict_of_auto_is_in_its_json(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "-p", "2", "-m", "4", "--effort", "fast"]
     assert main([*words, "--json", "-"]) == 0
@@ -177,13 +157,6 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert float(lines[3].split()[5]) <= 0.75
     assert main(["compare", "-p", "2", "-m", "4", "--schedules", "1f1b,zvb"]) == 2
     assert "did you mean 'zbv'" in capsys.readouterr().err
-
-
-def test_a_published_peak_is_that_of_whole_stages_where_it_rounds_to_it() -> None:
-    """17 of 32 microbatches and 13 of 24 are published with four decimals; 1.979 is no whole number of stages."""
-    peaks = [reference.peak_memory for config in read_configs(PUBLISHED, "10,15,0") for reference in config.reference.values()]
-    assert {17 / 32, 13 / 24, 1.979} <= set(peaks)
-    assert not {0.5312, 0.5417} & set(peaks)
 
 
 def test_torch_tables_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

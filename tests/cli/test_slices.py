@@ -87,8 +87,7 @@ def test_long_microbatches_have_more_slices_than_short_ones(
 ) -> None:
     tokens = ["--microbatch-tokens", "8192,1024,2048,4096", "--attention-share", "0.1"]
     whole = planned(capsys, "--schedule", name, *tokens)
-    file = tmp_path / "certificate.json"
-    cut = planned(capsys, "--schedule", name, *tokens, "--slices", "4", "--key-share", "0.1", "--certificate", str(file))
+    cut = planned(capsys, "--schedule", name, *tokens, "--slices", "4", "--key-share", "0.1")
     assert (whole["format"], cut["format"]) == ("zerobubble-plan/2", "zerobubble-plan/3")
     lengths = [each["lengths"] for each in cut["costs"]["slices"]]
     assert list(map(sum, lengths)) == [8192, 1024, 2048, 4096]
@@ -97,8 +96,6 @@ def test_long_microbatches_have_more_slices_than_short_ones(
     data = plan.assignment or range(4)
     assert [len(lengths[i]) for i in data] == list(plan.slice_counts)
     assert cut["metrics"]["makespan_ms"] < 0.8 * whole["metrics"]["makespan_ms"]
-    assert main(["verify", str(file)]) == 0
-    assert "no plan with 1 to 4 slices per microbatch" in capsys.readouterr().out
     written = tmp_path / "plan.json"
     written.write_text(json.dumps(cut))
     assert main(["show", str(written)]) == 0

@@ -8,39 +8,60 @@ import itertools
 import math
 from collections.abc import Iterator
 
+from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS
+from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.objective import Objective
 
 _PARTS = {"F": 1, "B": 1, "W": 1, "BW": 2}
 _Cell = tuple[int, int]
-"""Stage, microbatch."""
+"""Stage, microbatch or slice, which are counted through all microbatches."""
 
 
-def shortest(
-    costs: dict[str, list[list[float]]], rank_of: list[int], limit: float, objective: Objective, slices: list[int]
-) -> float:
+def shortest(costs: CostModel, placement: Placement, num_microbatches: int, limit: float, objective: Objective) -> float:
     """The shortest time of any plan within the limit; infinite if there is none.
 
+    Messages do not wait for each other, also on slow links.
+
     Args:
-        costs: per stage and microbatch or slice, by the names of `CostModel`, and "down" and "up": messages to the next stage and
-            back; "keys" and "key_gradients" of the microbatch of each.
-        rank_of: stage -> rank.
+        costs: of equal or unequal microbatches, or of their slices.
+        placement: stage -> rank.
+        num_microbatches: m.
         limit: most activation memory per rank, in microbatches.
         objective: which time.
-        slices: of every microbatch, counted through all of them.
     """
-    return _Search(costs, rank_of, limit, objective, slices).best
+    return _Search(costs, placement, num_microbatches, limit, objective).best
+
+
+def slices_of(costs: CostModel, num_microbatches: int) -> list[int]:
+    """The number of slices of every microbatch."""
+    return [costs.slices_of(i).num_slices if costs.has_slices else 1 for i in range(num_microbatches)]
+
+
+def _tables(costs: CostModel, placement: Placement, counts: list[int]) -> dict[str, list[list[float]]]:
+    """Stage, microbatch or slice -> each cost by its name; "down" and "up" are messages to the next stage and back."""
+    cells = [i for i, count in enumerate(counts) for _ in range(count)]
+    again = len(counts) if costs.slices is not None else 1  # slices of one microbatch stand for those of all
+    tables = {name: [[*row] * again for row in costs.rows(name, len(cells))] for name in COST_LISTS}
+    for name in ("keys", "key_gradients"):
+        stages = range(placement.num_stages)
+        tables[name] = [[getattr(costs.slices_of(i), name)[s] if costs.has_slices else 0.0 for i in cells] for s in stages]
+    rank_of = placement.stage_to_rank
+    tables["down"] = [[costs.link_ms(one, other, i) for i in cells] for one, other in itertools.pairwise(rank_of)]
+    tables["up"] = [[costs.link_ms(other, one, i) for i in cells] for one, other in itertools.pairwise(rank_of)]
+    return tables
 
 
 class _Search:
-    def __init__(
-        self, costs: dict[str, list[list[float]]], rank_of: list[int], limit: float, objective: Objective, slices: list[int]
-    ) -> None:
-        self._costs, self._rank_of, self._limit, self._objective = costs, rank_of, limit, objective
-        self._firsts = {0, *itertools.accumulate(slices)}
-        self._cells = [(stage, i) for stage in range(len(rank_of)) for i in range(len(costs["down"][0]))]
+    def __init__(self, costs: CostModel, placement: Placement, num_microbatches: int, limit: float, objective: Objective) -> None:
+        counts = slices_of(costs, num_microbatches)
+        self._costs = _tables(costs, placement, counts)
+        self._rank_of, self._limit, self._objective = placement.stage_to_rank, limit, objective
+        self._firsts = {0, *itertools.accumulate(counts)}
+        self._cells = list(itertools.product(range(placement.num_stages), range(sum(counts))))
         self.best = math.inf
         self._seen: dict[tuple[int, ...], list[tuple[float, ...]]] = {}
-        ranks = max(rank_of) + 1
+        ranks = placement.num_ranks
         self._continue(dict.fromkeys(self._cells, 0), {}, [math.nan] * ranks, [0.0] * ranks, [0.0] * ranks)
 
     def _continue(

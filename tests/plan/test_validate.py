@@ -1,6 +1,5 @@
 """The validator refuses every kind of broken plan, and its message shows where."""
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,6 @@ from megatron.zerobubble.plan.validate import (
     pending_wgrads,
     validate,
 )
-from megatron.zerobubble.verify import RefusedError, read_plan
 from tests.support.plans import plan_of_text
 
 Rows = list[list[str]]
@@ -181,11 +179,9 @@ def test_forward_only() -> None:
 
 
 def test_a_plan_may_mix_fused_and_split_backwards_if_w_ascends() -> None:
-    """As the checker of certificates has it."""
     mixed: dict[str, Any] = {"schedule": "mixed", "placement": Placement.linear(2), "num_microbatches": 2}
     plan = plan_of_text("0F0 0F1 0B0 0W0 0BW1\n1F0 1BW0 1F1 1B1 1W1", **mixed)
     validate(plan)
-    read_plan(json.loads(plan.to_json()))
     assert live_microbatches(plan) == (2, 1)
     assert live_timeline(plan) == ((1, 2, 2, 1, 0), (1, 0, 1, 1, 0))
     assert pending_timeline(plan) == ((0, 0, 1, 0, 0), (0, 0, 0, 1, 0))
@@ -194,8 +190,6 @@ def test_a_plan_may_mix_fused_and_split_backwards_if_w_ascends() -> None:
     plan = plan_of_text("0F0 0F1 0B0 0BW1 0W0\n1F0 1BW0 1F1 1B1 1W1", **mixed)
     with pytest.raises(PlanError, match="0W0 comes after 0BW1"):
         validate(plan)
-    with pytest.raises(RefusedError, match="stage 0 does not have W of every microbatch once, in ascending order"):
-        read_plan(json.loads(plan.to_json()))
 
 
 def test_execution_order_is_every_op_once_and_repeatable() -> None:

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.plan.bounds.certificate import certificate
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
-from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.render.chrome_trace import render_trace
 from megatron.zerobubble.plan.simulate import simulate
@@ -51,16 +49,6 @@ def test_a_comparison_has_the_times_of_its_contenders() -> None:
     for odd in (None, 3, [[1]], [{"name": 3, "ms": {"value": "x"}}], [{"name": "a", "ms": {"value": float("nan")}}]):
         body = {"contenders": odd, "num_ranks": 2, "num_microbatches": 6, "costs": costs.to_json()}
         assert opened(body)["verdict"].startswith("1F1B would take ")
-
-
-def test_a_certificate_is_checked_when_it_is_opened() -> None:
-    plan = build_plan("zb-h1", num_ranks=3, num_microbatches=6)
-    body = certificate(simulate(plan, CostModel.uniform(plan.placement)), Objective.MAKESPAN, None)
-    found = opened(body)
-    assert (found["kind"], found["drawings"][0]["schedule"]) == ("plan", "zb-h1")
-    assert found["verdict"].startswith("the certificate holds: no plan within 1 of 1F1B's memory takes ")
-    assert opened(body | {"objective_ms": 1.0})["verdict"].startswith("the certificate does not hold: its objective_ms is 1")
-    assert opened({"format": body["format"], "plan": body["plan"]})["verdict"].startswith("the certificate does not hold")
 
 
 def test_layers_are_a_model() -> None:

@@ -149,13 +149,6 @@ def test_nothing_out_of_a_file_becomes_markup(opened: Open) -> None:
         "plan": json.loads(text) | {"schedule": EVIL},
         "trace": trace,
         "bench": bench,
-        "certificate": {
-            "format": "zerobubble-certificate/1",
-            "plan": json.loads(text),
-            EVIL: EVIL,
-            "objective": EVIL,
-            "bound": {},
-        },
         "layers": layers | {"layers": [EVIL]},
         "kinds": layers | {"kinds": {EVIL: 3}},
         "unknown": {EVIL: EVIL, "format": EVIL},

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from megatron.zerobubble.cli.published import read_configs
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.simulate import simulate
 from tools.benchmarks import interleaved, layouts, published_gpu, slices
+from tools.benchmarks.published_times import read_configs
 
 pytestmark = [
     pytest.mark.claims(
@@ -44,7 +44,7 @@ def test_the_page_is_that_of_the_results() -> None:
 
 
 def test_every_published_row_is_there() -> None:
-    configs = read_configs(str(interleaved.PUBLISHED), None)
+    configs = read_configs(interleaved.PUBLISHED)
     for factor in interleaved.LINKS:
         found = [(row["row"], row["p"], row["m"]) for row in REPORT["rows"] if row["link"] == factor]
         assert found == [(config.row, config.num_ranks, config.num_microbatches) for config in configs]
@@ -57,7 +57,7 @@ def test_every_published_row_is_there() -> None:
 
 @pytest.mark.parametrize("number", [0, 7])
 def test_interleaved_1f1b_is_simulated_again(number: int) -> None:
-    (config,) = read_configs(str(interleaved.PUBLISHED), str(number))
+    (config,) = read_configs(interleaved.PUBLISHED, str(number))
     (row,) = [row for row in AT_PUBLISHED_LINKS if row["row"] == number]
     for chunks in interleaved.VIRTUAL_STAGES:
         plan = build_plan(
@@ -87,7 +87,7 @@ def test_readme_says_what_the_results_say() -> None:
 
 def test_readme_says_what_to_expect() -> None:
     """From the published times of the 6.2B model on eight ranks."""
-    configs = read_configs(str(interleaved.PUBLISHED), None)
+    configs = read_configs(interleaved.PUBLISHED)
     for number, config in enumerate(configs):
         if (config.model, config.num_ranks) == ("6.2B", 8) and config.num_microbatches in (24, 64):
             stock = build_plan("1f1b", num_ranks=8, num_microbatches=config.num_microbatches)
@@ -214,6 +214,6 @@ def test_measurements_of_others_are_simulated_again() -> None:
     facts = json.loads(published_gpu.FACTS.read_text(encoding="utf-8"))
     uneven = facts["vocabulary_parallelism"]
     assert [published_gpu.iteration(row, 8, 128) for row in uneven["rows"]] == MEASURED["iterations"]
-    (config,) = read_configs(str(published_gpu.PUBLISHED), "0")
+    (config,) = read_configs(published_gpu.PUBLISHED, "0")
     again = published_gpu.gains(facts["zero_bubble_a100"]["rows"][0], 0, config)
     assert again == MEASURED["gains"][: len(again)]

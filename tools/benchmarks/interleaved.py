@@ -17,7 +17,6 @@ from functools import partial
 
 from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.cli.progress_bar import track
-from megatron.zerobubble.cli.published import Config, read_configs
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.objective import Objective
@@ -25,6 +24,7 @@ from megatron.zerobubble.plan.planner import AUTO, Result, make_plan
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from megatron.zerobubble.plan.simulate import Simulation, simulate
+from tools.benchmarks.published_times import Config, read_configs
 from tools.benchmarks.reports import PUBLISHED, ROOT, Row, markdown_table, mean_and_range, run_report, with_tables
 
 FORMAT = "zerobubble-interleaved-benchmark/1"
@@ -145,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--effort", choices=[each.value for each in Effort], default="fast", help="as for zerobubble plan")
 
     def measured(args: argparse.Namespace) -> Row:
-        configs, effort = read_configs(str(PUBLISHED), args.rows), Effort(args.effort)
+        configs, effort = read_configs(PUBLISHED, args.rows), Effort(args.effort)
         todo = [(config, factor) for factor in LINKS for config in configs]
         rows = [compared(config, factor, effort) for config, factor in track(todo, "rows")]
         lengths = [long_sequences(m, each, effort) for m in MICROBATCHES for each in LENGTHS]

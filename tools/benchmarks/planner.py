@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.zerobubble.cli.parser import Parser
-from megatron.zerobubble.cli.published import Config, read_configs
 from megatron.zerobubble.errors import PlanError, UserError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.objective import Objective
@@ -34,6 +33,7 @@ from megatron.zerobubble.plan.planner import AUTO, make_plan
 from megatron.zerobubble.plan.search.core import PythonCore
 from megatron.zerobubble.plan.search.search import best_core
 from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
+from tools.benchmarks.published_times import Config, read_configs
 from tools.benchmarks.reports import PUBLISHED, Row, markdown_table, mean_and_range, origin, read_json, write_json
 from tools.docs.wrap import wrapped
 
@@ -227,7 +227,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="python -m tools.benchmarks.planner", description=__doc__, formatter_class=raw)
-    parser.add_argument("file", nargs="?", default=PUBLISHED, help="configs, as for zerobubble published (default: %(default)s)")
+    parser.add_argument("file", nargs="?", type=Path, default=PUBLISHED, help="configs (default: %(default)s)")
     parser.add_argument("--sections", default=",".join(SECTIONS), help="sections, separated by commas (default: %(default)s)")
     parser.add_argument("--rows", help="configs, counted from 0 and separated by commas (default: all)")
     names = ",".join(point.name for point in POINTS)
@@ -249,7 +249,7 @@ def run(args: argparse.Namespace, command: str, settings: Settings) -> Row:
         if not set(words) <= set(known):
             raise PlanError(f"{option} is {','.join(words)!r}; choose from {','.join(known)}")
     settings = settings._replace(points=tuple(points[name] for name in args.points.split(",")))
-    configs = read_configs(str(args.file), args.rows)
+    configs = read_configs(args.file, args.rows)
     for target in filter(None, (args.json, args.markdown)):
         Path(target).open("a").close()  # an unwritable path fails now, not after hours
     report: Row = {"format": FORMAT, "command": command} | origin()

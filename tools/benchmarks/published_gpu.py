@@ -23,13 +23,13 @@ from dataclasses import replace
 
 from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.cli.progress_bar import track
-from megatron.zerobubble.cli.published import Config, read_configs
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.planner import CostsOf, make_plan
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from megatron.zerobubble.plan.simulate import Simulation, simulate
+from tools.benchmarks.published_times import Config, read_configs
 from tools.benchmarks.reports import PUBLISHED, ROOT, Row, markdown_table, mean_and_range, run_report, with_tables
 
 FORMAT = "zerobubble-published-gpu-benchmark/1"
@@ -135,7 +135,7 @@ def measure(args: argparse.Namespace) -> Row:
     """Simulate every row."""
     facts = json.loads(FACTS.read_text(encoding="utf-8"))
     uneven, zero_bubble = facts["vocabulary_parallelism"], facts["zero_bubble_a100"]["rows"]
-    configs = read_configs(str(PUBLISHED), None)
+    configs = read_configs(PUBLISHED)
     sets = [body["set"] for body in json.loads(PUBLISHED.read_text(encoding="utf-8"))["configs"]]
     by_name = {(s, c.model, c.num_ranks, c.num_microbatches): c for s, c in zip(sets, configs, strict=True)}
     todo = [(row, place, m) for row in zero_bubble for place, m in enumerate(row["num_microbatches"])]

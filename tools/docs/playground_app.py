@@ -30,7 +30,7 @@ _PARTS = ("README.md", "pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "py
 _ROOT = Path(__file__).parents[2]
 _PACKAGE = _ROOT / "megatron/zerobubble"
 _SEARCH = _PACKAGE / "plan/search"
-_IMPORTED = ("errors.py", "messages.py", "files.py", "verify.py", "version.py", "plan", "playground", "profiling")
+_IMPORTED = ("errors.py", "messages.py", "files.py", "version.py", "plan", "playground", "profiling")
 # As for the native core (setup.py). Exceptions, and what libc++ keeps in its library, are not in Pyodide.
 _COMPILE = ["-O3", "-g0", "-std=c++17", "-ffp-contract=off", "-fvisibility=hidden", "-fPIC", "-fno-exceptions"]
 _ABORT = "-D_LIBCPP_VERBOSE_ABORT(...)=__builtin_trap()"

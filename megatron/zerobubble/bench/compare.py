@@ -22,7 +22,7 @@ from megatron.zerobubble.bench.bench_progress import BenchProgress
 from megatron.zerobubble.bench.block import BlockRequest, BlockResult
 from megatron.zerobubble.bench.comparison_report import JSON, can_draw, summary, write
 from megatron.zerobubble.bench.contenders import Contender
-from megatron.zerobubble.bench.predictions import FirstBlock, interleaved_ms, measured_costs, panels, predict
+from megatron.zerobubble.bench.predictions import FirstBlock, interleaved_ms, measured_costs, predict
 from megatron.zerobubble.bench.speed_ups import Table
 from megatron.zerobubble.bench.workers import BlockFailure, Interrupted, Workers
 from megatron.zerobubble.files import replace_text
@@ -161,8 +161,7 @@ class _Comparison:
 
     def _write(self) -> list[Path]:
         title = "Schedules compared on one training job"
-        drawn = panels(list(self._first.values()), self._options.job)
-        return write(self._options.directory, self._table(), self._about(), drawn, title=title)
+        return write(self._options.directory, self._table(), self._about(), title=title)
 
     def finish(self, code: int) -> int:
         """Write and print the report on rank 0. Returns the exit code."""

@@ -1,19 +1,16 @@
-"""The comparison as text: a table in Markdown, JSON, a picture and a page with all timelines on one axis."""
+"""The comparison as a table in Markdown, as JSON and as a picture."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from html import escape
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
 
 from megatron.zerobubble.bench.speed_ups import Estimate, Row, Table
 from megatron.zerobubble.files import replace_text
-from megatron.zerobubble.plan.render.svg import Panel, render_svg
 
 __all__ = ["FORMAT", "JSON", "can_draw", "markdown", "summary", "to_json", "write"]
 
@@ -27,8 +24,6 @@ _FACTS = (
 )
 """Numbers of a row that follow from others."""
 _IDLE_PARTS = ("imbalance", "schedule", "waiting")
-_PLAYGROUND = "http://127.0.0.1:8321/"
-"""Where `zerobubble playground` listens by default."""
 
 
 def can_draw() -> bool:
@@ -152,13 +147,11 @@ def _row_json(row: Row) -> dict[str, Any]:
     return outcome | {name: getattr(row, name) for name in _FACTS} | {"peak_bytes": row.outcome.peak_bytes}
 
 
-def write(directory: Path, table: Table, about: Mapping[str, Any], panels: Sequence[Panel], *, title: str) -> list[Path]:
-    """Write bench.md, bench.json, bench.html and, with matplotlib, bench.png, each atomically. Returns their paths."""
-    text = markdown(table, about)
+def write(directory: Path, table: Table, about: Mapping[str, Any], *, title: str) -> list[Path]:
+    """Write bench.md, bench.json and, with matplotlib, bench.png, each atomically. Returns their paths."""
     files = {
-        "bench.md": f"# {title}\n\n{text}",
+        "bench.md": f"# {title}\n\n{markdown(table, about)}",
         JSON: json.dumps(to_json(table, about), indent=1) + "\n",
-        "bench.html": _page(table, text, panels, title=title),
     }
     written = []
     for name, content in files.items():
@@ -168,54 +161,6 @@ def write(directory: Path, table: Table, about: Mapping[str, Any], panels: Seque
         _draw(table, directory / "bench.png", title=title)
         written.append(directory / "bench.png")
     return written
-
-
-_STYLE = (
-    ":root{color-scheme:light dark;--line:#ddd}@media(prefers-color-scheme:dark){:root{--line:#444}}"
-    "body{font:14px/1.45 Helvetica,Arial,sans-serif;margin:24px}h1+p{font-size:17px;font-weight:bold}"
-    "table{border-collapse:collapse}"
-    "td,th{padding:3px 9px;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}"
-    "td:first-child,th:first-child{text-align:left}.box{overflow-x:auto}p{max-width:80em}"
-)
-"""Colors are the browser's own, which has a light and a dark set of them."""
-
-
-def _page(table: Table, text: str, panels: Sequence[Panel], *, title: str) -> str:
-    """A page that stands alone."""
-    body = [_block(part.strip()) for part in text.split("\n\n")]
-    if table.costs is not None:
-        body.insert(2, _link(table, table.costs))
-    if panels:
-        drawn = render_svg(panels, title="One iteration of each contender", subtitle="gray is idle", width_px=1400)
-        body.append(f"<div class='box'>{drawn}</div>")
-    return (
-        f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{escape(title)}</title><style>{_STYLE}</style></head>"
-        f"<body><h1>{escape(title)}</h1>{''.join(body)}</body></html>\n"
-    )
-
-
-def _link(table: Table, costs: Mapping[str, Any]) -> str:
-    """A paragraph that opens the playground with measured costs; its address holds the state of its form."""
-    kinds = ("forward_ms", "backward_ms", "wgrad_ms", "activation", "activation_after_backward")
-    lists = "~".join("_".join(f"{value:.5g}" for value in costs[kind]) for kind in kinds)
-    state = {"p": table.pipeline_size, "m": table.num_microbatches, "c": f"{costs['comm_ms']:.4g}", "t": lists}
-    return (
-        f"<p><a href='{escape(_PLAYGROUND + '#' + urlencode(state))}'>Plan other schedules with these pass times</a> while "
-        "<code>zerobubble playground</code> runs, or drop bench.json on its page.</p>"
-    )
-
-
-def _block(part: str) -> str:
-    """A table, a list or a paragraph."""
-    lines = [escape(line) for line in part.splitlines()]
-    if part.startswith("- "):
-        return f"<ul>{''.join(f'<li>{line[2:]}</li>' for line in lines)}</ul>"
-    if not part.startswith("|"):
-        return f"<p>{' '.join(lines)}</p>"
-    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    names = "".join(f"<th>{cell}</th>" for cell in head)
-    return f"<div class='box'><table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table></div>"
 
 
 def _draw(table: Table, file: Path, *, title: str) -> None:

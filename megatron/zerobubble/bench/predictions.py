@@ -1,4 +1,4 @@
-"""Predictions for every contender from what the blocks measured, and the timelines to draw.
+"""Predictions for every contender from what the blocks measured.
 
 All predictions use the same pass times, or noise would pass for a difference between schedules: the medians over the blocks of
 all contenders on the placement with the most stages, from which those of other placements follow (`jobs`). Slices have times of
@@ -24,13 +24,12 @@ from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import build_plan
-from megatron.zerobubble.plan.render.svg import Panel
 from megatron.zerobubble.plan.simulate import Simulation, simulate
 from megatron.zerobubble.plan.timeline import Activity, Timeline
 from megatron.zerobubble.profiling.report import PipelineReport, report
 from megatron.zerobubble.profiling.report import measured_costs as times_of
 
-__all__ = ["FirstBlock", "interleaved_ms", "measured_costs", "panels", "predict"]
+__all__ = ["FirstBlock", "interleaved_ms", "measured_costs", "predict"]
 
 _VIRTUAL_SIZES = (2, 4, 8)
 
@@ -132,22 +131,6 @@ def interleaved_ms(blocks: Sequence[FirstBlock], job: Job) -> dict[int, float]:
             continue
         found[v] = simulate(plan, costs).makespan_ms + outside
     return found
-
-
-def panels(blocks: Sequence[FirstBlock], job: Job) -> list[Panel]:
-    """One timeline per contender: the recorded iteration, or else the simulated one."""
-    drawn = []
-    for block in blocks:
-        name = block.contender.text
-        if block.timeline is not None:
-            idle = _idle(report(block.timeline), block.objective)
-            drawn.append(Panel(caption=f"{name}: measured, idle {idle.share:.1%}", ranks=block.timeline.ranks))
-            continue
-        simulation = _simulated(block, blocks, job)
-        if simulation is not None:
-            caption = f"{name}: simulated with measured pass times, idle {simulation.idle_share:.1%}"
-            drawn.append(Panel.of_ops(simulation.rows, caption=caption))
-    return drawn
 
 
 def measured_costs(blocks: Sequence[FirstBlock], job: Job) -> CostModel | None:

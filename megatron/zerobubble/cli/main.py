@@ -1,7 +1,7 @@
 """The command `zerobubble`, with the commands of `_GROUPS`.
 
-Only `train`, `run`, `bench` and `env` import torch. These, `verify`, `playground` and `checkpoint` have their own parsers; the
-others share this one.
+Only `train`, `run`, `bench` and `env` import torch. These, `playground` and `checkpoint` have their own parsers; the others
+share this one.
 """
 
 from __future__ import annotations
@@ -94,7 +94,6 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
 
 
 _WITH_OWN_PARSER = {
-    "verify": ("megatron.zerobubble.verify", "check the certificate of a plan, without trusting the planner"),
     "playground": ("megatron.zerobubble.playground.__main__", "plan schedules in the browser, on this machine only"),
     "train": ("megatron.zerobubble.cli.train", "train a GPT with the reference trainer"),
     "run": ("megatron.zerobubble.cli.run", "run any Megatron-based training script, unedited"),
@@ -107,7 +106,7 @@ _WITH_OWN_PARSER = {
 _MEANINGS = plan.MEANINGS | {name: meaning for name, (_, meaning) in _WITH_OWN_PARSER.items()}
 _GROUPS = {
     "Train": ("run", "train", "bench", "checkpoint", "env", "completion"),
-    "Plan": ("plan", "pareto", "layout", "compare", "published", "show", "verify", "playground"),
+    "Plan": ("plan", "pareto", "layout", "compare", "show", "playground"),
     "Exchange": ("export", "import"),
 }
 """Commands as --help lists them."""

@@ -26,13 +26,11 @@ from megatron.zerobubble.cli.plan_layers import (
     plan_layers,
 )
 from megatron.zerobubble.cli.progress_bar import stoppable, track
-from megatron.zerobubble.cli.published import run_published
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.files import read_given
 from megatron.zerobubble.flags.memory_limit import bytes_of
 from megatron.zerobubble.flags.require import installed
 from megatron.zerobubble.messages import quoted
-from megatron.zerobubble.plan.bounds.certificate import certificate
 from megatron.zerobubble.plan.communication import num_messages
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Plan
@@ -67,9 +65,6 @@ EXAMPLES = {
     "compare": """
   zerobubble compare -p 8 -m 24 --forward-ms 18.5 --backward-ms 18.1 --wgrad-ms 9.3
   zerobubble compare -p 4 -m 8 --schedules 1f1b,interleaved-1f1b:2,auto --comm-ms 0.1 --effort fast""",
-    "published": """
-  zerobubble published docs/benchmarks/data/published.json --rows 1 --effort fast
-  zerobubble published docs/benchmarks/data/published.json""",
     "export": """
   zerobubble export plan.json --torch-csv plan.csv
   zerobubble plan --schedule zbv -p 4 -m 8 --json - | zerobubble export - --torch-csv -""",
@@ -93,9 +88,6 @@ def add_commands(commands: Any) -> None:
     )
     plan.add_argument(
         "--memory-limit", type=_share, help="most activation memory per rank; 1.0 is 1F1B's rank 0, the default of auto"
-    )
-    plan.add_argument(
-        "--certificate", metavar="FILE", help="write the plan with a proof of how far from the best order it can be; see verify"
     )
     pareto = _command(commands, "pareto")
     pareto.add_argument(
@@ -125,11 +117,6 @@ def add_commands(commands: Any) -> None:
         command.add_argument("--svg", metavar="FILE", help="write the timeline as SVG")
         command.add_argument("--trace", metavar="FILE", help="write the timeline as a Chrome trace")
         command.add_argument("--width", type=int, help="columns of the text timeline (default: the terminal's, else 160)")
-    published = _command(commands, "published")
-    published.add_argument("file", help="JSON with `configs`: costs, and the bubble rates and peak memory published for them")
-    published.add_argument("--rows", help="configs to compare, counted from 0 and separated by commas (default: all)")
-    add_search_flags(published, effort="default")
-    published.add_argument("--json", metavar="FILE", help="write the rows as JSON; - prints them, and the table goes to stderr")
     add_layout_flags(_command(commands, "layout"))
     export = _command(commands, "export")
     export.add_argument("file", help="a plan in JSON; - reads standard input")
@@ -253,7 +240,7 @@ def run_plan(args: argparse.Namespace) -> None:
     if args.layers is not None:
         found, sizes = plan_layers(args)
         lines = [*sizes, *[""] * bool(sizes), layout_summary(found, columns(args.width), is_colored=has_colors())]
-        _write(args, found.result.simulation, found.stage_costs.memory_limit, layout_to_json(found), lines)
+        _write(args, found.result.simulation, layout_to_json(found), lines)
         return
     if args.memory is not None or args.no_empty_stages or args.pipeline_sizes is not None:
         raise ConfigError(
@@ -269,17 +256,15 @@ def run_plan(args: argparse.Namespace) -> None:
         verdict = {"verdict": result.verdict(Objective(args.objective))}
     lines += [*verdict.values(), *given.source]
     text = simulation.plan.to_json(costs=simulation.costs.to_json(), metrics=result.metrics() | verdict)
-    _write(args, simulation, limit, text, lines)
+    _write(args, simulation, text, lines)
 
 
-def _write(args: argparse.Namespace, simulation: Simulation, memory_limit: float | None, text: str, lines: Sequence[str]) -> None:
+def _write(args: argparse.Namespace, simulation: Simulation, text: str, lines: Sequence[str]) -> None:
     """Write the files that are asked for, and print the lines unless a file is printed."""
     if args.json is not None:
         write_text(args.json, text)
     _write_pictures(args, simulation)
-    if args.certificate is not None:
-        write_text(args.certificate, json.dumps(certificate(simulation, Objective(args.objective), memory_limit)))
-    if "-" not in (args.json, args.certificate):
+    if args.json != "-":
         print("\n".join(lines))
 
 
@@ -452,7 +437,6 @@ MEANINGS = {
     "show": "show a plan file",
     "pareto": "the best plan for each of several memory limits: bubble against memory",
     "compare": "several schedules for your times: speed-up, bubble, memory, messages",
-    "published": "plan for published times and compare the bubble rates",
     "export": "write a plan as an action table of torch",
     "import": "read a plan from an action table of torch",
 }
@@ -463,7 +447,6 @@ COMMANDS = {
     "show": run_show,
     "pareto": run_pareto,
     "compare": run_compare,
-    "published": run_published,
     "export": run_export,
     "import": run_import,
 }

@@ -11,12 +11,9 @@ from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.registry import build_plan, placement_of
 from megatron.zerobubble.plan.simulate import simulate
-from megatron.zerobubble.verify import RefusedError, check
 
 _UNEVEN = 1.2
 """How many times the least work of a rank the most is, from which it is mentioned."""
-_MALFORMED = (RefusedError, ValueError, LookupError, TypeError, AttributeError, RecursionError, ArithmeticError)
-"""What `check` raises about a body that is no certificate."""
 
 
 def verdict(
@@ -84,14 +81,3 @@ def contenders(rows: object) -> str:
     return ", ".join(
         f"{name[:40]} {value:,.0f} ms" for name, value in times if isinstance(value, (int, float)) and math.isfinite(value)
     )
-
-
-def certified(body: dict[str, object]) -> str:
-    """Whether a certificate holds, and what it proves, by `megatron.zerobubble.verify`."""
-    try:
-        value, bound = check(body)
-    except _MALFORMED as error:
-        return f"the certificate does not hold: {error!s:.200}"
-    gap = max(0.0, value / bound - 1) if bound > 0 else 0.0
-    within = "" if body["memory_limit"] is None else f" within {body['memory_limit']:.4g} of 1F1B's memory"
-    return f"the certificate holds: no plan{within} takes {100 * gap:.2f} % less than its {value:,.6g} ms"

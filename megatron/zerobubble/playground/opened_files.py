@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.messages import parse_json, quoted
-from megatron.zerobubble.plan.bounds.certificate import FORMAT as CERTIFICATE_FORMAT
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.links import Links
 from megatron.zerobubble.plan.ir import FORMATS as PLAN_FORMATS
@@ -18,7 +16,7 @@ from megatron.zerobubble.plan.partition.layer_costs import Model
 from megatron.zerobubble.plan.planner import Result
 from megatron.zerobubble.plan.validate import validate
 from megatron.zerobubble.playground.drawing import Drawing, draw_plan, draw_recorded
-from megatron.zerobubble.playground.file_verdicts import certified, contenders, placement_named, verdict
+from megatron.zerobubble.playground.file_verdicts import contenders, placement_named, verdict
 from megatron.zerobubble.playground.length_fields import as_it_came, attention_share
 from megatron.zerobubble.playground.limits import MAX_MICROBATCHES, MAX_OPS, MAX_RANKS, MAX_TIME_MS, number, whole
 from megatron.zerobubble.playground.models.measured import memory_of_report
@@ -28,7 +26,7 @@ from megatron.zerobubble.profiling.report import FORMAT as REPORT_FORMAT
 from megatron.zerobubble.profiling.report import last_iteration, report
 
 _TAKEN = (
-    f"give a plan ({' or '.join(PLAN_FORMATS)}), a certificate, a report.json ({REPORT_FORMAT}), a bench.json, a layers.json "
+    f"give a plan ({' or '.join(PLAN_FORMATS)}), a report.json ({REPORT_FORMAT}), a bench.json, a layers.json "
     f"({LAYERS_FORMAT}), a trace.json, links with latency_ms, or costs with forward_ms, backward_ms, "
     "wgrad_ms, activation and activation_after_backward"
 )
@@ -47,8 +45,6 @@ def open_file(body: str | bytes) -> Opened:
     given = _read(body)
     if given.get("format") in PLAN_FORMATS:
         return _open_plan(body, given)
-    if given.get("format") == CERTIFICATE_FORMAT and isinstance(given.get("plan"), dict):
-        return _open_plan(json.dumps(given["plan"]), given["plan"]) | {"verdict": certified(given)}
     if given.get("format") == LAYERS_FORMAT:
         model = Model.from_json(body)
         return {"kind": "model", "layers": model.to_json(), "verdict": f"{model.num_layers} layers"}

@@ -1,13 +1,17 @@
 """The lower bound: below every plan, tight for the closed forms, and compared with exact optima of small instances."""
 
+import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.links import Links
+from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, MicrobatchCosts
+from megatron.zerobubble.plan.costs.slice_costs import SliceCosts
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import build_plan, known_schedules, placement_of
@@ -15,12 +19,14 @@ from megatron.zerobubble.plan.search.search import search
 from megatron.zerobubble.plan.search.search_options import SearchOptions, smallest_memory
 from megatron.zerobubble.plan.simulate import simulate
 from tests.plan import optima
+from tests.plan.every_order import shortest, slices_of
 from tests.plan.search.test_search import COMPILED, problems
 
 pytestmark = pytest.mark.claims(
     "Planning and measuring",
     "lower bounds of spans and makespans: below every plan found, with fused and split backwards, recomputation, unequal "
-    "stages, links and microbatches; below 155 exact optima of up to four ranks and twelve microbatches",
+    "stages, links and microbatches; below 155 exact optima of up to four ranks and twelve microbatches, and below the best of "
+    "all orders of tiny instances, sliced ones among them",
     "works, equal to the optimum in 99",
     also=("plan/costs/test_unequal_costs.py",),
 )
@@ -129,6 +135,69 @@ def test_no_optimum_is_below_the_bound() -> None:
         assert bound <= instance.optimum * (1 + 1e-6), instance
         tight += bound >= instance.optimum * (1 - 1e-6)
     assert tight >= 0.6 * len(known), f"{tight} of {len(known)}"
+
+
+@st.composite
+def tiny_problems(draw: st.DrawFn) -> tuple[Placement, int, CostModel]:
+    """Any placement of a few stages, with odd costs: times of 0, more memory after B than before, unequal microbatches, links."""
+    rank_of = draw(st.sampled_from([[0], [0, 0], [0, 1], [1, 0], [0, 1, 0], [0, 1, 1], [0, 1, 2], [0, 1, 1, 0], [0, 1, 0, 1]]))
+    placement, stages = Placement(tuple(rank_of)), len(rank_of)
+    n = draw(st.sampled_from([n for n in (1, 1, 2, 3) if n == 1 or n * stages <= 6]))
+    m = draw(st.integers(1, (5 if n == 1 else 6) // stages // n))
+    is_equal = draw(st.booleans())
+    numbers = st.sampled_from([0.0, 0.0, 1.0, 1.0, 2.0, 3.0, 5.0])
+    width = m if n == 1 else n
+    lists = {}
+    for name in COST_LISTS:
+        rows = [tuple(draw(st.lists(numbers, min_size=width, max_size=width))) for _ in rank_of]
+        lists[name] = tuple([(rows[0][0],) * width for _ in rank_of] if is_equal else rows)
+    comm_ms = draw(st.sampled_from([0.0, 1.0, 4.0]))
+    if n > 1:
+        keys, gradients = ([0.0 if is_equal else draw(numbers) for _ in rank_of] for _ in range(2))
+        slices = SliceCosts(**lists, keys=tuple(keys), key_gradients=tuple(gradients))
+        costs = CostModel.of_lists(slices.sums(), comm_ms=comm_ms)
+        if draw(st.booleans()):
+            return placement, m, replace(costs, slices=slices)
+        every = [slices]  # microbatches of their own lengths
+        for count in draw(st.lists(st.integers(1, n), max_size=6 // stages - n)):
+            shorter = _first_slices(slices, count, draw(numbers))
+            if sum(each.num_slices for each in (*every, shorter)) * stages <= 6:
+                every.append(shorter)
+        return placement, len(every), replace(costs, unequal_slices=tuple(every))
+    p = placement.num_ranks
+    if p == 1 or draw(st.booleans()):
+        return placement, m, CostModel.of_microbatches(MicrobatchCosts(**lists), comm_ms=comm_ms)
+    speeds = st.sampled_from([0.5, 1.0, 4.0])
+    latency, speed = (tuple(tuple(draw(each) for _ in range(p)) for _ in range(p)) for each in (numbers, speeds))
+    links = Links(latency_ms=latency, gigabytes_per_s=speed, message_bytes=tuple(1e6 * draw(numbers) for _ in range(m)))
+    return placement, m, CostModel.of_microbatches(MicrobatchCosts(**lists), links=links)
+
+
+def _first_slices(slices: SliceCosts, count: int, more: float) -> SliceCosts:
+    """Those of a shorter microbatch, whose first one takes more memory."""
+    cut = {name: tuple(row[:count] for row in getattr(slices, name)) for name in COST_LISTS}
+    cut["activation"] = tuple((row[0] + more, *row[1:]) for row in cut["activation"])
+    return SliceCosts(**cut, keys=slices.keys, key_gradients=slices.key_gradients)
+
+
+def _equal(rank_of: tuple[int, ...], m: int, *values: float) -> tuple[Placement, int, CostModel]:
+    """Stages and microbatches that are all alike."""
+    lists = {name: [value] * len(rank_of) for name, value in zip(COST_LISTS, values, strict=True)}
+    return Placement(rank_of), m, CostModel.of_lists(lists, comm_ms=1.0)
+
+
+@settings(max_examples=300)
+@example(_equal((0, 1), 2, 4.0, 4.0, 4.0, 1.0, 4.0), 0.3, Objective.MAKESPAN)  # only fused BW fit the memory
+@example(_equal((0,), 2, 3.0, 0.0, 1.0, 1.0, 3.0), 2 / 3, Objective.SPAN)
+@given(tiny_problems(), st.sampled_from([0.3, 0.7, 1.0, 1.5, 2.0, 3.0, 20.0]), st.sampled_from(list(Objective)))
+def test_no_order_is_below_the_bound(problem: tuple[Placement, int, CostModel], times: float, objective: Objective) -> None:
+    """Of all orders of a tiny instance, every one tried."""
+    placement, m, costs = problem
+    largest = max(max(row) for name in COST_LISTS[3:] for row in costs.rows(name))
+    limit = max(slices_of(costs, m)) * times * largest + 1e-9
+    best = shortest(costs, placement, m, limit, objective)
+    if best < math.inf:
+        assert objective.of(lower_bound(placement, m, costs, limit / min(placement.num_ranks, m))) <= best + 1e-6
 
 
 @pytest.mark.skipif(not COMPILED, reason="takes the compiled core")

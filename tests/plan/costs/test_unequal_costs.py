@@ -12,9 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.zerobubble import verify
 from megatron.zerobubble.errors import ConfigError, PlanError
-from megatron.zerobubble.plan.bounds.certificate import certificate
 from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
 from megatron.zerobubble.plan.communication import place_communication
 from megatron.zerobubble.plan.costs.cost_model import CostModel
@@ -23,7 +21,6 @@ from megatron.zerobubble.plan.costs.lengths_and_links import Unequal
 from megatron.zerobubble.plan.costs.links import Links, LinkTime, unequal_links
 from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, MicrobatchCosts
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
-from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.simulate import memory_over_time, peak_memory, simulate
 from megatron.zerobubble.plan.transforms import first_microbatches
@@ -180,14 +177,10 @@ def test_the_validator_and_the_curve_of_memory_have_the_peaks_of_the_simulator(c
     assert [max(held for _, held in stair) for stair in stairs] == pytest.approx(list(peaks))
 
 
-@given(cases(), st.sampled_from(list(Objective)))
-def test_the_checker_of_certificates_has_the_times_of_the_simulator(case: tuple[Plan, CostModel], objective: Objective) -> None:
-    """It shares no code with the simulator."""
+@given(cases())
+def test_bubble_rate_and_idle_share_follow_from_the_times_of_the_ops(case: tuple[Plan, CostModel]) -> None:
     plan, costs = case
     simulation = simulate(plan, costs)
-    value, bound = verify.check(json.loads(json.dumps(certificate(simulation, objective, max(simulation.peak_memory)))))
-    assert value == pytest.approx(objective.of(simulation))
-    assert bound <= value * (1 + 1e-9)
     busy = [sum(end - start for _, start, end in row) for row in simulation.rows]
     assert simulation.bubble_rate == pytest.approx(1 - max(busy) / simulation.span_ms, abs=1e-9)
     assert simulation.idle_share == pytest.approx(1 - sum(busy) / (len(busy) * simulation.makespan_ms), abs=1e-9)
@@ -357,8 +350,7 @@ def test_a_diagonal_is_ignored_and_written_as_0(value: object) -> None:
     assert links.to_json()["latency_ms"] == [[0, 1.0], [2.0, 0]]
     assert links.to_json()["gigabytes_per_s"] == [[0, 3.0], [4.0, 0]]
     plan = build_plan("zbv", num_ranks=2, num_microbatches=3)
-    simulation = simulate(plan, replace(of_lengths(plan.placement, (100, 200, 300)), links=links))
-    verify.check(json.loads(json.dumps(certificate(simulation, Objective.SPAN, None))))
+    assert simulate(plan, replace(of_lengths(plan.placement, (100, 200, 300)), links=links)).span_ms < math.inf
 
 
 def test_measured_links_are_a_matrix_where_they_differ() -> None:

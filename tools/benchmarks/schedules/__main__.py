@@ -28,10 +28,10 @@ from typing import Any
 import torch
 
 from megatron.zerobubble.cli.parser import Parser
-from megatron.zerobubble.cli.published import read_configs
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.search.search_options import Effort
+from tools.benchmarks.published_times import read_configs
 from tools.benchmarks.reports import PUBLISHED, Row, origin, write_json
 from tools.benchmarks.schedules import emulated, real
 from tools.benchmarks.schedules.contenders import Sizes, contender_specs
@@ -137,7 +137,7 @@ def run_emulated(args: argparse.Namespace) -> Row:
     num_ranks, num_microbatches = args.num_ranks or 8, (args.num_microbatches or [24])[0]
     times = given(args, [field.name for field in fields(Times)])
     if args.published_row is not None:
-        (config,) = read_configs(str(PUBLISHED), str(args.published_row))
+        (config,) = read_configs(PUBLISHED, str(args.published_row))
         num_ranks, num_microbatches = args.num_ranks or config.num_ranks, (args.num_microbatches or [config.num_microbatches])[0]
         one = config.costs_of(Placement.linear(1))
         published = {"forward_ms": one.forward_ms[0], "backward_ms": one.backward_ms[0], "wgrad_ms": one.wgrad_ms[0]}

@@ -1,1 +1,1 @@
-"""Lower bounds on the iteration time of any plan, and certificates that carry them."""
+"""Lower bounds on the iteration time of any plan."""
