@@ -15,8 +15,21 @@ import torch.distributed as dist
 from tests.support.tolerances import OTHER_ORDER
 from tests.training.launch import environment
 from tools.benchmarks import executor, slice_passes, split
+from tools.benchmarks.reports import LONGEST_LINE, json_text
 
 ROOT = Path(__file__).parents[2]
+
+
+def test_a_report_has_a_line_per_row() -> None:
+    rows = [{"p": p, "times": {"ms": [0.25] * 60}} for p in range(5)]
+    report = {"format": "a/1", "rows": rows, "about": {}, "long": [{"a": [1] * 300, "b": [2] * 300}]}
+    text = json_text(report)
+    assert json.loads(text) == report
+    assert [text.splitlines().count(f"  {json.dumps(row)},") for row in rows] == [1, 1, 1, 1, 0]
+    assert len(text.splitlines()) == 17
+    assert max(map(len, text.splitlines())) <= LONGEST_LINE
+
+
 SMALL = ["--num-ranks", "3", "--num-microbatches", "2", "--repeats", "2"]
 MEASUREMENT = {"schedule", "layer", "rank", "num_ops", "min_us", "median_us", "max_us"}
 
