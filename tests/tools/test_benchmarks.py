@@ -1,4 +1,4 @@
-"""Benchmarks of the executor, of the split, of post-validation and of unequal microbatches: what they report, not times."""
+"""Benchmarks of the executor, of the split and of post-validation: what they report, not times."""
 
 from __future__ import annotations
 
@@ -15,9 +15,21 @@ import torch.distributed as dist
 from tests.support.tolerances import OTHER_ORDER
 from tests.training.launch import environment
 from tools.benchmarks import executor, slice_passes, split
-from tools.benchmarks.unequal import DISTRIBUTIONS, LINK_CASES, main, markdown
+from tools.benchmarks.reports import LONGEST_LINE, json_text
 
 ROOT = Path(__file__).parents[2]
+
+
+def test_a_report_has_a_line_per_row() -> None:
+    rows = [{"p": p, "times": {"ms": [0.25] * 60}} for p in range(5)]
+    report = {"format": "a/1", "rows": rows, "about": {}, "long": [{"a": [1] * 300, "b": [2] * 300}]}
+    text = json_text(report)
+    assert json.loads(text) == report
+    assert [text.splitlines().count(f"  {json.dumps(row)},") for row in rows] == [1, 1, 1, 1, 0]
+    assert len(text.splitlines()) == 17
+    assert max(map(len, text.splitlines())) <= LONGEST_LINE
+
+
 SMALL = ["--num-ranks", "3", "--num-microbatches", "2", "--repeats", "2"]
 MEASUREMENT = {"schedule", "layer", "rank", "num_ops", "min_us", "median_us", "max_us"}
 
@@ -151,44 +163,3 @@ def test_measures_both_kinds_of_steps_beside_the_prediction(tmp_path: Path) -> N
         assert min(row["synchronous_ms"] + row["early_ms"]) > 12.0, "the passes take their time"
         assert row["reached_least"] <= row["reached"] <= row["reached_most"]
         assert row["schedule"] in done.stdout
-
-
-KEPT = Path(__file__).parents[2] / "docs" / "benchmarks"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a result of two ranks."""
-    folder = tmp_path_factory.mktemp("benchmark")
-    files = ["--json", str(folder / "result.json"), "--markdown", str(folder / "result.md")]
-    assert main(["--ranks", "2", "--draws", "2", "--budget", "2000", *files]) == 0
-    return folder
-
-
-def test_the_report_has_every_row_and_its_page_is_made_from_it(folder: Path) -> None:
-    report = json.loads((folder / "result.json").read_text())
-    assert [row["lengths"] for row in report["unequal"]] == list(DISTRIBUTIONS)
-    assert len(report["links"]) == 2 * len(LINK_CASES)
-    for row in report["unequal"]:
-        ours = row["contenders"]["zbv planned"]
-        assert ours["least_speedup_of_planned"] == 1.0
-        for name in ("zbv as it comes", "zbv sorted"):
-            assert row["contenders"][name]["least_speedup_of_planned"] >= 1 - 1e-9
-        for contender in row["contenders"].values():
-            assert contender["idle"]["low"] <= contender["idle"]["value"] <= contender["idle"]["high"]
-            assert 0 <= contender["idle"]["value"] < 1
-    assert all(row["ratio"] >= 1 - 1e-9 for row in report["links"])
-    again = folder / "again.md"
-    assert main(["--from-json", str(folder / "result.json"), "--markdown", str(again)]) == 0
-    assert again.read_text() == (folder / "result.md").read_text() == markdown(report)
-    assert "**Simulated**, 2 batches per row." in again.read_text()
-
-
-def test_the_kept_report_is_the_page_and_no_plan_is_slower_than_the_data_as_it_comes_or_sorted() -> None:
-    report = json.loads((KEPT / "data" / "unequal.json").read_text())
-    assert (KEPT / "unequal.md").read_text() == markdown(report)
-    for row in report["unequal"]:
-        for name in ("zbv as it comes", "zbv sorted"):
-            assert row["contenders"][name]["least_speedup_of_planned"] >= 1 - 1e-9
-    assert min(row["ratio"] for row in report["links"]) >= 1 - 1e-9
-    assert max(row["most_seconds"] for row in report["unequal"] if row["p"] == 8) <= 0.05

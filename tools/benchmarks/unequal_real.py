@@ -14,9 +14,11 @@ the plan over a contender, over the simulated one, the gain with a 95 % interval
 
 from __future__ import annotations
 
+import os
 import platform
 import statistics
 import sys
+import sysconfig
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -40,11 +42,11 @@ from tools.benchmarks.emulation import run_on_ranks
 from tools.benchmarks.reports import write_json
 from tools.benchmarks.schedules.contenders import ContenderSpec, Runtime, Sizes
 from tools.benchmarks.schedules.report import Estimate
-from tools.benchmarks.unequal import library_lengths
 
 FORMAT = "zerobubble-unequal-real-benchmark/1"
 NUM_RANKS = 2
 PROFILED = 3
+LONGEST, BYTES_PER_TOKEN = 8192, 4
 CONTENDERS = {
     "1f1b sorted": ("1f1b", False),
     "interleaved sorted": ("interleaved-1f1b", False),
@@ -52,6 +54,16 @@ CONTENDERS = {
     "zbv planned": ("zbv", True),
 }
 """Name -> schedule, and whether microbatches are reordered for their lengths."""
+
+
+def library_lengths() -> tuple[int, ...]:
+    """Tokens of the standard library's files, without its tests, in ascending order."""
+    files = []
+    for parent, folders, names in os.walk(sysconfig.get_path("stdlib")):
+        folders[:] = [name for name in folders if name not in ("test", "tests", "site-packages")]
+        files += [Path(parent) / name for name in names if name.endswith(".py")]
+    sizes = sorted(path.stat().st_size for path in files)
+    return tuple(min(LONGEST, size // BYTES_PER_TOKEN) for size in sizes if size >= BYTES_PER_TOKEN)
 
 
 def batches_of(num_batches: int, num_microbatches: int, longest: int) -> list[list[int]]:
