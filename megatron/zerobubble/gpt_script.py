@@ -32,7 +32,7 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.compat import with_arguments
-from megatron.zerobubble.overlay import add_zero_bubble_args, chunks_of
+from megatron.zerobubble.overlay import add_zero_bubble_args
 
 _ON_CPU = (
     "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm --no-bias-gelu-fusion "
@@ -93,10 +93,6 @@ def _add_flags(zero_bubble: argparse.Namespace, parser: argparse.ArgumentParser)
     parser.error = _refuse  # type: ignore[method-assign]  # argparse's prints the usage of 800 flags first
     given, _ = parser.parse_known_args()
     parser.set_defaults(max_position_embeddings=given.seq_length)
-    divides = (given.num_layers_per_virtual_pipeline_stage, given.pipeline_model_parallel_layout, given.hybrid_layer_pattern)
-    chunks = chunks_of(zero_bubble)
-    if chunks > 1 and given.pipeline_model_parallel_size > 1 and not any(divides):
-        parser.set_defaults(num_virtual_stages_per_pipeline_rank=chunks)
     return parser
 
 

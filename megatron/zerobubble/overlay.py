@@ -276,14 +276,12 @@ def schedule_of(args: argparse.Namespace) -> str:
     return flags_of(args).schedule
 
 
-def chunks_of(args: argparse.Namespace) -> int:
-    """The model chunks per rank that the schedule of parsed flags wants, where its name says it; else 1. Raises ConfigError."""
+def chunks_of(args: argparse.Namespace) -> int | None:
+    """The model chunks per rank that the schedule of parsed flags takes; None: any number, or stock. Raises ConfigError."""
     flags = flags_of(args)
-    if flags.schedule == "stock":
-        return 1
     if flags.schedule == AUTO:
-        return 2 if flags.zero_bubble_v_schedule else 1
-    return schedule_info(flags.schedule).num_chunks or 1
+        return 2 if flags.zero_bubble_v_schedule else None
+    return None if flags.schedule == "stock" else schedule_info(flags.schedule).num_chunks
 
 
 def _expect_install(args: argparse.Namespace) -> None:

@@ -152,6 +152,23 @@ def test_a_script_gets_its_flags_and_the_contenders() -> None:
         assert program.zero_bubble.enable_optimizer_post_validation == (name == "v-half:slices=2+pv")
 
 
+def test_a_contender_takes_virtual_stages_away_where_it_has_one_chunk() -> None:
+    words = [
+        "--contenders",
+        "stock-1f1b,zb-h1,zbv,auto",
+        "--",
+        __file__,
+        "--num-virtual-stages-per-pipeline-rank",
+        "4",
+        "--lr",
+        "1",
+    ]
+    ran = {name: program.arguments for name, program in script(*words).programs.items()}
+    assert ran["stock-1f1b"] == ran["zb-h1"] == ("--lr", "1")
+    assert ran["zbv"] == ("--lr", "1", "--num-virtual-stages-per-pipeline-rank", "2")
+    assert ran["auto"] == ("--num-virtual-stages-per-pipeline-rank", "4", "--lr", "1")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

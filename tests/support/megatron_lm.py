@@ -17,8 +17,10 @@ from unittest import mock
 
 import megatron.zerobubble
 from megatron.zerobubble.flags.fork_flags import in_our_flags
+from megatron.zerobubble.flags.virtual_stages import with_chunks
 from megatron.zerobubble.mcore.cpu.device import HostDevice, quiet_third_parties
 from megatron.zerobubble.mcore.cpu.scripts import without_gpus
+from megatron.zerobubble.overlay import chunks_of
 from tests.support.gpt import _destroy_groups
 
 LR = 1e-2
@@ -74,6 +76,9 @@ def pretrain_gpt(rank: int, flags: str) -> str:
     """Train on one rank by this project's own script, with zero-bubble flags among `flags`; what it printed."""
     words, _ = in_our_flags(flags.split())
     zero_bubble, own = _parser().parse_known_args(words)
+    chunks = chunks_of(zero_bubble)
+    if chunks is not None:
+        own, _ = with_chunks(own, chunks, "")
     return _run(rank, ["pretrain_gpt.py", *own], zero_bubble, _main_of_gpt)
 
 

@@ -9,18 +9,20 @@ import argparse
 import contextlib
 import dataclasses
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.zerobubble.bench.contenders import Contender
 from megatron.zerobubble.errors import UserError
+from megatron.zerobubble.flags.virtual_stages import with_chunks
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.overlay import check_supported
 from megatron.zerobubble.plan.partition.layer_costs import Model
 from megatron.zerobubble.plan.partition.layout import costs_of_placements
+from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.script import run_script
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.models.gpt import forward_step_provider, model_provider
@@ -157,20 +159,24 @@ class ScriptJob:
         """See `TrainerJob`. How long the script trains is its own."""
         zero_bubble = contender.zero_bubble(self.zero_bubble)
         check_supported(zero_bubble)
-        words = self._more_words(contender)
-        job = dataclasses.replace(self, arguments=(*self.arguments, *words), zero_bubble=zero_bubble)
-        return job, f"with {shlex.join(words)}" if words else None
+        arguments, note = self._arguments(contender)
+        return dataclasses.replace(self, arguments=tuple(arguments), zero_bubble=zero_bubble), note
 
-    def _more_words(self, contender: Contender) -> list[str]:
-        """Flags that the script needs under a contender."""
-        chunks = contender.num_chunks_per_rank
-        return shlex.split(self.flags.get(contender.text, f"{_CHUNK_FLAG} {chunks}" if chunks > 1 else ""))
+    def _arguments(self, contender: Contender) -> tuple[Sequence[str], str | None]:
+        """The script's flags under a contender, and a line about what is other than as given."""
+        own = self.flags.get(contender.text)
+        if own is not None:
+            return (*self.arguments, *shlex.split(own)), f"with {own}"
+        if contender.schedule == AUTO:
+            return self.arguments, None
+        return with_chunks(self.arguments, contender.num_chunks_per_rank, contender.text, always=True)
 
     def use(self, contender: Contender) -> str:
         """See `TrainerJob`. It is a command, with "..." for the script's own flags."""
-        flags, chunks = _schedule_flags(contender, self.zero_bubble), self._more_words(contender)
+        flags, chunks = _schedule_flags(contender, self.zero_bubble), contender.num_chunks_per_rank
         start = f"zerobubble run {flags} " if flags else ""
-        return f"{start}{shlex.quote(self.script)} ... {shlex.join(chunks)}".strip()
+        added = self.flags.get(contender.text, f"{_CHUNK_FLAG} {chunks}" if chunks > 1 else "")
+        return f"{start}{shlex.quote(self.script)} ... {added}".strip()
 
     def costs_of(self, costs: CostModel, measured: Job, wanted: Job | None) -> CostsOf:
         """See `TrainerJob`. Layers are spread as in the stages that were profiled, which may be merged."""

@@ -9,7 +9,8 @@ the path, so that a checkout's own `megatron.core` is imported. Not a line of it
 
 The zero-bubble flags may stand before the script or among its own. They are taken off the command line before the script sees it:
 that works for any script, with any parser of flags. A script that adds the flags itself, and calls `install` with what it
-parsed, finds none of them there, and the schedule is installed already.
+parsed, finds none of them there, and the schedule is installed already. Megatron-LM's flags for virtual stages are set as the
+schedule takes them, and flags of the authors' fork become ours (`flags/`); a line says each change.
 
 With ZERO_BUBBLE=0 in the environment of every rank nothing is installed, and the script runs without a zero-bubble schedule.
 
@@ -32,10 +33,11 @@ from megatron.zerobubble.cli.ranks import FLAG, start_ranks, take_count
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.flags.fork_flags import in_our_flags
 from megatron.zerobubble.flags.require import installed
+from megatron.zerobubble.flags.virtual_stages import with_chunks
 from megatron.zerobubble.job.exit import exit_with_error
-from megatron.zerobubble.job.launch import Launch, read_launch
+from megatron.zerobubble.job.launch import Launch, is_turned_off, read_launch
 from megatron.zerobubble.job.rendezvous import announce_exit
-from megatron.zerobubble.overlay import READY_LENGTHS, add_flags, schedule_of
+from megatron.zerobubble.overlay import READY_LENGTHS, add_flags, chunks_of, schedule_of
 from megatron.zerobubble.script import run_script
 
 __all__ = ["build_parser", "main", "run_itself"]
@@ -142,9 +144,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _parse(words: Sequence[str], *, needs_schedule: bool = True) -> argparse.Namespace:
-    """The same, with zero-bubble flags wherever they stand, and `note` on flags of the authors' fork. Raises ConfigError."""
+    """The same, with zero-bubble flags wherever they stand, and `notes`, lines about what changed. Raises ConfigError."""
     words, note = in_our_flags(words)
-    args = build_parser().parse_args(words, argparse.Namespace(note=note))
+    args = build_parser().parse_args(words, argparse.Namespace(notes=[note]))
     among_its_own = _RunParser(prog=_PROG, add_help=False, allow_abbrev=False)
     add_flags(among_its_own)  # a value that `args` has already is not replaced by the default
     _, args.arguments = among_its_own.parse_known_args(args.arguments, args)
@@ -158,12 +160,16 @@ def _parse(words: Sequence[str], *, needs_schedule: bool = True) -> argparse.Nam
             "no schedule is chosen: give --enable-zero-bubble, --zero-bubble-v-schedule or --zero-bubble-schedule NAME before "
             "the script; stock is megatron-core's own"
         )
+    chunks, schedule = chunks_of(args), schedule_of(args)
+    if chunks is not None and not is_turned_off():
+        args.arguments, note = with_chunks(args.arguments, chunks, schedule)
+        args.notes.append(note)
     return args
 
 
 def _run(args: argparse.Namespace, launch: Launch) -> int:
-    if args.note is not None and launch.rank == 0:
-        print(args.note, file=sys.stderr)
+    for note in filter(None, args.notes if launch.rank == 0 else ()):
+        print(note, file=sys.stderr)
     sys.path[0] = str(Path(args.script).resolve().parent)  # before anything imports megatron.core
     run_script(args.script, args.arguments, launch, zero_bubble=args, on_cpu=args.cpu, microbatch_tokens=args.microbatch_tokens)
     return 0
