@@ -12,8 +12,10 @@ import math
 import os
 import random
 import re
+import sysconfig
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,6 +110,27 @@ def four_ranks() -> Iterator[RankPool]:
 def two_ranks() -> Iterator[RankPool]:
     """Two gloo ranks, started once."""
     yield from _pool(2)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A small dataset of real text; its prefix.
+
+    The text is source of Python's own library: not this package's, so that no commit changes the losses of another test's job.
+    """
+    from megatron.zerobubble.training.config.tokenizer import TokenizerConfig
+    from tools.preprocess_data import Document, preprocess
+
+    prefix = tmp_path_factory.mktemp("corpus") / "source"
+    library = Path(sysconfig.get_path("stdlib"))
+    files = sorted(path for package in ("asyncio", "email") for path in (library / package).rglob("*.py"))
+    preprocess(
+        documents=(Document(Path(file).read_text(encoding="utf-8")) for file in files),
+        tokenizer=TokenizerConfig(),
+        prefix=str(prefix),
+        appends_eod=True,
+    )
+    return str(prefix)
 
 
 @pytest.fixture(scope="session")

@@ -57,9 +57,10 @@ def torchrun(flags: str) -> subprocess.CompletedProcess[str]:
     return start(*command(flags.split(), num_ranks=2, script=ROOT / "pretrain_gpt.py"))
 
 
-def test_it_is_started_by_torchrun() -> None:
+def test_it_is_started_by_torchrun_on_real_text(corpus: str) -> None:
     """Chunks for a V need no flag, and the flags of the fork are answered in one line."""
-    done = torchrun(f"{on_cpu(FORK)} {FORK_ZBV} --train-samples 16 --lr-decay-samples 16 --lr-warmup-samples 0")
+    line = on_cpu(FORK).replace("--mock-data", f"--data-path {corpus}").replace("--vocab-size 90", "--vocab-size 256")
+    done = torchrun(f"{line} {FORK_ZBV} --train-samples 16 --lr-decay-samples 16 --lr-warmup-samples 0")
     assert done.returncode == 0, done.stderr
     printed = done.stdout + done.stderr
     assert printed.count("flags of the authors' fork: ") == 1
