@@ -214,7 +214,8 @@ def batch(data: Iterator[dict[str, torch.Tensor]] | None, vp_stage: int | None) 
     read = next(data) if data is not None else None
     device = torch.cuda.current_device()
     for name in names if args.create_attention_mask_in_dataloader else names[:-1]:
-        found[name] = torch.empty(shapes[name], dtype=kinds[name], device=device) if read is None else read[name].cuda()
+        empty = torch.empty(shapes[name], dtype=kinds[name], device=device)
+        found[name] = empty if read is None else read[name].cuda(non_blocking=True)
         source = parallel_state.get_tensor_model_parallel_src_rank()
         torch.distributed.broadcast(found[name], source, group=parallel_state.get_tensor_model_parallel_group())
     group = parallel_state.get_context_parallel_group()
