@@ -9,6 +9,7 @@ import pytest
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.fork_flags import LEFT_OUT, REFUSED, REPLACED, in_our_flags
+from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 
 pytestmark = pytest.mark.claims(
     "Your own script",
@@ -56,3 +57,8 @@ def test_the_page_has_the_same_answers() -> None:
         assert answers[flag].startswith("refused"), flag
     for old, new in REPLACED.items():
         assert answers[" ".join(old)] == f"becomes `{' '.join(new)}`"
+
+
+def test_a_program_that_gives_both_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--zero-bubble-v-schedule are both given"):
+        ZeroBubbleConfig(zero_bubble_v_schedule=True, zero_bubble_max_pending_backward="2p")

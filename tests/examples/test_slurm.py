@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import ROOT, Cluster
-from tests.training.conftest import corpus  # noqa: F401 -- a fixture
 from tests.training.launch import environment as rank_environment
 
 pytestmark = pytest.mark.claims(
@@ -150,7 +149,7 @@ def test_what_cannot_run_is_refused_in_one_line(cluster: Cluster, variables: dic
 
 
 @pytest.mark.slow
-def test_real_ranks_stop_on_the_signal_and_continue(corpus: str, tmp_path: Path) -> None:  # noqa: F811
+def test_real_ranks_stop_on_the_signal_and_continue(corpus: str, tmp_path: Path) -> None:
     """Two CPU ranks without torchrun: stopped by the signal with a checkpoint, and continued from it to the end."""
     cluster = Cluster(tmp_path, has_real_python=True)
     tiny = {"HIDDEN_SIZE": "32", "SEQ_LENGTH": "32", "DATA_PATH": corpus, "GPUS_PER_NODE": "2", "GPUS": "0"}

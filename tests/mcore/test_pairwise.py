@@ -147,7 +147,7 @@ def case_of(row: Row) -> PairCase:
 ALL = [case_of(row) for row in covering_rows()]
 
 
-@pytest.mark.sampled(0.15)
+@pytest.mark.sampled(0.1)
 @pytest.mark.parametrize("case", ALL, ids=[f"{index:02}-{case}" for index, case in enumerate(ALL)])
 def test_every_pair_of_features(four_ranks: RankPool, case: PairCase) -> None:
     assert_near(four_ranks.run(compare_pair, case), case, case.tolerance())

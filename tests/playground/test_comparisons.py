@@ -79,6 +79,7 @@ def test_microbatch_numbers_are_wherever_they_fit(opened: Open) -> None:
 
 @pytest.mark.parametrize("num_ranks", [8, 16, 32, 64])
 @pytest.mark.parametrize(("width", "height"), [(1440, 900), (390, 844)])
+@pytest.mark.sampled(0.25)
 def test_both_timelines_and_the_verdict_are_above_the_fold(opened: Open, width: int, height: int, num_ranks: int) -> None:
     with opened(f"p={num_ranks}&m=24&effort=drawn", viewport={"width": width, "height": height}) as page:
         page.wait_for_selector(".panel:nth-child(2) .chart")

@@ -144,7 +144,6 @@ def test_batch_and_data_parallelism() -> None:
         (P4 + "--zero-bubble-schedule zbx", 4, "'zbx' is unknown; choose from stock, auto, 1f1b, interleaved-1f1b, zb-h1"),
         (P4 + "--zero-bubble-schedule zbv --enable-zero-bubble", 4, "already names the schedule"),
         (P4 + "--zero-bubble-max-pending-backward soon", 4, "--zero-bubble-max-pending-backward.*'soon'.*1p or 2p"),
-        (P4 + V + "--zero-bubble-max-pending-backward 2p", 4, "are both given"),
         (P4 + "--num-layers-per-virtual-pipeline-stage 3", 4, "does not divide the 2 layers .* choose from 1, 2"),
         (P4 + "--num-layers-per-virtual-pipeline-stage 1 --global-batch-size 6", 4, "divisible by the pipeline size 4, got 6"),
         ("--num-layers-per-virtual-pipeline-stage 1", 4, "needs --pipeline-model-parallel-size of at least 2, got 1"),

@@ -91,7 +91,7 @@ def test_an_exit_is_logged_only_if_iterations_are_left(
     os.kill(os.getpid(), signal.SIGTERM)
     run = object.__new__(loop._Run)
     run.early_exit = signalled
-    run.settings = SimpleNamespace(run=SimpleNamespace(exit_interval=None, train_iters=6))  # type: ignore[assignment]
+    run.settings = SimpleNamespace(run=SimpleNamespace(exit_interval=None), train_iters=6)  # type: ignore[assignment]
     exits = []
     with caplog.at_level(logging.INFO):
         for iteration in range(5 - left, 7 - left):

@@ -129,7 +129,7 @@ def _compare(ranks: RankPool, flags: str, schedule: str, name: str, *, settles: 
 @SCHEDULES
 @OPTIMIZERS
 @pytest.mark.parametrize("name", BETWEEN)
-@pytest.mark.sampled(0.3)
+@pytest.mark.sampled(0.15)
 def test_a_settled_step_is_that_of_the_synchronous_optimizer(four_ranks: RankPool, schedule: str, more: str, name: str) -> None:
     _compare(four_ranks, f"{CLIPPED} {more}", schedule, name, settles=True)
 

@@ -441,7 +441,7 @@ def stock() -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("name", USES)
 @pytest.mark.parametrize("schedule", _SCHEDULES)
-@pytest.mark.sampled(0.2)
+@pytest.mark.sampled(0.12)
 def test_a_legal_use_comes_to_the_same_as_under_1f1b(
     two_ranks: RankPool, stock: dict[str, dict[str, Any]], name: str, schedule: str
 ) -> None:

@@ -348,6 +348,7 @@ def _compare(pool: RankPool, stock: dict[Any, dict[str, Any]], name: str, schedu
 
 @pytest.mark.parametrize("name", USES)
 @pytest.mark.parametrize("schedule", ["zb-h1", "zbv"])
+@pytest.mark.sampled(0.3)
 def test_all_readers_add_to_a_gradient(two_ranks: RankPool, stock: Any, name: str, schedule: str) -> None:
     _compare(two_ranks, stock, name, schedule, "")
 
@@ -357,7 +358,7 @@ _OVERLAPPED = "--use-distributed-optimizer --overlap-grad-reduce"
 
 @pytest.mark.parametrize("name", USES)
 @pytest.mark.parametrize(("schedule", "flags"), [("zb-h1", _OVERLAPPED), ("zbv", _OVERLAPPED), ("zbv", "--overlap-grad-reduce")])
-@pytest.mark.sampled(0.3)
+@pytest.mark.sampled(0.12)
 def test_a_bucket_is_reduced_when_the_last_reader_has_added(
     four_ranks: RankPool, stock: Any, name: str, schedule: str, flags: str
 ) -> None:
