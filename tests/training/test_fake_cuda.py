@@ -93,14 +93,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.sampled(0.25)
+@pytest.mark.sampled(0.15)
 def test_a_run_on_the_fake_device_has_the_bits_of_the_cpu(run: Any, name: str, tmp_path: Path) -> None:
     assert run(name).metrics == metrics_of(tmp_path, CASES[name], is_fake=False)
     assert len(run(name).metrics) == ITERATIONS
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.sampled(0.25)
+@pytest.mark.sampled(0.15)
 def test_the_host_waits_once_in_an_iteration_and_never_in_the_passes(run: Any, name: str) -> None:
     """Once per rank, in the step. One more begins the recording of an iteration, and one is for the progress line.
 
