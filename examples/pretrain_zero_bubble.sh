@@ -141,7 +141,8 @@ data="${DATA_PATH:-${DATASET:-$here/data/python-stdlib}}"
 run="${RUN_DIR:-$here/runs/$name${MODEL:+-$MODEL}}"
 
 if [[ $loop == megatron ]]; then
-    log=(--num-workers 0 --save-interval 1000)
+    log=(--save-interval 1000)
+    [[ $backend == gloo ]] && log+=(--num-workers 0)
 else
     log=(--metrics-jsonl "$run/metrics.jsonl")
 fi

@@ -80,7 +80,7 @@ def main(zero_bubble: argparse.Namespace) -> None:
 
 
 def _add_flags(zero_bubble: argparse.Namespace, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the zero-bubble flags with what is in force, and change defaults to what the schedule, and a CPU, need."""
+    """Add the zero-bubble flags with what is in force, and change defaults to what a CPU needs."""
     known = {action.dest for action in add_zero_bubble_args(parser)._actions}
     parser.set_defaults(**{name: value for name, value in vars(zero_bubble).items() if name in known})
     if zero_bubble.cpu:
@@ -91,8 +91,6 @@ def _add_flags(zero_bubble: argparse.Namespace, parser: argparse.ArgumentParser)
         if action.help and "%(" not in action.help:
             action.help = action.help.replace("%%", "%").replace("%", "%%")
     parser.error = _refuse  # type: ignore[method-assign]  # argparse's prints the usage of 800 flags first
-    given, _ = parser.parse_known_args()
-    parser.set_defaults(max_position_embeddings=given.seq_length)
     return parser
 
 

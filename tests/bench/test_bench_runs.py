@@ -29,11 +29,10 @@ pytestmark = pytest.mark.claims(
 )
 
 _PRETRAIN = """
-import typing
 from unittest import mock
 
-if not hasattr(typing, "override"):
-    typing.override = lambda method: method
+import tests.support.python_3_12.sitecustomize
+
 mock.patch("megatron.core.datasets.utils.compile_helpers").start()  # wheels come without the sources; this data needs none
 from tests.support import pretrain_script
 

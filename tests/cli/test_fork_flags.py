@@ -42,6 +42,12 @@ def test_it_becomes(words: str, ours: str) -> None:
         assert all(flag in note for flag in changed)
 
 
+def test_flags_that_may_be_anothers_stay_in_its_script() -> None:
+    words = ["--fp32", "--cpu-offload", "--profile-memory-iter=3"]
+    assert in_our_flags([*words, "--enable-zb-runtime"], is_ours=False)[0] == words
+    assert in_our_flags(["--enable-1f1b-v"], is_ours=False)[0] == ["--zero-bubble-schedule", "1f1b-v"]
+
+
 def test_offloading_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"^--cpu-offload, --offload-time: .*--zero-bubble-memory-limit$"):
         in_our_flags(["--lr", "1", "--cpu-offload", "--offload-time=0.5"])

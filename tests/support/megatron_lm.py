@@ -10,7 +10,6 @@ import multiprocessing
 import re
 import shlex
 import sys
-import typing
 import warnings
 from collections.abc import Callable
 from unittest import mock
@@ -73,7 +72,7 @@ def pretrain(rank: int, flags: str, zero_bubble: str = "") -> str:
 
 
 def pretrain_gpt(rank: int, flags: str) -> str:
-    """Train on one rank by this project's own script, with zero-bubble flags among `flags`; what it printed."""
+    """Train on one rank by this project's own script, zero-bubble flags among `flags`; what it printed, then `ran SCHEDULE`."""
     words, _ = in_our_flags(flags.split())
     zero_bubble, own = _parser().parse_known_args(words)
     chunks = chunks_of(zero_bubble)
@@ -97,12 +96,16 @@ def _main_of_script(zero_bubble: argparse.Namespace) -> None:
 def _main_of_gpt(zero_bubble: argparse.Namespace) -> None:
     from megatron.zerobubble import gpt_script  # imports megatron.training
 
-    gpt_script.main(zero_bubble)
+    try:
+        gpt_script.main(zero_bubble)
+    finally:
+        status = megatron.zerobubble.status()
+        sys.stdout.write(f"ran {'stock' if status is None else status.schedule}\n")
 
 
 def _run(rank: int, argv: list[str], zero_bubble: argparse.Namespace, main: Callable[[argparse.Namespace], None]) -> str:
-    if not hasattr(typing, "override"):  # all of Python 3.12 that these releases need, where their wheels run on 3.11
-        typing.override = lambda method: method  # type: ignore[attr-defined]
+    import tests.support.python_3_12.sitecustomize  # noqa: F401 -- their wheels run on 3.11
+
     printed = io.StringIO()
     environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     _destroy_groups()

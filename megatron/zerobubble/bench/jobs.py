@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from megatron.zerobubble.bench.contenders import Contender
 from megatron.zerobubble.errors import UserError
-from megatron.zerobubble.flags.virtual_stages import with_chunks
+from megatron.zerobubble.flags.virtual_stages import CHUNKS, with_chunks
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.overlay import check_supported
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Job", "ScriptJob", "TrainerJob"]
 
-_CHUNK_FLAG = "--num-virtual-stages-per-pipeline-rank"
-"""Megatron-LM's flag for the number of model chunks per rank."""
 _SPREAD = "--pipeline-model-parallel-layout has another number of stages; layers are spread evenly"
 
 
@@ -92,7 +90,7 @@ class TrainerJob:
 
     def use(self, contender: Contender) -> str:
         """The flags that train like this job, which is one under the contender."""
-        chunks = f" {_CHUNK_FLAG} {contender.num_chunks}" if contender.num_chunks else ""
+        chunks = f" {CHUNKS} {contender.num_chunks}" if contender.num_chunks else ""
         return (_schedule_flags(contender, self.zero_bubble) + chunks).strip()
 
     def costs_of(self, costs: CostModel, measured: Job, wanted: Job | None) -> CostsOf:
@@ -175,7 +173,7 @@ class ScriptJob:
         """See `TrainerJob`. It is a command, with "..." for the script's own flags."""
         flags, chunks = _schedule_flags(contender, self.zero_bubble), contender.num_chunks_per_rank
         start = f"zerobubble run {flags} " if flags else ""
-        added = self.flags.get(contender.text, f"{_CHUNK_FLAG} {chunks}" if chunks > 1 else "")
+        added = self.flags.get(contender.text, f"{CHUNKS} {chunks}" if chunks > 1 else "")
         return f"{start}{shlex.quote(self.script)} ... {added}".strip()
 
     def costs_of(self, costs: CostModel, measured: Job, wanted: Job | None) -> CostsOf:

@@ -90,7 +90,7 @@ def run_itself(script: str, argv: Sequence[str] | None = None) -> None:
     launch, prog = None, Path(script).name
     try:
         launch = read_launch()
-        args = _parse([script, *(sys.argv[1:] if argv is None else argv)], needs_schedule=False)
+        args = _parse([script, *(sys.argv[1:] if argv is None else argv)], is_ours=True)
         args.cpu = _wants_gloo(args.arguments) or not _sees_gpu()
         _run(args, launch)
     except UserError as error:
@@ -143,9 +143,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _parse(words: Sequence[str], *, needs_schedule: bool = True) -> argparse.Namespace:
+def _parse(words: Sequence[str], *, is_ours: bool = False) -> argparse.Namespace:
     """The same, with zero-bubble flags wherever they stand, and `notes`, lines about what changed. Raises ConfigError."""
-    words, note = in_our_flags(words)
+    words, note = in_our_flags(words, is_ours=is_ours)
     args = build_parser().parse_args(words, argparse.Namespace(notes=[note]))
     among_its_own = _RunParser(prog=_PROG, add_help=False, allow_abbrev=False)
     add_flags(among_its_own)  # a value that `args` has already is not replaced by the default
@@ -155,7 +155,7 @@ def _parse(words: Sequence[str], *, needs_schedule: bool = True) -> argparse.Nam
             raise ConfigError(f"{word.partition('=')[0]} is not a zero-bubble flag of zerobubble run (see --help)")
     if not Path(args.script).is_file():
         raise ConfigError(f"the script {args.script} is not a file")
-    if schedule_of(args) == "stock" and needs_schedule and args.zero_bubble_schedule is None:
+    if schedule_of(args) == "stock" and not is_ours and args.zero_bubble_schedule is None:
         raise ConfigError(
             "no schedule is chosen: give --enable-zero-bubble, --zero-bubble-v-schedule or --zero-bubble-schedule NAME before "
             "the script; stock is megatron-core's own"

@@ -41,11 +41,13 @@ REFUSED = (
 """Flags of its experiments with offloading, which nothing here does."""
 
 
-def in_our_flags(words: Sequence[str]) -> tuple[list[str], str | None]:
+def in_our_flags(words: Sequence[str], *, is_ours: bool = True) -> tuple[list[str], str | None]:
     """A command line with its flags in ours.
 
     Args:
         words: the command line; other flags stay as they are.
+        is_ours: whether this project's trainer or script reads it. In another one flags that are not about schedules, such as
+            `--fp32`, may be its own: they stay.
 
     Returns:
         The command line, and a line about what was replaced or left out; None if nothing was.
@@ -53,8 +55,9 @@ def in_our_flags(words: Sequence[str]) -> tuple[list[str], str | None]:
     Raises:
         ConfigError: a flag asks for offloading.
     """
-    rest = [part for word in words for part in (word.split("=", 1) if word.partition("=")[0] in _KNOWN else [word])]
-    refused = [word for word in rest if word in REFUSED]
+    known = {*(old[0] for old in REPLACED), *_ABOUT_SCHEDULES, *((*LEFT_OUT, *REFUSED) if is_ours else ())}
+    rest = [part for word in words for part in (word.split("=", 1) if word.partition("=")[0] in known else [word])]
+    refused = [word for word in rest if word in REFUSED] if is_ours else []
     if refused:
         raise ConfigError(
             f"{', '.join(refused)}: offloading and interleaving in groups are experiments of the authors' fork; leave them out, "
@@ -72,7 +75,7 @@ def in_our_flags(words: Sequence[str]) -> tuple[list[str], str | None]:
             kept += REPLACED[replaced]
             said.append(f"{' '.join(replaced)} is {' '.join(REPLACED[replaced])}")
             rest = rest[len(replaced) :]
-        elif rest[0] in LEFT_OUT:
+        elif rest[0] in LEFT_OUT and (is_ours or rest[0] in _ABOUT_SCHEDULES):
             said.append(f"{rest[0]} is left out")
             rest = rest[1 + LEFT_OUT[rest[0]] :]
         else:
@@ -80,5 +83,10 @@ def in_our_flags(words: Sequence[str]) -> tuple[list[str], str | None]:
     return kept, f"flags of the authors' fork: {'; '.join(said)} (docs/fork.md)" if said else None
 
 
+_ABOUT_SCHEDULES = (
+    "--enable-zb-runtime",
+    "--no-pre-communication-optimization",
+    "--enable-exactly-numeric-match",
+    "--zero-bubble-adaptive-memory-limit-percentile",
+)
 _LIMIT = "--zero-bubble-max-pending-backward"
-_KNOWN = {*(old[0] for old in REPLACED), *LEFT_OUT, *REFUSED}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["with_chunks"]
+__all__ = ["CHUNKS", "with_chunks"]
 
 _SIZE = "--pipeline-model-parallel-size"
 _MICROBATCH = "--micro-batch-size"
-_CHUNKS = "--num-virtual-stages-per-pipeline-rank"
+CHUNKS = "--num-virtual-stages-per-pipeline-rank"
+"""The number of model chunks per rank."""
 _BY_LAYERS = "--num-layers-per-virtual-pipeline-stage"
 _BY_CONTENT = ("--pipeline-model-parallel-layout", "--hybrid-layer-pattern")
 
@@ -28,17 +29,17 @@ def with_chunks(words: Sequence[str], chunks: int, schedule: str, *, always: boo
     Returns:
         The command line, and a line about what changed; None if nothing did.
     """
-    given = {flag: _value(words, flag) for flag in (_SIZE, _MICROBATCH, _CHUNKS, _BY_LAYERS, *_BY_CONTENT)}
+    given = {flag: _value(words, flag) for flag in (_SIZE, _MICROBATCH, CHUNKS, _BY_LAYERS, *_BY_CONTENT)}
     has_them = always or (given[_SIZE] not in (None, "1") and given[_MICROBATCH] is not None)
     if not has_them or any(given[flag] for flag in _BY_CONTENT):
         return list(words), None
     wanted = None if chunks == 1 else str(chunks)
-    if given[_CHUNKS] == wanted and given[_BY_LAYERS] is None:
+    if given[CHUNKS] == wanted and given[_BY_LAYERS] is None:
         return list(words), None
-    left_out = [f"{flag} {given[flag]}" for flag in (_CHUNKS, _BY_LAYERS) if given[flag] is not None]
-    added = [] if wanted is None else [_CHUNKS, wanted]
+    left_out = [f"{flag} {given[flag]}" for flag in (CHUNKS, _BY_LAYERS) if given[flag] is not None]
+    added = [] if wanted is None else [CHUNKS, wanted]
     changes = [*(f"without {each}" for each in left_out), *([f"with {' '.join(added)}"] if added else [])]
-    kept = _without(_without(words, _CHUNKS), _BY_LAYERS)
+    kept = _without(_without(words, CHUNKS), _BY_LAYERS)
     takes = "one model chunk" if chunks == 1 else f"{chunks} model chunks"
     return [*kept, *added], f"{' and '.join(changes)}: {schedule} takes {takes} per rank"
 
