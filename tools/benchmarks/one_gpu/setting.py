@@ -1,0 +1,44 @@
+"""What every step runs on, and how large."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from tools.benchmarks.wgrad.shapes import LayerShape, shape_named
+
+PAUSE_CYCLES_PER_MS = 2_000_000
+"""Cycles of `torch.cuda._sleep` in a millisecond, about."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Device and size of a run. On a CPU it is a rehearsal: the same code on a tiny model, whose times say nothing of a GPU."""
+
+    device: torch.device
+    scale: float = 1.0
+    """Factor on the heads and tokens of a layer; 1 is Llama-3-8B's."""
+    begun: float = field(default_factory=time.monotonic)
+    budget_s: float = 450.0
+    """Seconds after which no step begins."""
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether times are those of a GPU."""
+        return self.device.type == "cuda"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and activations; main gradients are fp32."""
+        return torch.bfloat16
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left of the budget."""
+        return self.begun + self.budget_s - time.monotonic()
+
+    def layer(self, tokens: int) -> LayerShape:
+        """A layer of Llama-3-8B with one sample of this length, scaled."""
+        return replace(shape_named("Llama-3-8B"), seq_length=tokens).scaled(self.scale)
