@@ -1,4 +1,4 @@
-"""Benchmarks of the executor, of the split and of post-validation: what they report, not times."""
+"""Benchmarks of the executor, of passes and slices, and of post-validation: what they report, not times."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ import torch.distributed as dist
 
 from tests.support.tolerances import OTHER_ORDER
 from tests.training.launch import environment
-from tools.benchmarks import executor, slice_passes, split
+from tools.benchmarks import executor
+from tools.benchmarks.one_gpu import passes, slices
+from tools.benchmarks.one_gpu.setting import Setting, choose_device
 from tools.benchmarks.reports import LONGEST_LINE, json_text
+from tools.benchmarks.wgrad.measure import Clock, rounds
+from tools.benchmarks.wgrad.shapes import shape_named
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,81 +67,89 @@ def test_the_published_result_is_of_this_format() -> None:
     assert f"| {min(sums):.0f} to {max(sums):.0f} µs per op |" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-TINY = ["--device", "cpu", "--scale", "0.02", "--repeats", "2", "--warmup", "1", "--num-layers", "2", "--dtype", "bf16"]
-PASSES = ("forward_ms", "backward_ms", "wgrad_ms", "fused_ms", "stock_ms", "split_ratio")
+TINY = Setting(device=torch.device("cpu"), scale=0.016)
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of one run on a tiny GPT layer and a tiny Llama layer."""
-    path = tmp_path_factory.mktemp("split") / "split.json"
-    assert split.main([*TINY, "--shape", "6.2B", "--shape", "llama-3-8b", "--json", str(path)]) == 0
+def measured() -> dict[str, Any]:
+    """The passes of a tiny Llama layer, through JSON."""
+    row: dict[str, Any] = json.loads(json.dumps(passes.measure(TINY)))
     assert not dist.is_initialized()
-    body: dict[str, Any] = json.loads(path.read_text())
-    return body
+    return row
 
 
 def test_flops_and_bytes_by_hand() -> None:
-    """Table 1 of arXiv 2401.10241: W = 24 sbh^2 FLOPs, F + B + W = sbh(72h + 12s), 32 sbh bytes from B to W in 16 bits."""
-    for name, heads, hidden, batch in (
-        ("1.5B", 24, 2304, 6),
-        ("6.2B", 32, 4096, 3),
-        ("14.6B", 40, 5120, 1),
-        ("28.3B", 48, 6144, 1),
-    ):
-        shape = split.shape_named(name)
-        tokens = 1024 * batch
-        assert (shape.hidden_size, shape.num_attention_heads, shape.tokens) == (hidden, heads, tokens)
-        assert shape.linear_flops == 24 * tokens * hidden**2
-        assert shape.model_flops == tokens * hidden * (72 * hidden + 12 * 1024)
-        assert shape.held_bytes(2) == shape.paper_held_bytes() == 32 * tokens * hidden
-    # The published share of a microbatch's memory that stays after B, from the same profiles.
+    """Table 1 of arXiv 2401.10241: W = 24 sbh^2 FLOPs, F's attention 4 bs^2 h, 32 sbh bytes from B to W in 16 bits."""
+    shape, tokens, hidden = shape_named("1.5B"), 1024 * 6, 2304
+    assert shape.linear_flops == 24 * tokens * hidden**2
+    assert shape.attention_flops == 4 * tokens * 1024 * hidden
+    assert shape.held_bytes(2) == 32 * tokens * hidden
+    llama = Setting(device=torch.device("cpu")).layer(8192)
+    assert llama.linear_flops == 2 * 8192 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336)
+    assert llama.held_bytes(2) == 2 * 8192 * (4096 + 6144 + 4096 + 4096 + 4096 + 28672 + 14336 + 4096)
+
+
+def test_the_published_share_of_memory_after_b_by_hand() -> None:
+    """``32 sbh`` of ``sbh (34 + 5 a s / h)``, for the models of arXiv 2401.10241."""
     published = {row["model"]: row for row in json.loads((ROOT / "docs/benchmarks/data/published.json").read_text())["configs"]}
-    for name, row in published.items():
-        shape = split.shape_named(name)
-        share = shape.paper_held_bytes() / shape.paper_activation_bytes()
-        assert share == pytest.approx(row["activation_after_backward"], abs=1e-4)
+    for name, heads, hidden in (("1.5B", 24, 2304), ("6.2B", 32, 4096), ("14.6B", 40, 5120), ("28.3B", 48, 6144)):
+        share = 32 / (34 + 5 * heads * 1024 / hidden)
+        assert share == pytest.approx(published.pop(name)["activation_after_backward"], abs=1e-4)
+    assert not published
 
 
-def test_every_pass_and_every_kernel_is_measured(result: dict[str, Any]) -> None:
-    assert result["format"] == "zerobubble-split-benchmark/1"
-    assert not result["is_gpu"]
-    for shape in result["shapes"]:
-        layer = shape["measured"]["per_layer"]
-        assert all(layer[name] > 0 for name in PASSES)
-        assert [product["linear"] for product in shape["measured"]["products"]] == ["qkv", "proj", "fc1", "fc2"]
-        assert all({"matmul and add"} <= set(product["kernels_ms"]) for product in shape["measured"]["products"])
-        assert sum(product["flops"] for product in shape["measured"]["products"]) == shape["predicted"]["linear_flops"]
-        rate = shape["predicted"]["linear_flops"] / layer["wgrad_ms"] / 1e9
-        assert shape["measured"]["wgrad_tflops"] == pytest.approx(rate)
+def test_every_pass_and_every_kernel_is_measured(measured: dict[str, Any]) -> None:
+    assert [at["tokens"] for at in measured["lengths"]] == [66, 131]
+    for at, tokens in zip(measured["lengths"], passes.TOKENS, strict=True):
+        assert all(at["passes"][name] > 0 for name in ("forward_ms", "backward_ms", "wgrad_ms", "fused_ms", "stock_ms", "rounds"))
+        assert [gemm["linear"] for gemm in at["gemms"]] == ["qkv", "proj", "fc1", "fc2"]
+        assert all("matmul and add" in gemm["kernels_ms"] for gemm in at["gemms"])
+        flops = sum(gemm["flops"] for gemm in at["gemms"])
+        assert flops == TINY.layer(tokens).linear_flops
+        assert at["wgrad_tflops"] == pytest.approx(flops / at["passes"]["wgrad_ms"] / 1e9)
+        assert at["verdicts"] == [], "times of a rehearsal"
+    page = passes.lines(measured)
+    assert len([line for line in page if line.startswith("| 66 | ")]) == 5
+    assert not [line for line in page if line.startswith("- ")]
 
 
-def test_w_holds_each_input_and_each_output_gradient_once(result: dict[str, Any]) -> None:
+def test_goals_are_list_items_of_the_page(measured: dict[str, Any]) -> None:
+    for at in measured["lengths"]:
+        at["verdicts"] = passes.verdicts(at | {"passes": at["passes"] | {"split_ratio": 1.05}})
+        assert [each["is_met"] for each in at["verdicts"]][::2] == [False, True]
+    found = [line for line in passes.lines(measured) if line.startswith("- ")]
+    assert len(found) == 6
+    assert found[0] == "- s = 66: (B + W) / full backward 1.050, goal <= 1.02: MISSED"
+
+
+def test_w_holds_each_input_and_each_output_gradient_once(measured: dict[str, Any]) -> None:
     """Of real layers: nothing is copied for W, and nothing is held that it does not need."""
-    for shape in result["shapes"]:
-        assert shape["measured"]["per_layer"]["held_bytes"] == shape["predicted"]["needed_bytes"]
-        assert shape["verdicts"][2]["is_met"]
-    gpt = result["shapes"][0]["predicted"]
-    assert gpt["needed_bytes"] == gpt["bytes_32sbh"]
+    for at in measured["lengths"]:
+        assert at["passes"]["held_bytes"] == at["needed_bytes"]
+
+
+def test_five_rounds_count_however_long_they_take() -> None:
+    clock = Clock(TINY.device)
+    assert list(rounds(clock, repeats=9, warmup=2, seconds=0)) == [*range(7)]
+    assert list(rounds(clock, repeats=9, warmup=2)) == [*range(11)]
 
 
 def test_a_gpu_has_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.cuda.set_device takes no device without one."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert split.choose_device(None) == split.choose_device("cuda") == torch.device("cuda", 0)
-    assert split.choose_device("cpu") == torch.device("cpu")
+    assert choose_device(None) == choose_device("cuda") == torch.device("cuda", 0)
+    assert choose_device("cpu") == torch.device("cpu")
 
 
-def test_slices_of_a_layer_compute_what_the_whole_sequence_does(tmp_path: Path) -> None:
-    path = tmp_path / "slices.json"
-    tiny = ["--device", "cpu", "--scale", "0.03", "--dtype", "fp32", "--warmup", "0", "--repeats", "1", "--tokens", "4096"]
-    assert slice_passes.main([*tiny, "--slices", "1", "4", "--json", str(path)]) == 0
-    whole, cut = json.loads(path.read_text())["rows"]
-    assert (whole["slices"], whole["lengths"], sum(cut["lengths"]), len(cut["lengths"])) == (1, [64], 64, 4)
-    assert max(cut["apart"]) < OTHER_ORDER
-    for name in ("forward", "backward", "wgrad"):
-        assert len(cut[f"{name}_ms_by_slice"]) == 4
-        assert all(each > 0 for each in cut[f"{name}_ms_by_slice"])
+@pytest.mark.parametrize(("tokens", "scaled"), [(4096, 66), (32768, 524)])
+def test_slices_of_a_layer_compute_what_the_whole_sequence_does(tokens: int, scaled: int) -> None:
+    rows = slices.measured_at(TINY.layer(tokens), TINY, torch.float32, seconds=0)
+    assert [row["slices"] for row in rows] == [len(row["lengths"]) for row in rows] == [1, 4, 8]
+    for row in rows:
+        assert sum(row["lengths"]) == row["tokens"] == scaled
+        assert max(row["apart"]) < OTHER_ORDER
+        assert all(row[f"{name}_ms"] > 0 for name in slices.PASSES)
+    assert len([line for line in slices.lines({"rows": rows}) if line.startswith(f"| {scaled} | ")]) == 3
 
 
 TWO_RANKS = ["--num-ranks", "2", "--num-microbatches", "4", "--iterations", "1", "--repeats", "2"]

@@ -59,8 +59,8 @@ def _verdict(outcomes: Sequence[Outcome], planned: int) -> str:
 def measured(step: Step, out: Path) -> list[str]:
     """Lines about what a step measured; none before it has run."""
     files = step.files
-    if files == "split" and (out / "split.json").is_file():
-        return list(_split(json.loads((out / "split.json").read_text())))
+    if files == "one_gpu" and (out / "one_gpu.md").is_file():  # its list items are the findings
+        return [each.removeprefix("- ") for each in (out / "one_gpu.md").read_text().splitlines() if each.startswith("- ")]
     if files == "links" and (out / "links.log").is_file():
         return [each for each in (out / "links.log").read_text().splitlines() if each.startswith("links: ")]
     if files == "bench" and (out / "bench/bench.json").is_file():
@@ -99,10 +99,3 @@ def _losses(files: str, rows: list[dict[str, Any]], first: list[dict[str, Any]])
 def _times(rows: list[dict[str, Any]], first: list[dict[str, Any]]) -> str:
     own, base = (median(row["iteration_ms"] for row in each[len(each) // 2 :]) for each in (rows, first or rows))
     return f"{own:.1f} ms per iteration, 1F1B {base:.1f} ms: {base / own:.3f} times as fast"
-
-
-def _split(body: dict[str, Any]) -> Iterator[str]:
-    for shape in body["shapes"]:
-        for verdict in shape["verdicts"]:
-            met = "" if verdict["is_met"] else "  MISSED"
-            yield f"{shape['shape']['name']}: {verdict['what']} {verdict['measured']:.3f}, target {verdict['target']}{met}"

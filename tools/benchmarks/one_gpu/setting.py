@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from megatron.zerobubble.errors import ConfigError
 from tools.benchmarks.wgrad.shapes import LayerShape, shape_named
 
 PAUSE_CYCLES_PER_MS = 2_000_000
@@ -42,3 +43,10 @@ class Setting:
     def layer(self, tokens: int) -> LayerShape:
         """A layer of Llama-3-8B with one sample of this length, scaled."""
         return replace(shape_named("Llama-3-8B"), seq_length=tokens).scaled(self.scale)
+
+
+def choose_device(name: str | None) -> torch.device:
+    """Choose the device; raises ConfigError if there is no such device."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda is given and torch sees no GPU here; --device cpu --scale 0.016 rehearses")
+    return torch.device("cuda", 0) if name != "cpu" and torch.cuda.is_available() else torch.device("cpu")

@@ -1,1 +1,1 @@
-"""What `tools.benchmarks.split` measures: shapes of layers, a stack of them, and the times of W and the other passes."""
+"""Shapes of layers, a stack of them on one device, and the times of W and the other passes."""

@@ -7,8 +7,10 @@ have left the cache since they were last read.
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,6 +25,8 @@ from tools.benchmarks.wgrad.stack import Stack
 CACHE_BYTES = {"cuda": 256 * 2**20, "cpu": 32 * 2**20}
 """Operands rotate through at least this number of bytes: a few times the last-level cache."""
 MOST_ROTATIONS = 16
+LEAST_ROUNDS = 5
+"""Rounds that count, however long they take."""
 PAUSE_CYCLES = 40_000_000
 """Length of the pause of the stream, about 20 ms."""
 
@@ -42,6 +46,7 @@ class PassTimes:
     """(B + W) over the faster of the two full backwards; the median over the rounds."""
     held_bytes: float
     """Bytes in the store between B and W, per layer."""
+    rounds: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +87,28 @@ class Clock:
         if self._marks.on_cuda:
             torch.cuda._sleep(PAUSE_CYCLES)  # type: ignore[no-untyped-call]
 
+    def synchronize(self) -> None:
+        """Wait until the device has run all calls."""
+        self._marks.synchronize()
+
     def read(self, *, skip: int) -> dict[str, list[float]]:
         """Return the milliseconds by name, without the first `skip` of each, and clear them. Synchronizes the device."""
         self._marks.synchronize()
         spans, self._spans = self._spans, {}
         return {name: [self._marks.elapsed_ms(*span) for span in taken[skip:]] for name, taken in spans.items()}
+
+
+def rounds(clock: Clock, *, repeats: int, warmup: int, seconds: float = math.inf) -> Iterator[int]:
+    """Number the rounds, each behind a pause. After `seconds` of those that count, and `LEAST_ROUNDS` of them, none begins."""
+    end = math.inf
+    for number in range(warmup + repeats):
+        if number == warmup:
+            end = time.monotonic() + seconds
+        if number >= warmup + LEAST_ROUNDS and time.monotonic() > end:
+            return
+        clock.get_ahead()
+        yield number
+        clock.synchronize()
 
 
 def measure_passes(
@@ -99,6 +121,7 @@ def measure_passes(
     dtype: torch.dtype,
     repeats: int,
     warmup: int,
+    seconds: float = math.inf,
 ) -> PassTimes:
     """Measure F, B, W and the two full backwards of stacks of `count` layers: all in every round, in changing order."""
     clock, held_bytes = Clock(device), 0
@@ -127,8 +150,7 @@ def measure_passes(
         lambda number: full_backward(split, "fused", number),
         lambda number: full_backward(stock, "stock", number),
     ]
-    for number in range(warmup + repeats):
-        clock.get_ahead()
+    for number in rounds(clock, repeats=repeats, warmup=warmup, seconds=seconds):
         for index in range(len(contenders)):
             contenders[(index + number) % len(contenders)](number)
     times = clock.read(skip=warmup)
@@ -139,6 +161,7 @@ def measure_passes(
         **{f"{name}_ms": value for name, value in medians.items()},
         split_ratio=statistics.median((b + w) / (stock if faster_is_stock else fused) for b, w, fused, stock in rows),
         held_bytes=held_bytes / count,
+        rounds=len(times["wgrad"]),
     )
 
 
@@ -151,6 +174,7 @@ def measure_gemm(
     dtype: torch.dtype,
     repeats: int,
     warmup: int,
+    seconds: float = math.inf,
 ) -> GemmTimes:
     """Measure W of one linear by each kernel, and the plain matmul of its shape: all in every round, on rotating operands."""
     clock = Clock(device)
@@ -171,8 +195,7 @@ def measure_gemm(
 
     contenders = [("plain", plain), *((kernel.kind.value, accumulating(kernel)) for kernel in kernels)]
     position = 0
-    for number in range(warmup + repeats):
-        clock.get_ahead()
+    for number in rounds(clock, repeats=repeats, warmup=warmup, seconds=seconds):
         for index in range(len(contenders)):
             name, call = contenders[(index + number) % len(contenders)]
             operands = pairs[position % rotations]

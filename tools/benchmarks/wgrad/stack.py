@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -39,7 +40,9 @@ def world_of_one(device: torch.device) -> Iterator[HostDevice]:
     host = HostDevice(enabled=device.type == "cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    with host:
+    with host, warnings.catch_warnings():
+        # megatron-core warns on import and on every config about what is deprecated or not installed.
+        warnings.filterwarnings("ignore", module=r"megatron\.core\.")
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         try:
             parallel_state.initialize_model_parallel(1, 1)
