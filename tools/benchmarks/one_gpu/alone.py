@@ -8,6 +8,7 @@ does nothing. Everything else is what runs on a rank: the model, our executor or
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -36,10 +37,8 @@ with quiet_third_parties():
     from megatron.zerobubble.training.models.gpt import forward_step_provider, model_provider
     from megatron.zerobubble.training.step import Trainer
 
-__all__ = ["VOCABULARY", "Alone", "Received", "alone"]
+__all__ = ["Alone", "Received", "alone"]
 
-VOCABULARY = 32000
-"""Rows of the embedding, and of the head on the last stage."""
 _GRADIENT = 1e-3
 """Size of received gradients; activations are N(0, 1)."""
 
@@ -134,6 +133,7 @@ def alone(rank: int, num_ranks: int, device: torch.device) -> Iterator[Received]
             (Relay, "all_reduce", lambda _, statistics: statistics),
         ):
             stack.enter_context(mock.patch.object(owner, name, stand_in))
+        stack.enter_context(mock.patch.object(sys, "excepthook", sys.excepthook))  # each group that is made wraps it
         dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=num_ranks)
         try:
             yield received
@@ -163,7 +163,7 @@ class Alone:
         state = setup.build_training_state(
             settings,
             job,
-            vocab_size=VOCABULARY,
+            vocab_size=settings.tokenizer.vocab_size or 0,
             model_provider=model_provider,
             forward_step_provider=forward_step_provider,
         )
@@ -174,8 +174,8 @@ class Alone:
         self._data = iterators if len(iterators) > 1 else iterators[0]
 
     def _samples(self) -> Iterator[dict[str, Tensor]]:
-        tokens = self.settings.model.seq_length
-        sample = torch.randint(0, VOCABULARY, (1, tokens + 1), generator=torch.Generator().manual_seed(1))
+        tokens, rows = self.settings.model.seq_length, self.settings.tokenizer.vocab_size or 2
+        sample = torch.randint(0, rows, (1, tokens + 1), generator=torch.Generator().manual_seed(1))
         batch = {
             "tokens": sample[:, :-1].contiguous(),
             "labels": sample[:, 1:].contiguous(),

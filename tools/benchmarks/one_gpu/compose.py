@@ -157,11 +157,7 @@ def compose(ranks: Row, transfers: Row | None) -> Row:
     draw, rows = random.Random(1), []
     by_name = {each.name: [run for run in ranks["runs"] if run["contender"] == each.name] for each in CONTENDERS}
     complete = {0, ranks["num_ranks"] - 1}
-    times = {
-        name: Times(runs, ranks["num_ranks"])
-        for name, runs in by_name.items()
-        if complete < {run["rank"] for run in runs}
-    }
+    times = {name: Times(runs, ranks["num_ranks"]) for name, runs in by_name.items() if complete < {run["rank"] for run in runs}}
     per_rank = ranks["num_microbatches"] // ranks["num_ranks"]
     for num_ranks in (ranks["num_ranks"], ranks["num_ranks"] // 2):
         for link_ms in LINKS_MS:
@@ -169,20 +165,33 @@ def compose(ranks: Row, transfers: Row | None) -> Row:
                 name: of
                 for contender in CONTENDERS
                 if contender.name in times
-                for name, of in _makespans(contender, times[contender.name], num_ranks, per_rank * num_ranks, link_ms, transfers, draw)
+                for name, of in _makespans(
+                    contender, times[contender.name], num_ranks, per_rank * num_ranks, link_ms, transfers, draw
+                )
             }
             rows.append({"num_ranks": num_ranks, "link_ms": link_ms, "contenders": _compared(drawn)})
     return {"draws": _DRAWS, "rows": rows}
 
 
 def _makespans(
-    contender: Contender, times: Times, num_ranks: int, num_microbatches: int, link_ms: float, transfers: Row | None, draw: random.Random
+    contender: Contender,
+    times: Times,
+    num_ranks: int,
+    num_microbatches: int,
+    link_ms: float,
+    transfers: Row | None,
+    draw: random.Random,
 ) -> list[tuple[str, list[float]]]:
     sizes: dict[str, Any] = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "num_chunks": contender.chunks}
     plan = build_plan(contender.plan_name, **sizes)
     plans = [(contender.name, plan)]
     if not contender.is_stock and schedule_info(contender.schedule).is_searched:
-        plans.append((f"{contender.name}, planned with its times", build_plan(contender.schedule, **sizes, costs=times.costs(plan, link_ms))))
+        plans.append(
+            (
+                f"{contender.name}, planned with its times",
+                build_plan(contender.schedule, **sizes, costs=times.costs(plan, link_ms)),
+            )
+        )
     return [(name, [_makespan(contender, each, times, link_ms, transfers, draw) for _ in range(_DRAWS)]) for name, each in plans]
 
 

@@ -6,22 +6,22 @@ to issue an op with and without the watchdog's watch, and the optimizer step.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from megatron.zerobubble.mcore.cpu.device import HostDevice
 from megatron.zerobubble.plan.ir import Op
-from megatron.zerobubble.plan.simulate import memory_after_ops
 from megatron.zerobubble.plan.timeline import Activity, RankTimeline
 from megatron.zerobubble.profiling.marks import Marks
-from megatron.zerobubble.profiling.profile import combine, unit_bytes
 from megatron.zerobubble.profiling.profiler import Profiler
-from tools.benchmarks.one_gpu.alone import VOCABULARY, Alone, alone
+from tools.benchmarks.one_gpu.alone import Alone, alone
 from tools.benchmarks.one_gpu.setting import Setting
 from tools.benchmarks.reports import Row, markdown_table
 
@@ -66,6 +66,13 @@ CONTENDERS = (
 _TIMED = (3, 4)
 """Iterations that are timed, after one that allocates and one that measures memory. The last has the watchdog's watch."""
 _LAYERS_PER_RANK = 4
+_ORDER = {each.name: index for index, each in enumerate(CONTENDERS)}
+_KINDS = ("F", "B", "W", "BW")
+
+
+def vocabulary(setting: Setting) -> int:
+    """Rows of the embedding and of the head."""
+    return 32000 if setting.on_gpu else 512
 
 
 def flags(contender: Contender, setting: Setting, num_ranks: int, num_microbatches: int) -> list[str]:
@@ -76,7 +83,7 @@ def flags(contender: Contender, setting: Setting, num_ranks: int, num_microbatch
         f"--num-attention-heads {layer.num_attention_heads} --ffn-hidden-size {layer.ffn_hidden_size} --group-query-attention "
         f"--num-query-groups {layer.num_query_groups} --seq-length {layer.seq_length} --swiglu --normalization RMSNorm "
         "--disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights --hidden-dropout 0 "
-        f"--attention-dropout 0 --mock-data --tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1} --eval-iters 0 "
+        f"--attention-dropout 0 --mock-data --tokenizer-type NullTokenizer --vocab-size {vocabulary(setting) - 1} --eval-iters 0 "
         f"--micro-batch-size 1 --global-batch-size {num_microbatches} --train-iters 10 --lr 1e-30 --init-by-rank "
         f"--pipeline-model-parallel-size {num_ranks} --zero-bubble-schedule {contender.schedule}"
     ).split()
@@ -100,7 +107,7 @@ class _HostClock:
     def least_ms(self) -> dict[str, float]:
         """Kind of op -> the least time from its beginning to that of the next op: where the device is behind, the host waits."""
         taken: dict[str, float] = {}
-        for (op, begin), (_, end) in zip(self.begun, self.begun[1:], strict=False):
+        for (op, begin), (_, end) in itertools.pairwise(self.begun):
             taken[op.kind.name] = min(taken.get(op.kind.name, 1e9), 1e3 * (end - begin))
         self.begun.clear()
         return taken
@@ -115,9 +122,10 @@ def run(contender: Contender, rank: int, setting: Setting, host: HostDevice, num
         schedule = job.schedule
         schedule.recordings.choose(_TIMED, done=0)
         schedule.recordings.only_chosen = True
-        state = torch.cuda.memory_allocated() if on_gpu else 0
         job.iterate()
-        row: Row = {"contender": contender.name, "rank": rank, "state_bytes": torch.cuda.memory_allocated() if on_gpu else state}
+        row: Row = {"contender": contender.name, "rank": rank}
+        if on_gpu:
+            row["state_bytes"] = torch.cuda.memory_allocated()
         if contender.is_stock:
             job.iterate()
         else:
@@ -149,8 +157,7 @@ def _memory(job: Alone, rank: int, num_ranks: int, num_microbatches: int) -> Row
     job.schedule.hooks.profiler = None
     profile, plan = profiler.profile(), job.schedule.plan(num_microbatches)
     own = {stage: profile.memory[stage] for stage in plan.placement.rank_to_stages[rank]}
-    held = {stage: 0.0 for stage in own}
-    least, most = 0.0, 0.0
+    held, most = dict.fromkeys(own, 0.0), 0.0
     for op in plan.ops[rank]:
         memory = own[op.stage]
         change = {"F": memory.activation, "B": memory.after_backward - memory.activation, "W": -memory.after_backward}
@@ -164,7 +171,7 @@ def _times(timeline: RankTimeline) -> Row:
     steps = [span.end_ms - span.start_ms for span in timeline.spans if span.activity is Activity.OPTIMIZER]
     return {
         "ops": [[op.stage, op.kind.name, round(end - start, 4)] for op, start, end in ops],
-        "gaps": [round(after.start_ms - before.end_ms, 4) for before, after in zip(ops, ops[1:], strict=False)],
+        "gaps": [round(after.start_ms - before.end_ms, 4) for before, after in itertools.pairwise(ops)],
         "whole_ms": ops[-1].end_ms - ops[0].start_ms,
         "step_ms": sum(steps),
     }
@@ -178,31 +185,102 @@ def _optimizer(job: Alone) -> dict[str, float]:
 
     def time_of(name: str, call: Callable[[], Any]) -> Any:
         begin = marks.now()
-        with job.state.on_host():
-            result = call()
+        result = call()
         end = marks.now()
         marks.synchronize()
         taken[name] = marks.elapsed_ms(begin, end)
         return result
 
     for _ in range(2):  # the second one finds its memory
-        statistics_ = time_of("statistics", optimizer.prepare)
+        found = time_of("statistics", optimizer.prepare)
         time_of("snapshot", optimizer.snapshot)
-        time_of("apply", lambda: optimizer.apply(statistics_))
+        time_of("apply", partial(optimizer.apply, found))
         optimizer.drop_snapshot()
     return taken
 
 
-def measure(setting: Setting, save: Callable[[Row], None], contenders: Sequence[Contender] = CONTENDERS) -> Row:
-    """Run ranks of all contenders, rank by rank, so that contenders have the same clocks; saved after each rank."""
+def measure(
+    setting: Setting, save: Callable[[Row], None], contenders: Sequence[Contender] = CONTENDERS, seconds: float = 260.0
+) -> Row:
+    """Run ranks of all contenders, rank by rank, so that contenders have the same clocks; saved after each.
+
+    No rank begins that would probably end after `seconds`.
+    """
     num_ranks, num_microbatches = (8, 24) if setting.on_gpu else (4, 8)
     ranks = (1, 0, 7, 4) if setting.on_gpu else (1, 0, 3)
-    report: Row = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "layers": _LAYERS_PER_RANK, "runs": []}
-    host = HostDevice(enabled=not setting.on_gpu)
-    with host:
+    report: Row = {
+        "num_ranks": num_ranks,
+        "num_microbatches": num_microbatches,
+        "layers": _LAYERS_PER_RANK,
+        "vocabulary": vocabulary(setting),
+        "runs": [],
+    }
+    begin = time.monotonic()
+    with HostDevice(enabled=not setting.on_gpu) as host:
         for turn, rank in enumerate(ranks):
+            if turn and (time.monotonic() - begin) * (turn + 1) / turn > seconds:
+                break
             for index in range(len(contenders)):
                 contender = contenders[(index + turn) % len(contenders)]
                 report["runs"].append(run(contender, rank, setting, host, num_ranks, num_microbatches))
                 save(report)
     return report
+
+
+def lines(row: Row) -> list[str]:
+    """The section of the page."""
+    table, memory = [], []
+    for run in sorted(row["runs"], key=lambda run: (run["rank"], _ORDER[run["contender"]])):
+        first, last = run["iterations"]
+        kinds = {
+            kind: statistics.median(ms for each in run["iterations"] for _, of, ms in each["ops"] if of == kind)
+            for kind in _KINDS
+            if any(of == kind for _, of, _ in first["ops"])
+        }
+        sums = [sum(ms for *_, ms in each["ops"]) for each in run["iterations"]]
+        wholes = [each["whole_ms"] for each in run["iterations"]]
+        least = [
+            " ".join(f"{kind} {each['host_ms'][kind]:.2f}" for kind in kinds if kind in each["host_ms"]) for each in (first, last)
+        ]
+        table.append(
+            [
+                str(run["rank"]),
+                run["contender"],
+                " ".join(f"{kind} {ms:.3f}" for kind, ms in kinds.items()),
+                f"{statistics.fmean(sums):.1f}",
+                f"{statistics.fmean(wholes) / statistics.fmean(sums):.3f}",
+                *least,
+                f"{statistics.fmean(each['step_ms'] for each in run['iterations']):.1f}",
+            ]
+        )
+        if "peak_bytes" in run or "planned_bytes" in run:
+            names = ("planned_bytes", "held_bytes", "workspace_bytes", "state_bytes", "peak_bytes", "reserved_bytes")
+            memory.append(
+                [str(run["rank"]), run["contender"], *(f"{run[name] / 2**30:.3f}" if name in run else "" for name in names)]
+            )
+    parts = ("statistics", "snapshot", "apply")
+    steps = [
+        [str(run["rank"]), *(f"{run['optimizer_ms'][part]:.2f}" for part in parts)]
+        for run in row["runs"]
+        if "optimizer_ms" in run
+    ]
+    heads = ("rank", "schedule", "an op, ms", "sum of ops, ms", "whole / sum", "host, ms", "host with the watch, ms", "step, ms")
+    return [
+        "## Ranks alone",
+        "",
+        f"p = {row['num_ranks']}, m = {row['num_microbatches']}, {row['layers']} layers of Llama-3-8B per rank, one sample per "
+        f"microbatch, a vocabulary of {row['vocabulary']:,}. An op is the median of two iterations by events on the stream; whole is from the first "
+        "op to the last. The host's time is the least between the beginnings of two ops, behind which it may wait for the device; "
+        "the second one is with the watchdog's watch. The step is the synchronous optimizer's.",
+        "",
+        *markdown_table(heads, table),
+        "",
+        "Memory in GiB: activations by the plan and measured after each op, what an op needs beside them, weights with gradients "
+        "and optimizer state, and the allocator's peak and reserve.",
+        "",
+        *markdown_table(("rank", "schedule", "planned", "measured", "workspace", "state", "peak", "reserved"), memory),
+        "",
+        "A step with post-validation, in ms: the statistics of the gradients, a snapshot for a rollback, and the update.",
+        "",
+        *markdown_table(("rank", *parts), steps),
+    ]
