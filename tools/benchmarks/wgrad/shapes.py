@@ -38,6 +38,13 @@ class LayerShape:
     """GQA, SwiGLU, RMSNorm, rotary positions, no biases."""
     ffn_hidden_size: int
     num_query_groups: int
+    kv_channels: int | None = None
+    """Head size, where it is not the hidden size over the heads: a tensor-parallel shard has a part of the heads."""
+
+    @property
+    def head_size(self) -> int:
+        """Channels of a head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
     def tokens(self) -> int:
@@ -48,10 +55,10 @@ class LayerShape:
     def linears(self) -> tuple[Linear, ...]:
         """The linears of a layer in forward order. megatron-core has one for Q, K and V and one for both halves of SwiGLU."""
         hidden, ffn = self.hidden_size, self.ffn_hidden_size
-        keys = hidden // self.num_attention_heads * self.num_query_groups
+        queries, keys = (self.head_size * heads for heads in (self.num_attention_heads, self.num_query_groups))
         return (
-            Linear(name="qkv", out=hidden + 2 * keys, in_=hidden),
-            Linear(name="proj", out=hidden, in_=hidden),
+            Linear(name="qkv", out=queries + 2 * keys, in_=hidden),
+            Linear(name="proj", out=hidden, in_=queries),
             Linear(name="fc1", out=ffn * (2 if self.is_llama else 1), in_=hidden),
             Linear(name="fc2", out=hidden, in_=ffn),
         )
@@ -64,7 +71,7 @@ class LayerShape:
     @property
     def attention_flops(self) -> int:
         """FLOPs of attention (QK^T, and scores times V) in F; B takes twice that number."""
-        return 4 * self.tokens * self.seq_length * self.hidden_size
+        return 4 * self.tokens * self.seq_length * self.num_attention_heads * self.head_size
 
     def held_bytes(self, bytes_per_element: int) -> int:
         """Bytes that W needs: each linear's input and output gradient, once. ``32 sbh`` for the paper's layers."""

@@ -156,6 +156,7 @@ def _config(shape: LayerShape, count: int, dtype: torch.dtype, *, on_gpu: bool) 
         ffn_hidden_size=shape.ffn_hidden_size,
         num_attention_heads=shape.num_attention_heads,
         num_query_groups=shape.num_query_groups,
+        kv_channels=shape.kv_channels,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,

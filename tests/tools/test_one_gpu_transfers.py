@@ -1,0 +1,232 @@
+"""Steps B and C of the one-GPU benchmark: order of calls, ratios, and the capture of graphs on a double. No times."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.zerobubble.errors import ConfigError
+from tools.benchmarks.one_gpu import host, spinner, transfers
+from tools.benchmarks.one_gpu.setting import Setting
+from tools.benchmarks.reports import Row
+
+TINY = Setting(device=torch.device("cpu"), scale=0.004)
+
+
+class Double:
+    """Records calls. The SMs of 8 CTAs are never held to the end."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def start(self, ctas: int) -> None:
+        self.calls.append(f"start {ctas}")
+
+    def stop(self) -> bool:
+        self.calls.append("stop")
+        return self.calls[-2] != "start 8"
+
+    def describe(self) -> Row:
+        return {"spins": True, "threads": 544, "registers": 96, "shared_bytes": 81920}
+
+
+def test_every_number_of_ctas_runs_in_every_round() -> None:
+    double = Double()
+    row = transfers.measure_beside(TINY, double, (0, 1, 8), seconds=0.0, least=2)
+    ctas = [int(call.split()[1]) for call in double.calls[::2]]
+    assert double.calls[1::2] == ["stop"] * 9
+    assert [sorted(ctas[begin : begin + 3]) for begin in (0, 3, 6)] == [[0, 1, 8]] * 3
+    assert len({tuple(ctas[begin : begin + 3]) for begin in (0, 3, 6)}) == 3
+    one, eight = json.loads(json.dumps(row["counts"]))
+    assert (one["rounds"], eight) == (2, {"ctas": 8, "rounds": 0})
+    assert all(one[name]["min"] <= one[name]["median"] <= one[name]["max"] for name in transfers.NAMES)
+    assert transfers.lines(row)[-1] == "| 8 | 0 | not held | not held | not held | not held | not held |"
+
+
+def test_ratios_are_those_of_rounds_in_which_the_sms_were_held() -> None:
+    times = {f"0 {name}": [1.0, 2.0, 4.0] for name in transfers.NAMES} | {
+        f"4 {name}": [1.1, 2.4, 9.0] for name in transfers.NAMES
+    }
+    row = transfers._ratios(4, times, [True, True, False], Setting(device=TINY.device).layer(4096))
+    assert row["rounds"] == 2
+    assert row["forward"] == pytest.approx({"median": 1.15, "min": 1.1, "max": 1.2, "model": row["forward"]["model"]})
+
+
+def test_the_model_counts_waves_of_tiles() -> None:
+    """fc1 in F has 32 x 112 = 3,584 tiles: 28 waves on 132 SMs or 128, 31 on 116."""
+    shape = Setting(device=TINY.device).layer(4096)
+    assert [transfers.model_ratio(shape, "forward_gemm", ctas) for ctas in (0, 4, 16)] == pytest.approx([1, 1, 31 / 28])
+    assert transfers.model_ratio(shape, "wgrad", 16) > 1
+
+
+def test_a_rehearsal_spins_nothing() -> None:
+    row = transfers.measure(TINY)
+    assert (row["cta"], row["counts"], row["rounds"]) == ({"spins": False}, [], 1)
+    assert "No CTA spins on the CPU: a rehearsal." in transfers.lines(row)
+
+
+class Kernel:
+    """The spinning kernel: its CTAs begin at once, each on an SM of its own, and end when the stream is waited for."""
+
+    def __init__(self, runs: int) -> None:
+        self.runs, self.words, self.ctas = runs, (ctypes.c_int * 0)(), 0
+
+    def hold_sms(self, _stream: int, ctas: int, words: int, _shared: int, _limit: int) -> int:
+        self.ctas, self.words = ctas, (ctypes.c_int * 130).from_address(words)
+        for cta in range(min(ctas, self.runs)):
+            self.words[2 + 2 * cta] = cta + 1
+        return 0
+
+    def synchronize(self) -> None:
+        for cta in range(self.ctas):
+            self.words[3 + 2 * cta] = 1 if self.words[0] else 2
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[Kernel], spinner.CudaSpinner]:
+    """Makes a `CudaSpinner` of a kernel that is a double."""
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, pin_memory, dtype: zeros(*size, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    done = type("Event", (), {"record": lambda _: None, "synchronize": lambda _: None})
+    monkeypatch.setattr(torch.cuda, "Event", done)
+
+    def make(kernel: Kernel) -> spinner.CudaSpinner:
+        stream = type("Stream", (), {"cuda_stream": 7, "synchronize": lambda _: kernel.synchronize()})
+        monkeypatch.setattr(torch.cuda, "Stream", lambda _device, priority: stream())
+        monkeypatch.setattr(spinner, "_load", lambda _: kernel)
+        return spinner.CudaSpinner(torch.device("cuda", 0))
+
+    return make
+
+
+def test_the_sms_are_held_until_the_signal(cuda: Callable[[Kernel], spinner.CudaSpinner]) -> None:
+    kernel = Kernel(runs=32)
+    spins = cuda(kernel)
+    for ctas in (32, 0, 1):
+        spins.start(ctas)
+        assert spins.stop()
+    spins.start(4)
+    kernel.synchronize()  # the limit
+    kernel.synchronize = lambda: None  # type: ignore[method-assign]
+    assert not spins.stop()
+
+
+def test_ctas_that_do_not_run_are_an_error(
+    cuda: Callable[[Kernel], spinner.CudaSpinner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spinner, "ARRIVAL_S", 0.01)
+    spins = cuda(Kernel(runs=3))
+    with pytest.raises(RuntimeError, match="3 of 4 spinning CTAs run, on 3 SMs"):
+        spins.start(4)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_nvcc_builds_the_kernel() -> None:
+    library = spinner._load((9, 0))
+    assert library.text_of(0) == b"no error"
+    assert library.hold_sms is not None
+
+
+def test_without_nvcc_one_line_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match="no nvcc on PATH or in"):
+        spinner._load((9, 0))
+
+
+def test_a_shard_has_a_part_of_the_heads() -> None:
+    whole, shard = host.shapes(Setting(device=TINY.device))
+    assert [(each.out, each.in_) for each in whole.linears] == [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
+    assert [(each.out, each.in_) for each in shard.linears] == [(768, 4096), (4096, 512), (3584, 4096), (4096, 1792)]
+    assert 8 * shard.attention_flops == whole.attention_flops
+
+
+def test_a_rehearsal_has_host_times_and_no_graphs() -> None:
+    row = json.loads(json.dumps(host.measure(TINY)))
+    assert [each["tokens"] for each in row["passes"]] == [*host.COUNTS] * 2
+    assert all(each[name]["host_ms"] > 0 and each[name]["device_ms"] is None for each in row["passes"] for name in host.NAMES)
+    assert row["graphs"] == {"rows": [], "graph": "needs a GPU"}
+    assert host.lines(row)[-1] == "No more graphs: needs a GPU."
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was captured: a graph replays the pass that its capture ran. Into the list goes each (pass, pool, stream)."""
+    found: list[Any] = []
+    open_graphs: list[Any] = []
+    monkeypatch.setattr(host, "COUNTS", (128, 4096))
+    monkeypatch.setattr(host, "GRAPH_ROUNDS", 1)
+    monkeypatch.setattr(host, "IN_A_ROW", 2)
+    for name in ("Stream", "CUDAGraph"):
+        monkeypatch.setattr(torch.cuda, name, type(name, (), {}))
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+
+    @contextmanager
+    def graph(opened: Any, *, pool: object, stream: object, capture_error_mode: str) -> Iterator[None]:
+        open_graphs.append(opened)
+        yield
+        found.append((open_graphs.pop().name, pool, stream))
+
+    def captured(name: str, call: Callable[[host.Passes], None]) -> Callable[[host.Passes], None]:
+        def run(self: host.Passes) -> None:
+            for opened in open_graphs:
+                opened.name, opened.replay = name, partial(call, self)
+            call(self)
+
+        return run
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    for name in host.NAMES:
+        monkeypatch.setattr(host.Passes, name, captured(name, getattr(host.Passes, name)))
+    return found
+
+
+def test_passes_are_captured_in_order_into_one_pool(captures: list[Any], tmp_path: Path) -> None:
+    rows = json.loads(json.dumps(list(host.graph_rows(TINY, until=float("inf")))))
+    assert [name for name, _, _ in captures] == [*host.NAMES] * 4
+    assert [len({pool for _, pool, _ in captures[begin : begin + 3]}) for begin in (0, 3, 6, 9)] == [1] * 4
+    assert len({pool for _, pool, _ in captures}) == 4
+    assert len({stream for _, _, stream in captures}) == 1
+    assert [(row["tokens"], row["graph"], row["gradient"]) for row in rows] == [(n, None, 0) for n in (128, 128, 4096, 4096)]
+    assert all(row[case]["in_a_row_ms"] > 0 for row in rows for case in ("eager", "replay"))
+
+
+def test_nothing_is_captured_after_a_failure(captures: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = torch.cuda.graph
+
+    @contextmanager
+    def failing(*args: Any, **options: Any) -> Iterator[None]:
+        with graph(*args, **options):
+            yield
+        if captures[-1][0] == "backward":
+            raise RuntimeError("operation not\npermitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "graph", failing)
+    [row] = host.graph_rows(TINY, until=float("inf"))
+    assert row["graph"] == "capture of B: operation not permitted when stream is capturing"
+
+
+def test_no_graph_begins_after_the_limit(captures: list[Any]) -> None:
+    [row] = host.graph_rows(TINY, until=0.0)
+    assert (row["graph"], captures) == ("no time was left", [])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the process would not fail")
+def test_a_process_that_fails_leaves_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Setting, "on_gpu", True)
+    found = host.graphs_of_a_process(TINY)
+    assert found["rows"] == []
+    assert "rror" in found["graph"]
+    assert host.lines({"passes": [], "graphs": found})[-1] == f"No more graphs: {found['graph']}."
