@@ -92,7 +92,7 @@ def _run(step: str, report: Row, setting: Setting, target: str) -> None:
     report["failed"].pop(step, None)
     try:
         save(call())
-    except Exception as error:  # the other steps are independent of it
+    except Exception as error:  # noqa: BLE001  # the other steps are independent of it
         traceback.print_exc()
         report["failed"][step] = f"{type(error).__name__}: {' '.join(str(error).split())}"
     report["seconds"][step] = round(time.monotonic() - begin, 1)

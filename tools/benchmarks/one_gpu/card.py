@@ -6,7 +6,6 @@ import shutil
 import subprocess
 
 import torch
-from megatron.core.package_info import __version__ as megatron_core
 
 from megatron.zerobubble.mcore.cpu.device import HostDevice
 from megatron.zerobubble.wgrad.gemm import working_kernels
@@ -19,21 +18,23 @@ _QUERY = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,tem
 
 
 def measure(setting: Setting) -> Row:
-    """What is here; and ZB-H1 on one rank, whose loss must be finite."""
+    """What is here, and whether the weights of ZB-H1's last rank of two are finite after a step."""
     kernels = working_kernels(setting.device, input_dtype=setting.dtype, accumulator_dtype=torch.float32)
     [contender] = [each for each in CONTENDERS if each.schedule == "zb-h1"]
-    with HostDevice(enabled=not setting.on_gpu) as host, alone(0, 1, setting.device):
-        job = Alone(flags(contender, setting, 1, 2), rank=0, num_ranks=1, host=host)
+    with HostDevice(enabled=not setting.on_gpu) as host, alone(1, 2, setting.device):
+        job = Alone(flags(contender, setting, 2, 2), rank=1, num_ranks=2, host=host)
         job.iterate()
         finite = all(bool(torch.isfinite(each).all()) for chunk in job.state.chunks for each in chunk.parameters())
         job.close()
     if not finite:
         raise ArithmeticError("weights are not finite after a training step")
+    import megatron.core  # behind what stands in on the CPU for modules that it imports
+
     return {
         "device": torch.cuda.get_device_name(setting.device) if setting.on_gpu else "CPU",
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "megatron_core": megatron_core,
+        "megatron_core": megatron.core.__version__,
         "kernels": [kernel.kind.value for kernel in kernels],
         "nvidia_smi": _clocks(),
     }

@@ -52,7 +52,7 @@ class Times:
                     self._gaps.setdefault((run["rank"], kind), []).append(gap)
 
     def like(self, rank: int, num_ranks: int) -> int:
-        """The rank that was run whose times a rank takes: the first and the last one their own, inner ones those of inner ones."""
+        """The rank that was run whose times a rank takes: the first and the last one their own, inner ones of inner ones."""
         if rank == 0:
             return 0
         if rank == num_ranks - 1:
@@ -225,12 +225,11 @@ def _beside(plan: Plan, contender: Contender) -> dict[Op, int]:
 
 
 def slow_down(transfers: Row | None, kind: OpKind, receives: int) -> float:
-    """How much longer a pass takes beside posted receives of 4 CTAs each, by what was measured with as many or fewer CTAs."""
-    if transfers is None or not receives:
-        return 1.0
-    name = _PASSES[kind.name]
-    known = {row["ctas"]: row[name]["median"] for row in transfers["rows"]}
-    return float(known[max(ctas for ctas in known if ctas <= max(4 * receives, min(known)))])
+    """How much longer a pass takes beside posted receives of 4 CTAs each, as measured with as many or fewer CTAs."""
+    counts = [] if transfers is None else transfers["counts"]
+    name, known = _PASSES[kind.name], {0: 1.0}
+    known |= {row["ctas"]: row[name]["median"] for row in counts if name in row}
+    return float(known[max(ctas for ctas in known if ctas <= 4 * receives)])
 
 
 def _compared(drawn: Mapping[str, Sequence[float]]) -> list[Row]:
