@@ -78,32 +78,35 @@ class Kernel:
     """The spinning kernel: its CTAs begin at once, each on an SM of its own, and end when the stream is waited for."""
 
     def __init__(self, runs: int) -> None:
-        self.runs, self.words, self.ctas = runs, (ctypes.c_int * 0)(), 0
+        self.runs, self.ctas = runs, 0
+        self.over, self.words = (ctypes.c_int * 1)(), (ctypes.c_int * 0)()
 
-    def hold_sms(self, _stream: int, ctas: int, words: int, _shared: int, _limit: int) -> int:
-        self.ctas, self.words = ctas, (ctypes.c_int * 130).from_address(words)
+    def hold_sms(self, _stream: int, ctas: int, over: int, words: int, _shared: int, _limit: int) -> int:
+        self.ctas, self.over = ctas, (ctypes.c_int * 1).from_address(over)
+        self.words = (ctypes.c_int * 129).from_address(words)
         for cta in range(min(ctas, self.runs)):
-            self.words[2 + 2 * cta] = cta + 1
+            self.words[1 + 2 * cta] = cta + 1
         return 0
 
     def synchronize(self) -> None:
         for cta in range(self.ctas):
-            self.words[3 + 2 * cta] = 1 if self.words[0] else 2
+            self.words[2 + 2 * cta] = 1 if self.over[0] else 2
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[Kernel], spinner.CudaSpinner]:
     """Makes a `CudaSpinner` of a kernel that is a double."""
     zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *size, pin_memory, dtype: zeros(*size, dtype=dtype))
+    monkeypatch.setattr(torch, "zeros", lambda *size, dtype, **_: zeros(*size, dtype=dtype))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     done = type("Event", (), {"record": lambda _: None, "synchronize": lambda _: None})
     monkeypatch.setattr(torch.cuda, "Event", done)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
 
     def make(kernel: Kernel) -> spinner.CudaSpinner:
         stream = type("Stream", (), {"cuda_stream": 7, "synchronize": lambda _: kernel.synchronize()})
-        monkeypatch.setattr(torch.cuda, "Stream", lambda _device, priority: stream())
+        monkeypatch.setattr(torch.cuda, "Stream", lambda _device, priority=0: stream())
         monkeypatch.setattr(spinner, "_load", lambda _: kernel)
         return spinner.CudaSpinner(torch.device("cuda", 0))
 

@@ -1,7 +1,7 @@
 """Measure every rank's real program alone on one GPU, and compose the pipeline from it.
 
-Steps: 0 the card, A passes of a layer, D ranks alone, B passes beside transfers, C host and CUDA graphs, S slices, E the pipeline
-composed. The JSON file is written after every step, so a run that is cut still says something. Without a GPU, a rehearsal.
+Steps: 0 the card, A passes of a layer, D ranks alone, B passes beside transfers, C host and CUDA graphs, S slices, K kernels,
+E the pipeline composed. The JSON file is written after every step, so a run that is cut still says something. Without a GPU, a rehearsal.
 
   python -m tools.benchmarks.one_gpu --json docs/benchmarks/data/one_gpu.json --markdown docs/benchmarks/one_gpu.md
   python -m tools.benchmarks.one_gpu --device cpu --scale 0.016 --json one_gpu.json --markdown one_gpu.md
@@ -22,13 +22,13 @@ import torch
 
 from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.errors import UserError
-from tools.benchmarks.one_gpu import card, compose, host, passes, ranks, slices, transfers
+from tools.benchmarks.one_gpu import card, compose, host, kernels, passes, ranks, slices, transfers
 from tools.benchmarks.one_gpu.page import page
 from tools.benchmarks.one_gpu.setting import Setting, choose_device
 from tools.benchmarks.reports import Row, origin, read_json, write_json
 
 FORMAT = "zerobubble-one-gpu/1"
-STEPS = "0ADBCSE"
+STEPS = "0ADBCSKE"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,6 +81,7 @@ def _run(step: str, report: Row, setting: Setting, target: str) -> None:
         "B": ("passes beside transfers", lambda: transfers.measure(setting)),
         "C": ("host and CUDA graphs", lambda: host.measure(setting)),
         "S": ("slices", lambda: slices.measure(setting)),
+        "K": ("kernels", lambda: kernels.measure(setting)),
         "E": ("the pipeline composed", lambda: compose.compose(done["D"], done.get("B"))),
     }
     name, call = calls[step]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from tools.benchmarks.one_gpu import host, passes, ranks, slices, transfers
+from tools.benchmarks.one_gpu import host, kernels, passes, ranks, slices, transfers
 from tools.benchmarks.reports import Row, markdown_table
 
 __all__ = ["checks", "page"]
 
-_BESIDE = {"B": transfers, "C": host, "S": slices}
+_BESIDE = {"B": transfers, "C": host, "S": slices, "K": kernels}
 WHOLE_LIMIT = 1.02
 """Most that a rank's iteration takes alone, over the sum of its ops."""
 MEMORY_LIMIT = 0.05

@@ -63,7 +63,9 @@ class CudaSpinner:
     def __init__(self, device: torch.device) -> None:
         self._library = _load(torch.cuda.get_device_capability(device))
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-        self._words = torch.zeros(2 + 2 * MOST_CTAS, dtype=torch.int32, pin_memory=True)
+        self._signals = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._over = torch.zeros(1, dtype=torch.int32, device=device)
+        self._words = torch.zeros(1 + 2 * MOST_CTAS, dtype=torch.int32, pin_memory=True)
         self._ctas = 0
         self.start(1)  # loads the kernel, for which the device must be idle
         if not self.stop():
@@ -71,14 +73,14 @@ class CudaSpinner:
 
     def start(self, ctas: int) -> None:
         """Launch the CTAs and wait until each of them runs. Raises RuntimeError if one does not."""
+        self._over.zero_()
         torch.cuda.synchronize()
         self._words.zero_()
         self._ctas = ctas
         if not ctas:
             return
-        self._check(
-            self._library.hold_sms(self._stream.cuda_stream, ctas, self._words.data_ptr(), SHARED_BYTES, int(LIMIT_S * 1e9))
-        )
+        words = self._over.data_ptr(), self._words.data_ptr()
+        self._check(self._library.hold_sms(self._stream.cuda_stream, ctas, *words, SHARED_BYTES, int(LIMIT_S * 1e9)))
         end = time.monotonic() + ARRIVAL_S
         while len(set(self._sms())) < ctas:
             if time.monotonic() > end:
@@ -91,9 +93,10 @@ class CudaSpinner:
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
         done.synchronize()
-        self._words[0] = 1
+        with torch.cuda.stream(self._signals):
+            self._over.fill_(1)
         self._stream.synchronize()
-        ends = self._words[3 : 3 + 2 * self._ctas : 2]
+        ends = self._words[2 : 2 + 2 * self._ctas : 2]
         return bool((ends == 1).all())
 
     def describe(self) -> Row:
@@ -104,7 +107,7 @@ class CudaSpinner:
 
     def _sms(self) -> list[int]:
         """The SM of each CTA that has begun."""
-        return [word - 1 for word in self._words[2 : 2 + 2 * self._ctas : 2].tolist() if word]
+        return [word - 1 for word in self._words[1 : 1 + 2 * self._ctas : 2].tolist() if word]
 
     def _check(self, code: int) -> None:
         if code:
@@ -127,7 +130,8 @@ def _load(capability: Sequence[int]) -> ctypes.CDLL:
                 f"nvcc cannot build the kernel that stands in for a transfer: {' '.join(done.stderr.split())[:300]}"
             )
         loaded = ctypes.CDLL(str(library))
-    loaded.hold_sms.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_ulonglong]
+    pointer = ctypes.c_void_p
+    loaded.hold_sms.argtypes = [pointer, ctypes.c_int, pointer, pointer, ctypes.c_int, ctypes.c_ulonglong]
     loaded.describe.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     loaded.text_of.argtypes, loaded.text_of.restype = [ctypes.c_int], ctypes.c_char_p
     return loaded

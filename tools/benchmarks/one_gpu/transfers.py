@@ -152,7 +152,7 @@ def lines(row: Row) -> list[str]:
     if cta["spins"]:
         text += [
             f"Assumed of a CTA: {cta['threads']} threads with {cta['registers']} registers, {cta['shared_bytes'] // 1024} KiB of "
-            "shared memory, of which one warp polls.",
+            "shared memory, of which one polls a word of the device's memory.",
             "",
         ]
     else:
