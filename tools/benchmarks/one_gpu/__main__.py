@@ -1,7 +1,8 @@
 """Measure every rank's real program alone on one GPU, and compose the pipeline from it.
 
 Steps: 0 the card, A passes of a layer, D ranks alone, B passes beside transfers, C host and CUDA graphs, S slices, K kernels,
-E the pipeline composed. The JSON file is written after every step, so a run that is cut still says something. Without a GPU, a rehearsal.
+E the pipeline composed. The JSON file is written after every step, so a run that is cut still says something. Without a GPU it is
+a rehearsal. R, on the CPU, compares a composed pipeline with one that runs; --from-json adds it to a report, or composes again.
 
   python -m tools.benchmarks.one_gpu --json docs/benchmarks/data/one_gpu.json --markdown docs/benchmarks/one_gpu.md
   python -m tools.benchmarks.one_gpu --device cpu --scale 0.016 --json one_gpu.json --markdown one_gpu.md
@@ -22,8 +23,8 @@ import torch
 
 from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.errors import UserError
-from tools.benchmarks.one_gpu import card, compose, host, kernels, passes, ranks, slices, transfers
-from tools.benchmarks.one_gpu.page import page
+from tools.benchmarks.one_gpu import card, compose, host, kernels, passes, ranks, real, slices, transfers
+from tools.benchmarks.one_gpu.page import checks, page
 from tools.benchmarks.one_gpu.setting import Setting, choose_device
 from tools.benchmarks.reports import Row, origin, read_json, write_json
 
@@ -32,7 +33,7 @@ STEPS = "0ADBCSKE"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 1 if a step or a self-check failed, 2 for wrong arguments."""
+    """Exit code 1 if a step or a check of the page failed, 2 for wrong arguments."""
     words = sys.argv[1:] if argv is None else list(argv)
     parser = Parser(
         prog="python -m tools.benchmarks.one_gpu",
@@ -41,14 +42,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", metavar="FILE", required=True, help="where the report is written, after every step")
     parser.add_argument("--markdown", metavar="PAGE", help="where the page is written")
-    parser.add_argument("--from-json", metavar="FILE", help="measure nothing: compose the pipeline of this report again")
+    parser.add_argument("--from-json", metavar="FILE", help="take the steps of this report, and run only E, or those of --steps")
     parser.add_argument("--budget", type=float, default=450.0, help="seconds after which no step begins (default %(default)s)")
-    parser.add_argument("--steps", default=STEPS, help="only these (default %(default)s)")
+    parser.add_argument("--steps", help=f"only these (default {STEPS})")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
     parser.add_argument(
         "--scale", type=float, default=1.0, help="factor on the heads and tokens of a layer (default %(default)s)"
     )
     args = parser.parse_args(words)
+    steps = args.steps or ("E" if args.from_json else STEPS)
+    if unknown := sorted(set(steps) - {*STEPS, "R"}):
+        parser.error(f"--steps has {', '.join(unknown)}; the steps are {STEPS} and R")
     try:
         setting = Setting(device=choose_device(args.device), scale=args.scale, budget_s=args.budget)
         setting.layer(4096)
@@ -59,11 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if not args.from_json:
         report |= {"is_gpu": setting.on_gpu, "scale": args.scale, "command": f"{parser.prog} {shlex.join(words)}"} | origin()
-    for step in "E" if args.from_json else args.steps:
+    for step in steps:
         _run(step, report, setting, args.json)
     if args.markdown:
         Path(args.markdown).write_text(page(report), encoding="utf-8")
-    return int(bool(report["failed"]))
+    missed = "D" in report["steps"] and any(line.endswith("MISSED") for line in checks(report))
+    return int(bool(report["failed"]) or missed)
 
 
 def _run(step: str, report: Row, setting: Setting, target: str) -> None:
@@ -81,12 +86,14 @@ def _run(step: str, report: Row, setting: Setting, target: str) -> None:
         "B": ("passes beside transfers", lambda: transfers.measure(setting)),
         "C": ("host and CUDA graphs", lambda: host.measure(setting)),
         "S": ("slices", lambda: slices.measure(setting)),
+        "R": ("composed and real, on the CPU", real.measure),
         "K": ("kernels", lambda: kernels.measure(setting)),
         "E": ("the pipeline composed", lambda: compose.compose(done["D"], done.get("B"))),
     }
     name, call = calls[step]
-    if setting.left_s < 0 and step != "E":
+    if setting.left_s < 0 and step not in "ER":
         report["failed"][step] = "the budget was over"
+        write_json(report, target)
         return
     print(f"step {step}, {name}", flush=True)
     begin = time.monotonic()

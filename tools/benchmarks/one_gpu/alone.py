@@ -60,7 +60,7 @@ class Received:
 
     def __init__(self, device: torch.device) -> None:
         self._given: dict[Any, Tensor] = {}
-        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def into(self, buffer: Tensor, *, is_gradient: bool) -> _Arrival:
         """Start a copy into a buffer, [s, b, h]."""
@@ -74,7 +74,7 @@ class Received:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             buffer.detach().copy_(self._given[key])
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
         return _Arrival(event)
 
@@ -134,7 +134,7 @@ def alone(rank: int, num_ranks: int, device: torch.device) -> Iterator[Received]
         ):
             stack.enter_context(mock.patch.object(owner, name, stand_in))
         stack.enter_context(mock.patch.object(sys, "excepthook", sys.excepthook))  # each group that is made wraps it
-        dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=num_ranks)
+        dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=num_ranks)  # type: ignore[attr-defined]
         try:
             yield received
         finally:
@@ -192,7 +192,8 @@ class Alone:
         self._trainer.iterate(self._data)
 
     def close(self) -> None:
-        """Free everything. DDP's hooks on autograd nodes refer back to the chunk: a cycle that Python cannot detect."""
+        """Close links, and free all that the caller does not hold. DDP's hooks on autograd nodes refer back to the chunk: a cycle
+        that Python cannot detect."""
         for chunk in self.state.chunks:
             chunk.grad_accs.clear()
         self.state.close()

@@ -36,7 +36,7 @@ class _Profiled(Clock):
             torch.cuda.synchronize()
         kernels = self.found.setdefault(name.split()[0], {})
         for event in profiler.key_averages():
-            if event.device_type is torch.autograd.DeviceType.CUDA:
+            if event.device_type == torch.autograd.DeviceType.CUDA:  # type: ignore[attr-defined]
                 taken = kernels.setdefault(event.key, [0.0, 0])
                 taken[0] += event.self_device_time_total / 1e3
                 taken[1] += event.count
@@ -84,7 +84,8 @@ def lines(row: Row) -> list[str]:
     return [
         "## Kernels",
         "",
-        "The five kernels of a layer's F, B and W that take longest, by torch's profiler, with how often they run; one microbatch.",
+        "The five kernels of a layer's F, B and W that take longest, by torch's profiler, with how often they run in one "
+        "microbatch.",
         "",
         *markdown_table(("s", "slices", "pass", "kernel", "number", "ms"), table),
     ]

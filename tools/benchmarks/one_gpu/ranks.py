@@ -6,6 +6,7 @@ to issue an op with and without the watchdog's watch, and the optimizer step.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import statistics
 import time
@@ -68,6 +69,7 @@ _TIMED = (3, 4)
 _LAYERS_PER_RANK = 4
 _ORDER = {each.name: index for index, each in enumerate(CONTENDERS)}
 _KINDS = ("F", "B", "W", "BW")
+_PARTS = ("statistics", "snapshot", "apply")
 
 
 def vocabulary(setting: Setting) -> int:
@@ -167,14 +169,17 @@ def _memory(job: Alone, rank: int, num_ranks: int, num_microbatches: int) -> Row
 
 
 def _times(timeline: RankTimeline) -> Row:
+    """By stage and kind the ops' times, by kind the gaps before them; the iteration from its first op to its last; the step."""
     ops = timeline.ops
     steps = [span.end_ms - span.start_ms for span in timeline.spans if span.activity is Activity.OPTIMIZER]
-    return {
-        "ops": [[op.stage, op.kind.name, round(end - start, 4)] for op, start, end in ops],
-        "gaps": [round(after.start_ms - before.end_ms, 4) for before, after in itertools.pairwise(ops)],
-        "whole_ms": ops[-1].end_ms - ops[0].start_ms,
-        "step_ms": sum(steps),
-    }
+    taken: dict[str, list[float]] = {}
+    gaps: dict[str, list[float]] = {}
+    for op, start, end in ops:
+        taken.setdefault(f"{op.stage} {op.kind.name}", []).append(round(end - start, 4))
+    for before, after in itertools.pairwise(ops):
+        gaps.setdefault(after.op.kind.name, []).append(round(after.start_ms - before.end_ms, 4))
+    whole_ms = ops[-1].end_ms - ops[0].start_ms
+    return {"ops_ms": taken, "gaps_ms": gaps, "whole_ms": whole_ms, "step_ms": sum(steps)}
 
 
 def _optimizer(job: Alone) -> dict[str, float]:
@@ -223,64 +228,54 @@ def measure(
             for index in range(len(contenders)):
                 contender = contenders[(index + turn) % len(contenders)]
                 report["runs"].append(run(contender, rank, setting, host, num_ranks, num_microbatches))
+                gc.collect()  # what it left, before the next one begins
                 save(report)
     return report
 
 
 def lines(row: Row) -> list[str]:
     """The section of the page."""
-    table, memory = [], []
+    table, memory, steps = [], [], []
     for run in sorted(row["runs"], key=lambda run: (run["rank"], _ORDER[run["contender"]])):
-        first, last = run["iterations"]
-        kinds = {
-            kind: statistics.median(ms for each in run["iterations"] for _, of, ms in each["ops"] if of == kind)
-            for kind in _KINDS
-            if any(of == kind for _, of, _ in first["ops"])
-        }
-        sums = [sum(ms for *_, ms in each["ops"]) for each in run["iterations"]]
-        wholes = [each["whole_ms"] for each in run["iterations"]]
-        least = [
-            " ".join(f"{kind} {each['host_ms'][kind]:.2f}" for kind in kinds if kind in each["host_ms"]) for each in (first, last)
-        ]
+        who, both = [str(run["rank"]), run["contender"]], run["iterations"]
+        ops = [(key.split()[1], taken) for each in both for key, taken in each["ops_ms"].items()]
+        times = {kind: [ms for of, taken in ops if of == kind for ms in taken] for kind in _KINDS}
+        sums = sum(sum(taken) for _, taken in ops)
         table.append(
             [
-                str(run["rank"]),
-                run["contender"],
-                " ".join(f"{kind} {ms:.3f}" for kind, ms in kinds.items()),
-                f"{statistics.fmean(sums):.1f}",
-                f"{statistics.fmean(wholes) / statistics.fmean(sums):.3f}",
-                *least,
-                f"{statistics.fmean(each['step_ms'] for each in run['iterations']):.1f}",
+                *who,
+                " ".join(f"{kind} {statistics.median(taken):.3f}" for kind, taken in times.items() if taken),
+                f"{sums / len(both):.1f}",
+                f"{sum(each['whole_ms'] for each in both) / sums:.3f}",
+                *(" ".join(f"{kind} {ms:.2f}" for kind, ms in each["host_ms"].items()) for each in both),
+                f"{statistics.fmean(each['step_ms'] for each in both):.1f}",
             ]
         )
-        if "peak_bytes" in run or "planned_bytes" in run:
-            names = ("planned_bytes", "held_bytes", "workspace_bytes", "state_bytes", "peak_bytes", "reserved_bytes")
-            memory.append(
-                [str(run["rank"]), run["contender"], *(f"{run[name] / 2**30:.3f}" if name in run else "" for name in names)]
-            )
-    parts = ("statistics", "snapshot", "apply")
-    steps = [
-        [str(run["rank"]), *(f"{run['optimizer_ms'][part]:.2f}" for part in parts)]
-        for run in row["runs"]
-        if "optimizer_ms" in run
-    ]
-    heads = ("rank", "schedule", "an op, ms", "sum of ops, ms", "whole / sum", "host, ms", "host with the watch, ms", "step, ms")
+        held = [run.get(name) for name in ("planned_bytes", "held_bytes", "workspace_bytes")]
+        held += [run[name] - run["state_bytes"] if name in run else None for name in ("peak_bytes", "reserved_bytes")]
+        if any(each is not None for each in held):
+            memory.append([*who, *("" if each is None else f"{each / 2**30:.3f}" for each in held)])
+        if "optimizer_ms" in run:
+            steps.append([str(run["rank"]), *(f"{run['optimizer_ms'][part]:.2f}" for part in _PARTS)])
     return [
         "## Ranks alone",
         "",
         f"p = {row['num_ranks']}, m = {row['num_microbatches']}, {row['layers']} layers of Llama-3-8B per rank, one sample per "
-        f"microbatch, a vocabulary of {row['vocabulary']:,}. An op is the median of two iterations by events on the stream; whole is from the first "
-        "op to the last. The host's time is the least between the beginnings of two ops, behind which it may wait for the device; "
-        "the second one is with the watchdog's watch. The step is the synchronous optimizer's.",
+        f"microbatch, a vocabulary of {row['vocabulary']:,}. An op is the median of two iterations, between events on the "
+        "stream; whole is from the first op to the last. The host's time is the least between the beginnings of two ops, in "
+        "which it may wait for the device; the second one is with the watchdog's watch. The step is the synchronous optimizer's.",
         "",
-        *markdown_table(heads, table),
+        *markdown_table(
+            ("rank", "schedule", "an op, ms", "sum of ops, ms", "whole / sum", "host, ms", "host with the watch, ms", "step, ms"),
+            table,
+        ),
         "",
-        "Memory in GiB: activations by the plan and measured after each op, what an op needs beside them, weights with gradients "
-        "and optimizer state, and the allocator's peak and reserve.",
+        "Memory in GiB: activations by the plan, and measured after each op; what an op needs beside them; and the allocator's "
+        "peak and reserve, above what it holds between iterations.",
         "",
-        *markdown_table(("rank", "schedule", "planned", "measured", "workspace", "state", "peak", "reserved"), memory),
+        *markdown_table(("rank", "schedule", "planned", "measured", "workspace", "peak", "reserved"), memory),
         "",
         "A step with post-validation, in ms: the statistics of the gradients, a snapshot for a rollback, and the update.",
         "",
-        *markdown_table(("rank", *parts), steps),
+        *markdown_table(("rank", *_PARTS), steps),
     ]
