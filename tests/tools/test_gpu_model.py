@@ -21,7 +21,8 @@ from tools.benchmarks.wgrad.shapes import shape_named
 pytestmark = pytest.mark.claims(
     "Planning and measuring",
     "a model of SMs and of the host's clock, behind the defaults of CTAs and margins",
-    "equals the simulator where transfers hold no SM; a model, **not run on a GPU**; [numbers](benchmarks/gpu_model.md)",
+    "equals the simulator where transfers hold no SM; a model, which [one GPU](benchmarks/one_gpu.md) has corrected; "
+    "[numbers](benchmarks/gpu_model.md)",
 )
 
 SHAPE = shape_named("Llama-3-8B")

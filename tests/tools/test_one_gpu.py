@@ -23,6 +23,14 @@ from tools.benchmarks.one_gpu.ranks import CONTENDERS, lines, run
 from tools.benchmarks.one_gpu.setting import Setting
 from tools.benchmarks.reports import Row, read_json
 
+pytestmark = pytest.mark.claims(
+    "Planning and measuring",
+    "every rank's real program alone on one device (ours, and megatron-core's own schedules), and the pipeline composed from "
+    "their passes",
+    "ran on an H200, rehearsed on the CPU; what is composed is within the interval of a run on two CPU ranks; "
+    "[numbers](benchmarks/one_gpu.md)",
+)
+
 ROOT = Path(__file__).parents[2]
 TINY = Setting(device=torch.device("cpu"), scale=0.016)
 BY_NAME = {each.name: each for each in CONTENDERS}
@@ -147,7 +155,7 @@ def test_a_step_that_fails_does_not_end_the_others(tmp_path: Path, monkeypatch: 
 def test_an_unknown_step_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         one_gpu.main(["--json", "one.json", "--steps", "AXZ"])
-    assert capsys.readouterr().err.splitlines()[-1].endswith("error: --steps has X, Z; the steps are 0ADBCSKE and R")
+    assert "error: --steps has X, Z; the steps are 0ADBCSKE and R" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_steps_end_with_the_budget(tmp_path: Path) -> None:
@@ -169,6 +177,18 @@ def test_the_recorded_run_passes_its_checks(recorded: Row) -> None:
     found = list(checks(recorded))
     assert len(found) == 4
     assert all(line.endswith(": met") for line in found)
+
+
+def test_the_front_page_has_the_recorded_speed(recorded: Row) -> None:
+    [row] = [
+        each
+        for each in recorded["steps"]["E"]["rows"]
+        if (each["num_ranks"], each["alike"], each["link"]) == (8, False, "NVLink")
+    ]
+    mean, least, most = next(each for each in row["contenders"] if each["name"] == "ZBV")["over_1f1b"]
+    assert f"| ZBV over 1F1B: {mean:.3f} ({least:.3f} to {most:.3f}) | passes of an H200, composed, p = 8 |" in (
+        ROOT / "README.md"
+    ).read_text(encoding="utf-8")
 
 
 def test_checks_fail(recorded: Row) -> None:
