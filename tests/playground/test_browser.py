@@ -23,13 +23,16 @@ from tests.playground.pages import SMALL, Open, cells, drop
 from tests.profiling.support import as_recorded
 from tests.training.test_arguments import settings
 
-pytestmark = pytest.mark.claims(
-    "Planning and measuring",
-    "the playground in a browser: plans, comparisons with a baseline, exports that load again, traces against plans; "
-    "keyboard, 1280 and 390 px, light and dark",
-    "works, Chromium",
-    also=("playground",),
-)
+pytestmark = [
+    pytest.mark.claims(
+        "Planning and measuring",
+        "the playground in a browser: plans, comparisons with a baseline, exports that load again, traces against plans; "
+        "keyboard, 1280 and 390 px, light and dark",
+        "works, Chromium",
+        also=("playground",),
+    ),
+    pytest.mark.sampled(0.4, group="pages in a browser"),
+]
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

@@ -14,13 +14,16 @@ from tests.playground.pages import SMALL, Open, cells
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
-pytestmark = pytest.mark.claims(
-    "Planning and measuring",
-    "the playground for learners: stories, explained words, the chain of a pass, the critical path, sums of a range, playing, "
-    "sliders, the curve over m; first picture of p = 64, m = 512 within 3 s, frames at p = 32, m = 128 within 17 ms",
-    "works, Chromium",
-    also=("playground/test_speed.py",),
-)
+pytestmark = [
+    pytest.mark.claims(
+        "Planning and measuring",
+        "the playground for learners: stories, explained words, the chain of a pass, the critical path, sums of a range, "
+        "playing, sliders, the curve over m; first picture of p = 64, m = 512 within 3 s, frames at p = 32, m = 128 within 17 ms",
+        "works, Chromium",
+        also=("playground/test_speed.py",),
+    ),
+    pytest.mark.sampled(0.4, group="pages in a browser"),
+]
 
 PICTURE = "document.querySelector('.chart canvas.passes').toDataURL()"
 

@@ -14,16 +14,19 @@ from tests.playground.pages import SMALL, Open, cells, drop
 from tests.playground.test_file_verdicts import with_memory
 from tests.profiling.support import as_recorded
 
-pytestmark = pytest.mark.claims(
-    "Planning and measuring",
-    "a model in the playground: published times, estimates from sizes and a GPU with their error, layers of a file, memory "
-    "in GiB, a sentence about each opened file, hostile files as text",
-    "works, Chromium",
-    also=(
-        "playground/test_models.py",
-        "playground/test_file_verdicts.py",
+pytestmark = [
+    pytest.mark.claims(
+        "Planning and measuring",
+        "a model in the playground: published times, estimates from sizes and a GPU with their error, layers of a file, memory "
+        "in GiB, a sentence about each opened file, hostile files as text",
+        "works, Chromium",
+        also=(
+            "playground/test_models.py",
+            "playground/test_file_verdicts.py",
+        ),
     ),
-)
+    pytest.mark.sampled(0.4, group="pages in a browser"),
+]
 
 
 def test_a_published_model_fills_the_form_and_says_so(opened: Open) -> None:

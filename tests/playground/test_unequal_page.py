@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.lengths_and_links import Unequal
 from megatron.zerobubble.plan.ir import Plan
@@ -15,6 +17,8 @@ TOKENS = [512, 4096, 700, 1800, 1024, 96]
 LIST = f"p=2&effort=drawn&s=zbv&lengths=list&tokens={'_'.join(map(str, TOKENS))}&share=0.1"
 IDLE = "idle share of the makespan"
 CAME = "idle share in its own order with the data as it came"
+
+pytestmark = pytest.mark.sampled(0.4, group="pages in a browser")
 
 
 def test_lengths_are_planned_for_and_shown_and_the_link_restores_them(opened: Open, tmp_path: Path) -> None:

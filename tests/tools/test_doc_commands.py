@@ -76,6 +76,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.sampled(0.4)
 @pytest.mark.parametrize("block", CONSOLE, ids=[block.name for block in CONSOLE])
 def test_a_console_block_shows_what_its_commands_print(block: Block, folder: Path) -> None:
     found = [each for each in commands(block) if " ..." not in each[0] and not each[0].startswith(MEASURED)]

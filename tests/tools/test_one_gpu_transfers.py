@@ -227,6 +227,7 @@ def test_no_graph_begins_after_the_limit(captures: list[Any]) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the process would not fail")
+@pytest.mark.sampled(0.2, group="tools that measure")
 def test_a_process_that_fails_leaves_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Setting, "on_gpu", True)
     found = host.graphs_of_a_process(TINY)

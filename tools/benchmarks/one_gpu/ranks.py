@@ -211,7 +211,7 @@ def measure(
 
     No rank begins that would probably end after `seconds`.
     """
-    num_ranks, num_microbatches = (8, 24) if setting.on_gpu else (4, 8)
+    num_ranks, num_microbatches = (8, 24) if setting.on_gpu else (4, 4)
     ranks = (1, 0, 7, 4) if setting.on_gpu else (1, 0, 3)
     report: Row = {
         "num_ranks": num_ranks,
