@@ -22,7 +22,7 @@ fi
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS-$queues}"
 
 # SMs that Transformer Engine's norms and GEMMs leave to transfers between stages: up to four ends with 4 CTAs each, and the 4 of one
-# (--zero-bubble-p2p-max-ctas). By a model: docs/benchmarks/gpu_model.md.
+# (--zero-bubble-p2p-max-ctas). The reasons: docs/benchmarks/settled.md.
 export NVTE_FWD_LAYERNORM_SM_MARGIN="${NVTE_FWD_LAYERNORM_SM_MARGIN-16}"
 export NVTE_BWD_LAYERNORM_SM_MARGIN="${NVTE_BWD_LAYERNORM_SM_MARGIN-16}"
 export NVTE_EXT_MARGIN_SM="${NVTE_EXT_MARGIN_SM-4}"

@@ -266,7 +266,7 @@ def _sweep(machine: Machine) -> Iterator[Step]:
             num_gpus=2,
             minutes=2,
             expected="ends; zbv's 4 CTAs and margins are a few percent faster than the other choices",
-            deviation="another choice is faster: the model of docs/benchmarks/gpu_model.md is wrong about this machine",
+            deviation="another choice is faster: the defaults are wrong for this machine",
         )
 
 

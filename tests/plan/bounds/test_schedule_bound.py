@@ -85,17 +85,6 @@ def test_a_fused_backward_without_activations_has_a_bound() -> None:
     assert 0 < bound.span_ms <= simulation.span_ms
 
 
-@given(problems())
-def test_the_terms_of_a_derivation_add_up_to_the_bound(problem: tuple[Placement, int, CostModel, float]) -> None:
-    placement, m, costs, limit = problem
-    bound = lower_bound(placement, m, costs, limit)
-    for value, found in ((bound.span_ms, bound.derivation), (bound.makespan_ms, bound.makespan_derivation)):
-        assert found is not None
-        assert found.value_ms == value
-        assert all(rank in range(placement.num_ranks) for rank in found.ranks)
-        assert len(dict(found.terms)) == len(found.terms), "every term has a name of its own"
-
-
 @st.composite
 def uniform_problems(draw: st.DrawFn) -> tuple[Placement, int, CostModel, float]:
     """Ranks whose passes are all alike, so that whole passes count, with and without recomputation."""
@@ -218,22 +207,33 @@ V_MIN = CostModel.uniform(
 
 
 @pytest.mark.parametrize(
-    ("name", "placement", "m", "costs", "limit"),
+    ("ms", "placement", "m", "costs", "limit"),
     [
-        ("work and idle ends", Placement.linear(4), 8, CostModel.uniform(Placement.linear(4)), 1.0),
-        ("one microbatch", Placement.v(2), 1, _heavier(CostModel.uniform(Placement.v(2), comm_ms=1.0)), 4.0),
-        ("travel, work, travel", Placement.linear(3), 3, CostModel.uniform(Placement.linear(3), wgrad_ms=0.0, comm_ms=1.0), 3.0),
-        ("round trip, free memory, round trip", Placement.v(8), 24, CostModel.uniform(Placement.v(8), comm_ms=0.1), 0.75),
-        ("passes in flight times time", Placement.linear(2), 8, CostModel.uniform(Placement.linear(2), comm_ms=1.0), 0.5),
-        ("travel, passes in flight times time, travel", Placement.v(16), 128, V_MIN, 0.375),
-        ("memory times time", Placement.linear(3), 1, CostModel.uniform(Placement.linear(3), comm_ms=1.0), 0.4),
-        ("travel, memory times time, travel", Placement.v(16), 128, _heavier(V_MIN), 0.375),
+        (27.0, Placement.linear(4), 8, CostModel.uniform(Placement.linear(4)), 1.0),
+        (8.5, Placement.v(2), 1, _heavier(CostModel.uniform(Placement.v(2), comm_ms=1.0)), 4.0),
+        (14.0, Placement.linear(3), 3, CostModel.uniform(Placement.linear(3), wgrad_ms=0.0, comm_ms=1.0), 3.0),
+        (81.7, Placement.v(8), 24, CostModel.uniform(Placement.v(8), comm_ms=0.1), 0.75),
+        (56.0, Placement.linear(2), 8, CostModel.uniform(Placement.linear(2), comm_ms=1.0), 0.5),
+        (4544.933673, Placement.v(16), 128, V_MIN, 0.375),
+        (27.5, Placement.linear(3), 1, CostModel.uniform(Placement.linear(3), comm_ms=1.0), 0.4),
+        (4560.332138, Placement.v(16), 128, _heavier(V_MIN), 0.375),
+    ],
+    ids=[
+        "work and idle ends",
+        "one microbatch",
+        "travel, work, travel",
+        "round trip, free memory, round trip",
+        "passes in flight times time",
+        "travel, passes in flight times time, travel",
+        "memory times time",
+        "travel, memory times time, travel",
     ],
 )
-def test_every_argument_is_the_best_somewhere(name: str, placement: Placement, m: int, costs: CostModel, limit: float) -> None:
-    found = lower_bound(placement, m, costs, limit).derivation
-    assert found is not None
-    assert found.name == name
+def test_every_argument_gives_the_bound_somewhere(
+    ms: float, placement: Placement, m: int, costs: CostModel, limit: float
+) -> None:
+    bound = lower_bound(placement, m, costs, limit)
+    assert (bound.span_ms, bound.makespan_ms) == pytest.approx((ms, ms), rel=1e-8)
 
 
 def test_the_bound_is_tight_for_schedules_without_a_bubble() -> None:

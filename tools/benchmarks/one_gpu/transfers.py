@@ -12,9 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron.zerobubble.plan.ir import OpKind
 from megatron.zerobubble.wgrad.gemm import choose_kernel
-from tools.benchmarks.gpu_model import Gpu
 from tools.benchmarks.one_gpu.setting import Setting
 from tools.benchmarks.one_gpu.spinner import CudaSpinner, NoSpinner, Spinner
 from tools.benchmarks.reports import Row, markdown_table
@@ -76,7 +74,7 @@ def measure_beside(
         torch.cuda.empty_cache()
     base = {name: statistics.median(times[f"0 {name}"]) for name in NAMES}
     per_layer = {name: base[name] / (1 if name.endswith("gemm") else LAYERS) for name in NAMES}
-    rows = [_ratios(ctas, times, held[ctas][1:], shape) for ctas in counts[1:]]
+    rows = [_ratios(ctas, times, held[ctas][1:]) for ctas in counts[1:]]
     return {"tokens": shape.tokens, "layers": LAYERS, "rounds": number, "cta": about, "ms": per_layer, "counts": rows}
 
 
@@ -112,29 +110,15 @@ def _beside(spinner: Spinner, ctas: int, clock: Clock, calls: Mapping[str, Calla
     return held
 
 
-def _ratios(ctas: int, times: Mapping[str, Sequence[float]], held: Sequence[bool], shape: LayerShape) -> Row:
-    """Times over those with no CTA in the same round, of rounds in which the SMs were held, beside the model's."""
+def _ratios(ctas: int, times: Mapping[str, Sequence[float]], held: Sequence[bool]) -> Row:
+    """Times over those with no CTA in the same round, of rounds in which the SMs were held."""
     row: Row = {"ctas": ctas, "rounds": sum(held)}
     for name in NAMES:
         pairs = zip(times[f"{ctas} {name}"], times[f"0 {name}"], held, strict=True)
         ratios = [beside / alone for beside, alone, counts in pairs if counts]
         if ratios:
             row[name] = {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
-            row[name]["model"] = model_ratio(shape, name, ctas)
     return row
-
-
-def model_ratio(shape: LayerShape, name: str, ctas: int) -> float:
-    """The ratio of `tools.benchmarks.gpu_model`: blocks in waves over the SMs that are left."""
-    gpu, fc1 = Gpu(), shape.linears[2]
-    if name == "forward_gemm":
-        kernels = [gpu.gemm(shape.tokens, fc1.out, fc1.in_)]
-    elif name == "wgrad_gemm":
-        kernels = [gpu.gemm(fc1.out, fc1.in_, shape.tokens)]
-    else:
-        kernels = gpu.layer(shape, {"forward": OpKind.F, "backward": OpKind.B, "wgrad": OpKind.W}[name])
-    beside, alone = (sum(each.us * math.ceil(each.blocks / sms) for each in kernels) for sms in (gpu.sms - ctas, gpu.sms))
-    return beside / alone
 
 
 def lines(row: Row) -> list[str]:
@@ -145,8 +129,7 @@ def lines(row: Row) -> list[str]:
         "",
         "A spinning kernel stands in for a transfer of NCCL: each of its CTAs holds an SM from before F, B and W of "
         f"{row['layers']} layers with {row['tokens']:,} tokens until they have ended. Time over that with no CTA in the same "
-        f"round: the median of {row['rounds']} rounds (least to most); *model*: blocks in waves over the SMs that are left. "
-        "Without a CTA: milliseconds per layer.",
+        f"round: the median of {row['rounds']} rounds (least to most). Without a CTA: milliseconds per layer.",
         "",
     ]
     if cta["spins"]:
@@ -166,4 +149,4 @@ def lines(row: Row) -> list[str]:
 def _cell(ratio: Row | None) -> str:
     if ratio is None:
         return "not held"
-    return f"{ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f}), *model* {ratio['model']:.3f}"
+    return f"{ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f})"

@@ -72,8 +72,6 @@ class Emulation:
     """Name of the emulation that its speed-up is relative to."""
     plan: Plan
     costs: CostModel
-    lookahead: int | None = None
-    """See `place_communication`."""
 
 
 def plan_emulations(
@@ -118,7 +116,7 @@ class EmulatedContender:
     """A plan on the real executor, with passes that sleep."""
 
     def __init__(self, emulation: Emulation, rank: int, links: ProcessGroupLinks, num_elements: int) -> None:
-        self._program = place_communication(emulation.plan, costs=emulation.costs, lookahead=emulation.lookahead)
+        self._program = place_communication(emulation.plan, costs=emulation.costs)
         self._rank = rank
         self._links = links
         self._work = SleepingWork(emulation.costs, num_elements=num_elements)

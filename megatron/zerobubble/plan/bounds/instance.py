@@ -1,33 +1,15 @@
-"""The instance that a lower bound is for: its items, its paths, and the form of an argument (`relaxations` has them)."""
+"""The instance that a lower bound is for: its items and its paths. `relaxations` has the arguments."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, CostLists, MicrobatchCosts
 from megatron.zerobubble.plan.costs.slice_costs import SliceCosts
 from megatron.zerobubble.plan.ir import Placement
-
-
-@dataclass(frozen=True)
-class Derivation:
-    """One lower bound as data: an argument, the ranks it is about, and the terms that add up to the bound."""
-
-    name: str
-    """The argument; the module docstring of `relaxations` and docs/adr/0039 have its proof."""
-    ranks: tuple[int, ...]
-    """The ranks it is about; if rank 0 and another, the time runs from the first op of stage 0 to its last."""
-    terms: tuple[tuple[str, float], ...]
-    """Name and milliseconds; the bound is their sum."""
-
-    @property
-    def value_ms(self) -> float:
-        """The lower bound in milliseconds."""
-        return math.fsum(value for _, value in self.terms)
 
 
 class Instance:
@@ -72,17 +54,6 @@ class Instance:
         whole = costs.activation[stage]
         memory = max(0.0, self.limit - kept)
         return count if whole * count <= memory else int(memory / whole * (1 + 1e-9))
-
-    def with_stage_0(self, rank: int) -> tuple[int, ...]:
-        """The rank of stage 0, and this rank."""
-        return tuple(dict.fromkeys((self.placement.stage_to_rank[0], rank)))
-
-    def since_first_start(self, found: Derivation) -> Derivation:
-        """What a bound on a rank's own time means for the makespan: microbatch 0 has to reach that rank first."""
-        first = self.placement.rank_to_stages[found.ranks[0]][0] if len(found.ranks) == 1 else 0
-        if first == 0:  # it already begins with the first op of all
-            return found
-        return replace(found, terms=(("microbatch 0 to the rank", self.paths.down_to(first)), *found.terms))
 
 
 class Items:

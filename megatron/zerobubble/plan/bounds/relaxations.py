@@ -33,54 +33,65 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from megatron.zerobubble.plan.bounds.instance import Derivation, Instance
+from megatron.zerobubble.plan.bounds.instance import Instance
 from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS
 
-_Terms = tuple[tuple[str, float], ...]
+_Terms = tuple[float, ...]
+"""Milliseconds whose sum is a bound."""
 
 
-def derivations(instance: Instance) -> Iterator[Derivation]:
-    """Every bound that applies, for every rank."""
-    for rank, stages in enumerate(instance.placement.rank_to_stages):
-        yield from _Arguments(instance, rank, stages).derivations()
+class LeastTimes(NamedTuple):
+    """Lower bounds that one argument about one rank gives."""
+
+    span_ms: float
+    makespan_ms: float
+
+
+def arguments(instance: Instance) -> Iterator[LeastTimes]:
+    """Every argument that applies, for every rank."""
+    for stages in instance.placement.rank_to_stages:
+        yield from _Arguments(instance, stages).all()
 
 
 class _Arguments:
     """The arguments about one rank."""
 
-    def __init__(self, instance: Instance, rank: int, stages: Sequence[int]) -> None:
-        self._instance, self._rank, self._stages = instance, rank, stages
+    def __init__(self, instance: Instance, stages: Sequence[int]) -> None:
+        self._instance, self._stages = instance, stages
         self._paths, self._items, self._limit = instance.paths, instance.items, instance.limit
         self._forward, self._backward, self._wgrad = (instance.items.sum(name, stages) for name in COST_LISTS[:3])
         self._most = instance.most_in_flight(stages)
         self._all_fit = instance.items.sum("activation", stages) <= instance.limit
         self._left = self._most_left()
         self._head, self._tail = self._idle_ends()
-        self._down = ("microbatch 0 to the rank", self._paths.down_to(stages[0]))
-        self._back = ("the last gradient back to stage 0, with its W", self._paths.back_from(stages[0]))
+        self._down = self._paths.down_to(stages[0])  # microbatch 0 to the rank
+        self._back = self._paths.back_from(stages[0])  # the last gradient back to stage 0, with its W
 
-    def derivations(self) -> Iterator[Derivation]:
-        """Every bound about it, or about it and the rank of stage 0."""
-        own, both = (self._rank,), self._instance.with_stage_0(self._rank)
+    def all(self) -> Iterator[LeastTimes]:
+        """Those about the rank's own time, and those that begin with the first F of stage 0 and end with its last W."""
         head, tail = self._head, self._tail
         if self._all_fit:
             head, tail = (head, 0.0) if head >= tail else (0.0, tail)
-        passes = (("F", self._forward), ("B", self._backward), ("W", self._wgrad))
-        yield Derivation("work and idle ends", own, (*passes, ("idle before the first B", head), ("idle after the last F", tail)))
+        yield self._own((self._forward, self._backward, self._wgrad, head, tail))
         if 0 < self._limit < math.inf:
-            arguments = [self._in_flight()] if self._most > 0 else []
-            if not arguments or len(self._items.parts) > 1:
-                arguments.append(self._memory())
-            for name, whole, between in arguments:
-                yield Derivation(name, own, whole)
-                yield Derivation(f"travel, {name}, travel", both, (self._down, *between, self._back))
-        yield Derivation("one microbatch", both, self._there_and_back())
-        yield Derivation("travel, work, travel", both, self._work_between())
+            areas = [self._in_flight()] if self._most > 0 else []
+            if not areas or len(self._items.parts) > 1:
+                areas.append(self._memory())
+            for whole, between in areas:
+                yield self._own(whole)
+                yield _of_stage_0((self._down, *between, self._back))
+        yield _of_stage_0(self._there_and_back())
+        yield _of_stage_0(self._work_between())
         if not self._all_fit:
-            yield Derivation("round trip, free memory, round trip", both, self._freeing())
+            yield _of_stage_0(self._freeing())
 
-    def _in_flight(self) -> tuple[str, _Terms, _Terms]:
+    def _own(self, terms: _Terms) -> LeastTimes:
+        """Of an argument about the rank's own time: for the makespan, microbatch 0 has to reach that rank first."""
+        return LeastTimes(math.fsum(terms), math.fsum((self._down, *terms)))
+
+    def _in_flight(self) -> tuple[_Terms, _Terms]:
         """Passes in flight times time over the rank's own time, and from its first F to its last B, where some W are left."""
         alike = self._instance.alike(self._stages, COST_LISTS[3:])
         assert alike is not None
@@ -99,16 +110,16 @@ class _Arguments:
             count * math.fsum(self._turn(s, part) for s in self._stages) for part, (_, count) in enumerate(self._items.parts)
         )
         area = (
-            ("passes from F to B", math.fsum(turns)),
-            ("missing during the first F", steps * forward),
-            ("missing during the last B", steps * backward),
+            math.fsum(turns),  # passes from F to B
+            steps * forward,  # missing during the first F
+            steps * backward,  # missing during the last B
         )
-        last = ("missing during the last W", (most * (most + 1) / 2 - most * beside) * wgrad)
-        whole = (*area, ("missing during W", beside * self._wgrad), last)
-        between = (*area, ("missing during W", beside * max(0.0, self._wgrad - later)))
-        return "passes in flight times time", _over(whole, "most in flight", most), _over(between, "most in flight", most)
+        last = (most * (most + 1) / 2 - most * beside) * wgrad  # missing during the last W
+        whole = (*area, beside * self._wgrad, last)
+        between = (*area, beside * max(0.0, self._wgrad - later))
+        return _over(whole, most), _over(between, most)
 
-    def _memory(self) -> tuple[str, _Terms, _Terms]:
+    def _memory(self) -> tuple[_Terms, _Terms]:
         """The same for memory times time. Only W whose memory fits the limit together are left for later."""
         between, during = [], []
         for part, (costs, count) in enumerate(self._items.parts):
@@ -118,13 +129,13 @@ class _Arguments:
                 between.append(count * costs.activation[s] * self._turn(s, part))
                 during.append(count * min(costs.activation_after_backward[s], earlier) * costs.wgrad_ms[s])
         area = (
-            ("activations from F to B", math.fsum(between)),
-            ("missing during the first F", self._missing("forward_ms")),
-            ("missing during the last B", self._missing("backward_ms")),
+            math.fsum(between),  # activations from F to B
+            self._missing("forward_ms"),  # during the first F
+            self._missing("backward_ms"),  # during the last B
         )
         in_time = math.fsum(during), max(0.0, math.fsum(during) - self._longest("wgrad_ms") * self._limit)
-        whole, some = (_over((*area, ("missing during W", wgrad)), "limit", self._limit) for wgrad in in_time)
-        return "memory times time", whole, some
+        whole, some = (_over((*area, wgrad), self._limit) for wgrad in in_time)
+        return whole, some
 
     def _turn(self, stage: int, part: int) -> float:
         """The least time from the start of F of `stage` to the end of its B, of one slice if there are several."""
@@ -152,9 +163,9 @@ class _Arguments:
         """One microbatch alone, the slowest: the time of all its passes, and W of stage 0."""
         paths, first = self._instance.slowest, self._stages[0]
         return (
-            ("stage 0 to the rank", paths.down_to(first)),
-            ("from F to B of the rank", paths.there_and_back(first) + paths.longest_wait),
-            ("back to stage 0, with its W", paths.back_from(first)),
+            paths.down_to(first),
+            paths.there_and_back(first) + paths.longest_wait,
+            paths.back_from(first),
         )
 
     def _work_between(self) -> _Terms:
@@ -166,10 +177,10 @@ class _Arguments:
         ]
         return (
             self._down,
-            ("idle before the first B", self._head),
-            ("F", self._forward),
-            ("B", self._backward),
-            ("W that memory does not allow to put off", max(0.0, self._wgrad - _most(pending, self._limit))),
+            self._head,
+            self._forward,
+            self._backward,
+            max(0.0, self._wgrad - _most(pending, self._limit)),  # W that memory does not allow to put off
             self._back,
         )
 
@@ -179,10 +190,10 @@ class _Arguments:
         since_forward = paths.there_and_back(last) - paths.forward_ms[last] + paths.wait_backward(0) + paths.back_from(last)
         return (
             self._down,
-            ("idle before the first B", self._head),
-            ("F", self._forward),
-            ("B and W that free memory for them", max(0.0, self._backward + self._wgrad - self._left)),
-            ("the last microbatch to the last stage and back to stage 0, with its W", since_forward),
+            self._head,
+            self._forward,
+            max(0.0, self._backward + self._wgrad - self._left),  # B and W that free memory for them
+            since_forward,  # the last microbatch to the last stage and back to stage 0, with its W
         )
 
     def _idle_ends(self) -> tuple[float, float]:
@@ -228,8 +239,14 @@ class _Arguments:
         return _most(items, limit)
 
 
-def _over(terms: _Terms, name: str, divisor: float) -> _Terms:
-    return tuple((f"{term}, over the {name}", area / divisor) for term, area in terms)
+def _of_stage_0(terms: _Terms) -> LeastTimes:
+    """Of an argument that begins with the first op of all, so that span and makespan have one bound."""
+    total = math.fsum(terms)
+    return LeastTimes(total, total)
+
+
+def _over(areas: _Terms, divisor: float) -> _Terms:
+    return tuple(area / divisor for area in areas)
 
 
 def _most(items: Sequence[tuple[float, float, int]], limit: float) -> float:

@@ -1,8 +1,7 @@
 """Lower bounds on the span and the makespan of any plan under a memory limit.
 
 Each bound is an argument about one rank or about one rank and that of stage 0 (`relaxations`, which has the arguments; the proofs
-are in docs/adr/0039). The span is at least the largest of them. `Bound.derivation` is that one as data: its name, the ranks it is
-about, and the terms that add up to it.
+are in docs/adr/0039). The span is at least the largest of them.
 
 With unequal microbatches the bounds hold for every assignment to slots: work and memory are summed over the microbatches, and a
 path takes at every stage and link the time of the fastest one. With slices they hold for every order of the slices.
@@ -14,8 +13,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.zerobubble.plan.bounds.instance import Derivation, Instance
-from megatron.zerobubble.plan.bounds.relaxations import derivations
+from megatron.zerobubble.plan.bounds.instance import Instance
+from megatron.zerobubble.plan.bounds.relaxations import arguments
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
 
@@ -44,22 +43,14 @@ class Bound(TimeBound):
 
     bubble_rate: float
     """No plan has a smaller bubble rate (of the span)."""
-    derivation: Derivation | None = None
-    """The argument that gives `span_ms`."""
-    makespan_derivation: Derivation | None = None
-    """The argument that gives `makespan_ms`."""
 
     @staticmethod
     def of_any(bounds: Sequence[Bound]) -> Bound:
         """A bound for the plans of several placements: the smallest of theirs."""
-        span = min(bounds, key=lambda bound: bound.span_ms)
-        makespan = min(bounds, key=lambda bound: bound.makespan_ms)
         return Bound(
-            span_ms=span.span_ms,
-            makespan_ms=makespan.makespan_ms,
+            span_ms=min(bound.span_ms for bound in bounds),
+            makespan_ms=min(bound.makespan_ms for bound in bounds),
             bubble_rate=min(bound.bubble_rate for bound in bounds),
-            derivation=span.derivation,
-            makespan_derivation=makespan.makespan_derivation,
         )
 
 
@@ -73,14 +64,9 @@ def lower_bound(placement: Placement, num_microbatches: int, costs: CostModel, m
     # Plans keep a limit up to rounding, so the bound uses a slightly larger one.
     limit = math.inf if memory_limit is None else memory_limit * unit * (1 + 1e-9) + 1e-9
     instance = Instance(placement, costs, num_microbatches, limit)
-    span = makespan = Derivation("nothing", (), ())
-    for found in derivations(instance):
-        span = max(span, found, key=_value)
-        makespan = max(makespan, instance.since_first_start(found), key=_value)
+    span = makespan = 0.0
+    for found in arguments(instance):
+        span, makespan = max(span, found.span_ms), max(makespan, found.makespan_ms)
     busiest = max(instance.work(stages) for stages in placement.rank_to_stages)
-    bubble_rate = max(0.0, span.value_ms - busiest) / span.value_ms if span.value_ms > 0 else 0.0
-    return Bound(span.value_ms, makespan.value_ms, bubble_rate, span, makespan)
-
-
-def _value(derivation: Derivation) -> float:
-    return derivation.value_ms
+    bubble_rate = max(0.0, span - busiest) / span if span > 0 else 0.0
+    return Bound(span, makespan, bubble_rate)
