@@ -137,8 +137,10 @@ def test_another_version_is_refused(package: str) -> None:
 
 
 def test_what_may_differ_between_hosts(tmp_path: Path) -> None:
-    first = ["--num-workers", "1", "--save", "/tmp/a", "--zero-bubble-trace", "/tmp/a"]
-    second = ["--num-workers", "2", "--save", "/tmp/b", "--zero-bubble-trace", "/tmp/b"]
+    first, second = (
+        ["--num-workers", workers, "--save", str(tmp_path / workers), "--zero-bubble-trace", str(tmp_path / workers)]
+        for workers in ("1", "2")
+    )
     assert compared([*MOCK, *first], [*MOCK, *second]) == ["", ""]
 
 
