@@ -74,6 +74,8 @@ def build_chunks(
         ConfigError: an option that does not work with the schedule or with sharded gradients.
     """
     check_megatron_core()
+    if not spec.is_stock:
+        turn_off(config)
     check_config(config, spec)
     if config.num_moe_experts is not None:
         define_missing_te_gemm()
@@ -139,6 +141,28 @@ def make_store(config: Any, ddp_config: DistributedDataParallelConfig, device: t
     return WeightGradStore(kernel, rank=parallel_state.get_pipeline_model_parallel_rank())
 
 
+_TURNED_OFF = {
+    "defer_embedding_wgrad_compute": "W defers the head's weight gradient already",
+    "overlap_dispatch_backward_with_experts_wgrad": "W computes the experts' weight gradients",
+    "overlap_moe_expert_parallel_comm": "it needs megatron-core's own schedule; without it the experts' all-to-alls are exposed",
+    "ep_overlap_early_attn_memory_release": "it is a part of overlap_moe_expert_parallel_comm",
+}
+"""Options of megatron-core's configuration that a split of B and W makes superfluous or cannot serve, and what that costs."""
+
+
+def turn_off(config: Any) -> None:
+    """Turn off options that only change when something is computed, before a model is built, with one line on rank 0.
+
+    Args:
+        config: TransformerConfig of the model, before megatron-core's checks of these options or after them.
+    """
+    found = [name for name in _TURNED_OFF if getattr(config, name, False)]
+    for name in found:
+        setattr(config, name, False)
+    if found and not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
+        logger.warning("turned off for the schedule: %s", "; ".join(f"{name} ({_TURNED_OFF[name]})" for name in found))
+
+
 def check_config(config: Any, spec: ScheduleSpec, *, knows_lengths: bool = False) -> None:
     """Check that every option of the model works with the schedule.
 
@@ -161,11 +185,7 @@ def check_config(config: Any, spec: ScheduleSpec, *, knows_lengths: bool = False
 
 
 _REFUSED = {
-    "defer_embedding_wgrad_compute": "W already defers the head's weight gradient",
-    "overlap_moe_expert_parallel_comm": "it brings a schedule of its own",
-    "overlap_dispatch_backward_with_experts_wgrad": "it computes the experts' deferred weight gradients in B",
     "hybrid_context_parallel": "it brings a schedule of its own",
-    "moe_shared_expert_overlap": "its backward runs on a stream of its own, which may overwrite the tensors saved for W",
     "moe_ncclep_zero_copy": "the gradients that W reads would lie in a buffer that all layers share",
     "moe_paged_stash": "it pages activations in the order of megatron-core's own schedules",
     "fine_grained_activation_offloading": "it follows megatron-core's own schedules",

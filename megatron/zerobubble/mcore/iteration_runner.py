@@ -18,6 +18,7 @@ from torch import nn
 
 from megatron.zerobubble.mcore.ddp.wrap import start_first_gathers
 from megatron.zerobubble.mcore.model.dispatchers import token_dispatchers
+from megatron.zerobubble.mcore.model.shared_experts import side_streams
 from megatron.zerobubble.mcore.model.wgrad_split import driven_modules, split_weights
 from megatron.zerobubble.mcore.post_validation.rewind import Habits, Replayed, Rewind
 from megatron.zerobubble.mcore.post_validation.token_count import TokenCount
@@ -91,6 +92,7 @@ class IterationRunner:
         dispatchers = [token_dispatchers(chunk) for chunk in chunks]
         self._dispatchers = dispatchers if any(dispatchers) else []
         self._deferred = [[*split_weights(chunk), *driven_modules(chunk)] for chunk in chunks]
+        self._side_streams = [side_streams(chunk) for chunk in chunks]
         self.sliced = SlicedChunks(chunks, positions) if spec.num_slices > 1 else None
         """The chunks, made to run slice by slice; None: microbatches are not cut."""
         self._store = store
@@ -116,7 +118,8 @@ class IterationRunner:
             start_first_gathers(self._chunks)
         if isinstance(hooks.profiler, Profiler):
             hooks.profiler.lengths = iteration.pass_lengths
-        self._store.keeps_order = hooks.profiler is not None  # the plan decides what each op takes and holds
+        # For a profiler the plan decides what each op takes and holds; and a GEMM on another stream would need waits of its own.
+        self._store.keeps_order = hooks.profiler is not None or any(self._side_streams)
         self._store.due_at_once = _due_at_once(program, self._rank)
         try:
             with hooks.profiler if hooks.profiler is not None and is_training else nullcontext():
@@ -181,6 +184,7 @@ class IterationRunner:
             dispatchers=self._dispatchers,
             slices=None if self.sliced is None else self.sliced.current,
             deferred=self._deferred,
+            side_streams=self._side_streams,
         )
 
     def _executor(self, program: Program, work: ChunkWork, recorder: Recorder | None, hooks: IterationHooks) -> Executor:

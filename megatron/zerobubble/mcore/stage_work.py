@@ -30,6 +30,7 @@ from megatron.zerobubble.mcore.ddp.final_gradients import FinalGradients
 from megatron.zerobubble.mcore.model.aux_loss_scale import set_auxiliary_scales
 from megatron.zerobubble.mcore.model.dispatchers import drop_graphs
 from megatron.zerobubble.mcore.model.rng import ChunkStreams
+from megatron.zerobubble.mcore.model.shared_experts import between_streams
 from megatron.zerobubble.mcore.slices.batches import Cut, CutDimensions, SlicedBatches
 from megatron.zerobubble.mcore.slices.current_slice import CurrentSlice, SlicePart
 from megatron.zerobubble.mcore.slices.losses import SlicedLosses
@@ -87,6 +88,7 @@ class ChunkWork:
         dispatchers: the `token_dispatchers` of each chunk; empty: no chunk has any.
         slices: the slice that the chunks run, with the keys and values of those in flight; None: microbatches are not cut.
         deferred: the weights of each chunk whose gradients W computes; empty: no chunk has any.
+        side_streams: the streams of each chunk's shared experts; empty: none has one.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class ChunkWork:
         dispatchers: Sequence[Sequence[Any]] = (),
         slices: CurrentSlice | None = None,
         deferred: Sequence[Sequence[FinalGradient]] = (),
+        side_streams: Sequence[Sequence[Any]] = (),
     ) -> None:
         self._chunks = chunks
         self._chunk_of = [placement.chunk_of(stage) for stage in range(placement.num_stages)]
@@ -118,6 +121,7 @@ class ChunkWork:
         self._dispatchers = dispatchers
         self._slices = slices
         self._deferred = deferred or [()] * len(chunks)
+        self._side_streams = side_streams or [()] * len(chunks)
         rows = [shape[1] for shape in iteration.tensor_shapes]
         self._sliced_losses = SlicedLosses(iteration.parts, rows, per_token=config.calculate_per_token_loss)
         iterators = iteration.data_iterators
@@ -305,10 +309,11 @@ class ChunkWork:
         is_last = group[-1] == self._iteration.num_microbatches - 1 and op.slice == 0
         if is_last:
             self._sync[chunk].begin_last()
-        if len(group) == 1:
-            self._store.run(chunk, op.microbatch, op.slice)
-        else:
-            self._store.run_together(chunk, group, part=op.microbatch - group[0])
+        with between_streams(self._side_streams[chunk]):
+            if len(group) == 1:
+                self._store.run(chunk, op.microbatch, op.slice)
+            else:
+                self._store.run_together(chunk, group, part=op.microbatch - group[0])
         if is_last and op.microbatch == group[-1]:
             self._sync[chunk].end_last()
 

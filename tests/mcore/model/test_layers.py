@@ -9,14 +9,18 @@ the reference rounds its sums to 11 bits, and weights may differ by twice their 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
+from megatron.zerobubble.mcore.cpu.streams import InertStream, _CudaWithoutStreams
+from megatron.zerobubble.plan.ir import OpKind
 from tests.support.after_each_op import after_each_op
-from tests.support.gpt import assert_near, assert_same_bits, compare, grown_by_op, refusal
+from tests.support.gpt import assert_near, assert_same_bits, compare, grown_by_op
 from tests.support.hybrid import HAS_HYBRID_MODEL, WHY_NOT, HybridCase, case
 from tests.support.moe import ZB_H2, ZBV, MoeCase
 from tests.support.mtp import ZB_H2 as MTP_ZB_H2
@@ -123,9 +127,62 @@ def test_dispatchers_keep_no_graph_between_ops(four_ranks: RankPool, recompute: 
         assert (count, held) == (2, set())
 
 
-def test_shared_experts_on_a_stream_of_their_own_are_refused(four_ranks: RankPool) -> None:
-    for message in four_ranks.run(refusal, replace(ZBV, shared=True, shared_overlap=True)):
-        assert message.startswith("moe_shared_expert_overlap does not go with schedule 'zbv'")
+@pytest.mark.claims(
+    "Layers",
+    "shared experts beside the dispatcher (`moe_shared_expert_overlap`): W runs after their stream's work, and before what comes "
+    "next on it",
+    "works, 4e-6; the order of streams on a double; **not run on a GPU**",
+)
+@pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=lambda case: case.schedule)
+@pytest.mark.sampled(0.5)
+def test_shared_experts_beside_the_dispatcher(four_ranks: RankPool, base: MoeCase) -> None:
+    changes: dict[str, Any] = {"different_data": True, "adam_eps": 1.0, "shared": True, "shared_overlap": True}
+    case = replace(base, expert_parallel=2, dispatcher="alltoall", **changes)
+    assert_near(four_ranks.run(compare, case), case, OTHER_ORDER)
+
+
+class _Recorded(InertStream):
+    """A stream that knows for what it waits."""
+
+    events: ClassVar[list[str]] = []
+
+    def __init__(self, name: str = "side", **_: object) -> None:
+        self.name = name
+
+    def wait_stream(self, stream: object) -> None:
+        self.events.append(f"{self.name} waits for {getattr(stream, 'name', 'passes')}")
+
+
+def _waits_of_w(rank: int, case: MoeCase) -> list[list[str]]:
+    """What waits for what in each W of a rank, on a double of streams."""
+    with (
+        mock.patch.object(SharedExpertMLP, "stream", None),
+        mock.patch.object(_CudaWithoutStreams, "Stream", _Recorded),
+        mock.patch.object(torch.cuda, "Stream", _Recorded),
+        mock.patch.object(torch.cuda, "current_stream", return_value=_Recorded("passes")),
+    ):
+        trainer = case.trainer()
+        found: list[list[str]] = []
+
+        def after(work: Any, op: Any) -> None:
+            if op.kind is OpKind.W:
+                found.append([*_Recorded.events])
+            _Recorded.events.clear()
+
+        after_each_op(trainer.schedule, after)
+        trainer.forward_backward(0)
+        trainer.close()
+    return found
+
+
+def test_w_waits_for_shared_experts_and_they_for_w(four_ranks: RankPool) -> None:
+    case = replace(ZBV, expert_parallel=2, dispatcher="alltoall", shared=True, shared_overlap=True)
+    for waits in four_ranks.run(_waits_of_w, case):
+        assert len(waits) == 2 * case.num_microbatches
+        for each in waits:
+            half = len(each) // 2
+            assert half >= 1
+            assert each == ["passes waits for side"] * half + ["side waits for passes"] * half
 
 
 SUMS = {"embedding.word_embeddings.weight", "output_layer.weight"}

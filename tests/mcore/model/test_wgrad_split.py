@@ -219,7 +219,7 @@ def test_logits_come_in_the_dtype_that_the_output_layer_is_asked_for(four_ranks:
     "rejected",
     also=("training/config/test_model_flags.py",),
 )
-@pytest.mark.claims("Layers", "CPU and activation offloading, overlapped MoE communication, with our schedules", "rejected")
+@pytest.mark.claims("Layers", "CPU and activation offloading with our schedules", "rejected")
 @pytest.mark.claims(
     "Long runs",
     "options of megatron-core that break a split backward pass: CUDA graphs, autocast, Transformer Engine's op fuser, and the"
@@ -242,6 +242,27 @@ def test_each_refused_option_is_named_with_its_reason(options: dict[str, Any], n
     build.check_config(config, schedule_spec("stock", num_ranks=2, num_chunks=1))
     with pytest.raises(ConfigError, match=re.escape(f"{named} does not go with schedule 'zb-h1': ")):
         build.check_config(config, schedule_spec("zb-h1", num_ranks=2, num_chunks=1))
+
+
+@pytest.mark.claims(
+    "Layers",
+    "megatron-core's own overlap of MoE communication, of the dispatch with experts' wgrad, and deferred wgrad of the head, with "
+    "our schedules",
+    "turned off, with one line that says what it costs",
+)
+def test_options_that_only_change_when_something_is_computed_are_turned_off(caplog: pytest.LogCaptureFixture) -> None:
+    config = SimpleNamespace(**dict.fromkeys(build._TURNED_OFF, True), moe_grouped_gemm=True)
+    build.turn_off(config)
+    build.turn_off(config)
+    assert vars(config) == dict.fromkeys(build._TURNED_OFF, False) | {"moe_grouped_gemm": True}
+    [line] = caplog.messages
+    assert line.startswith(
+        "turned off for the schedule: defer_embedding_wgrad_compute (W defers the head's weight gradient already); "
+    )
+    assert (
+        "overlap_moe_expert_parallel_comm (it needs megatron-core's own schedule; without it the experts' all-to-alls are exposed"
+        in line
+    )
 
 
 def test_every_default_of_the_installed_megatron_core_is_allowed() -> None:

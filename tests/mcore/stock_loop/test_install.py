@@ -422,6 +422,20 @@ def test_configurations_are_not_kept() -> None:
     assert not loop._configs
 
 
+@pytest.mark.usefixtures("clean")
+@pytest.mark.skipif(not hasattr(TransformerConfig, "overlap_moe_expert_parallel_comm"), reason="a newer megatron-core has it")
+def test_a_recipe_with_overlapped_moe_communication_is_taken_without_it() -> None:
+    """Neither with the virtual stages that megatron-core wants for it, nor with what it wants off."""
+    sizes = {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2, "num_moe_experts": 4, "bf16": True}
+    given = {"num_layers": 8, "hidden_size": 32, "num_attention_heads": 4, "add_bias_linear": False, **sizes}
+    given |= {"pipeline_dtype": torch.bfloat16, "overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True}
+    with pytest.raises(AssertionError, match="virtual_pipeline_model_parallel_size"):
+        TransformerConfig(**given)
+    megatron.zerobubble.install(schedule="zb-h1")
+    config = TransformerConfig(**given)
+    assert (config.overlap_moe_expert_parallel_comm, config.delay_wgrad_compute) == (False, True)
+
+
 def test_a_missing_name_is_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(parallel_state, "default_embedding_ranks")
     monkeypatch.setattr(schedules, "get_forward_backward_func", lambda: None)

@@ -150,6 +150,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         schedules = importlib.import_module("megatron.core.pipeline_parallel.schedules")
         transformer_utils = importlib.import_module("megatron.core.transformer.utils")
         dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+        shared_experts = importlib.import_module("megatron.core.transformer.moe.shared_experts")
         moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
         buckets = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
         rotary = importlib.import_module("megatron.core.models.common.embeddings.rotary_pos_embedding")
@@ -177,6 +178,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (moe_utils, "torch", stand_in),
         (dispatcher, "torch", without_streams),
         (buckets, "torch", without_streams),
+        (shared_experts, "torch", without_streams),
         (dispatcher, "maybe_move_tensor_to_cpu", split_sizes_on_host),
         (dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", InertStream()),
         (bucket_group, "start_param_sync", one_at_a_time(bucket_group.start_param_sync)),

@@ -56,6 +56,7 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.job.failure import JobGuard
+from megatron.zerobubble.mcore.build import turn_off
 from megatron.zerobubble.mcore.compat import check_stock_loop, hybrid_model
 from megatron.zerobubble.mcore.model import named_weights
 from megatron.zerobubble.mcore.model.float16 import StageFloat16Module
@@ -349,6 +350,7 @@ def _building(loop: StockLoop, original: Callable[..., None]) -> Callable[..., N
         bound = signature.bind(*args, **kwargs)
         config = bound.arguments["config"]
         if config.pipeline_model_parallel_size > 1:
+            turn_off(config)
             defer_to_w(config)
         if config.pipeline_model_parallel_size > 1 and loop.options.is_v:
             first, last = loop.ends(bound.arguments.get("vp_stage"))

@@ -30,6 +30,7 @@ from torch import nn
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.job.supervision import Supervision
 from megatron.zerobubble.mcore.agreement import refusing_together
+from megatron.zerobubble.mcore.build import turn_off
 from megatron.zerobubble.mcore.engine import Engine
 from megatron.zerobubble.mcore.model.embeddings import FinalizeGradients
 from megatron.zerobubble.mcore.model.hybrid_layers import place_stack
@@ -108,6 +109,7 @@ class StockLoop:
         num_ranks = config.pipeline_model_parallel_size
         if num_ranks > 1:
             config.delay_wgrad_compute = False  # set by `configured`, if this config is made from another one
+            turn_off(config)
         if not self.options.is_v or num_ranks < 2 or getattr(config, "is_hybrid_model", False):
             return {}  # the pattern of a HybridModel has the layers of each stage
         return self._layers.divide(config)
