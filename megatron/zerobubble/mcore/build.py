@@ -75,7 +75,7 @@ def build_chunks(
     """
     check_megatron_core()
     if not spec.is_stock:
-        turn_off(config)
+        turn_off(config, set())
     check_config(config, spec)
     if config.num_moe_experts is not None:
         define_missing_te_gemm()
@@ -150,17 +150,20 @@ _TURNED_OFF = {
 """Options of megatron-core's configuration that a split of B and W makes superfluous or cannot serve, and what that costs."""
 
 
-def turn_off(config: Any) -> None:
+def turn_off(config: Any, known: set[str]) -> None:
     """Turn off options that only change when something is computed, before a model is built, with one line on rank 0.
 
     Args:
         config: TransformerConfig of the model, before megatron-core's checks of these options or after them.
+        known: those that a line has named; they are added. A loop may make a config for each microbatch.
     """
     found = [name for name in _TURNED_OFF if getattr(config, name, False)]
     for name in found:
         setattr(config, name, False)
-    if found and not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
-        logger.warning("turned off for the schedule: %s", "; ".join(f"{name} ({_TURNED_OFF[name]})" for name in found))
+    new = [f"{name} ({_TURNED_OFF[name]})" for name in found if name not in known]
+    known.update(found)
+    if new and not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
+        logger.warning("turned off for the schedule: %s", "; ".join(new))
 
 
 def check_config(config: Any, spec: ScheduleSpec, *, knows_lengths: bool = False) -> None:

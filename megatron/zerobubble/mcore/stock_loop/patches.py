@@ -350,7 +350,7 @@ def _building(loop: StockLoop, original: Callable[..., None]) -> Callable[..., N
         bound = signature.bind(*args, **kwargs)
         config = bound.arguments["config"]
         if config.pipeline_model_parallel_size > 1:
-            turn_off(config)
+            turn_off(config, loop.turned_off)
             defer_to_w(config)
         if config.pipeline_model_parallel_size > 1 and loop.options.is_v:
             first, last = loop.ends(bound.arguments.get("vp_stage"))

@@ -75,6 +75,8 @@ class StockLoop:
         self._layers = DividedLayers(lambda ranks, chunks: options.spec(num_ranks=ranks, num_chunks=chunks))
         self._configs: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         """By identity, those that still exist: a loop may make one per microbatch, and they cannot be hashed."""
+        self.turned_off: set[str] = set()
+        """Options of configs that were turned off."""
         self.adopted = AdoptedChunks(options, self.ends)
         """The chunks that DDP wrapped."""
         self._models = RunningModels()
@@ -109,7 +111,7 @@ class StockLoop:
         num_ranks = config.pipeline_model_parallel_size
         if num_ranks > 1:
             config.delay_wgrad_compute = False  # set by `configured`, if this config is made from another one
-            turn_off(config)
+            turn_off(config, self.turned_off)
         if not self.options.is_v or num_ranks < 2 or getattr(config, "is_hybrid_model", False):
             return {}  # the pattern of a HybridModel has the layers of each stage
         return self._layers.divide(config)
