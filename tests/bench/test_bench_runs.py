@@ -110,7 +110,7 @@ def test_what_is_measured_and_predicted(done: tuple[subprocess.CompletedProcess[
     assert found["interleaved-1f1b:8"]["failure"].startswith("--num-layers 8")
 
 
-@pytest.mark.sampled(0.1, group="whole jobs")
+@pytest.mark.sampled(0.07, group="whole jobs")
 def test_of_documents_nothing_is_claimed_that_differs_by_iteration(tmp_path: Path) -> None:
     """Tokens and passes of --seq-length would be too many."""
     documents = write_documents(tmp_path / "some", random_documents([2, 5, 9, 17, 32, 33, 12, 7]))
@@ -143,7 +143,7 @@ def on_script(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
     "the calls of the schedule, losses from its results, memory, bubbles measured and predicted",
     "works; **not run on a GPU**",
 )
-@pytest.mark.sampled(0.1, group="whole jobs")
+@pytest.mark.sampled(0.07, group="whole jobs")
 def test_a_script_runs_unedited_under_every_contender(tmp_path: Path) -> None:
     names = ["stock-1f1b", "zb-h1", "zbv+pv", "auto", "zb-h1:slices=2"]
     options = ["--contenders", ",".join(names), "--rounds", "2", "--timed-iters", "2", "--zero-bubble-planning-seconds", "0.1"]
@@ -169,7 +169,7 @@ def test_a_script_runs_unedited_under_every_contender(tmp_path: Path) -> None:
     assert found["zbv+pv"]["use"] == f"zerobubble run {flags} {_SCRIPT[1]} ... {_CHUNKS}"
 
 
-@pytest.mark.sampled(0.1, group="whole jobs")
+@pytest.mark.sampled(0.07, group="whole jobs")
 def test_a_script_that_ends_early_or_fails_is_a_row_with_the_reason(tmp_path: Path) -> None:
     flags = {"stock-1f1b": "--train-iters 3", "zb-h1": "--no-such-flag", "zb": "--pipeline-model-parallel-size 1", "zbv": ""}
     more = [word for name, each in flags.items() for word in ("--contender-flags", f"{name}={each}")]

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
 import pytest
+import torch
 
 from megatron.zerobubble.bench.bench_options import Options, parse_options
 from megatron.zerobubble.bench.contenders import DEFAULT, PROFILED, WARM_UP, parse_contenders
 from megatron.zerobubble.bench.jobs import ScriptJob, TrainerJob
 from megatron.zerobubble.errors import ConfigError, UserError
+from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
 from megatron.zerobubble.training.config.settings import Settings
 from tests.training.test_arguments import BASE, settings
+
+with quiet_third_parties():
+    from megatron.zerobubble.bench.block import BlockRequest, _Block
 
 JOB = "--pipeline-model-parallel-size 2 --num-layers 8 --global-batch-size 8"
 TINY = "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --lr 1e-3 --mock-data"
@@ -48,6 +57,18 @@ def test_a_contender_has_slices_of_its_own() -> None:
     assert (own.zero_bubble.num_slices, own.schedule_spec.num_slices, own.schedule_spec.name) == (4, 4, "zbv")
     assert of("zbv", "--enable-zero-bubble --zero-bubble-slices 2").schedule_spec.num_slices == 1
     assert of("zb:slices=2@0.5").zero_bubble.zero_bubble_memory_limit == "0.5"
+
+
+def test_1f1b_runs_without_its_wait() -> None:
+    both = parse_contenders("stock-1f1b,stock-1f1b:no-sync")
+    assert [(each.schedule, each.no_sync) for each in both] == [("stock", False), ("stock", True)]
+    for contender in both:
+        config = SimpleNamespace(batch_p2p_sync=True)
+        program: Any = SimpleNamespace(zero_bubble=SimpleNamespace(schedule="stock"))
+        request = BlockRequest(number=0, program=program, is_first=True, num_warm_up=6, num_timed=1, no_sync=contender.no_sync)
+        schedule: Any = SimpleNamespace(spec=SimpleNamespace(is_stock=True), device=torch.device("cpu"), recordings=mock.Mock())
+        _Block(request, lambda: None, lambda _: None)._begin(schedule, [SimpleNamespace(config=config)])
+        assert config.batch_p2p_sync == (not contender.no_sync)
 
 
 def test_the_default_contenders_run_a_usual_job() -> None:
@@ -112,6 +133,8 @@ def test_a_job_whose_length_is_in_samples_is_shortened() -> None:
         ("zbv:slices=1", "zbv:slices=1: give 2 or more slices"),
         ("auto:slices=2", "auto:slices=2: give 2 or more slices, and one of"),
         ("zb-h1@2", "zb-h1 has a fixed order and takes no memory limit; zb@2 does"),
+        ("interleaved-1f1b:no-sync", "only stock-1f1b waits for the device behind each exchange; leave out :no-sync"),
+        ("zbv:no-sync", "only stock-1f1b waits for the device behind each exchange; leave out :no-sync"),
         ("zbv+xx", "has the wrong form"),
         ("zbv:slices=" + "9" * 5000, "has the wrong form"),
     ],

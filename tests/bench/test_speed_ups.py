@@ -99,6 +99,14 @@ def test_the_verdict_names_the_fastest_with_its_memory() -> None:
     assert table(base, slow, fast).verdict().endswith("times its memory. use: --zero-bubble-schedule zbv")
 
 
+def test_the_verdict_is_also_over_1f1b_without_its_wait() -> None:
+    base, fast = outcome("stock-1f1b", *QUIET), outcome("zbv", *(each / 1.25 for each in QUIET))
+    fair = outcome("stock-1f1b:no-sync", *(each / 1.05 for each in QUIET))
+    wanted = "zbv is 1.25 times as fast as stock-1f1b, and 1.19 times as fast as stock-1f1b:no-sync."
+    assert table(base, fair, fast).verdict() == wanted
+    assert table(base, fair).verdict() == "stock-1f1b:no-sync is 1.05 times as fast as stock-1f1b."
+
+
 def test_the_verdict_knows_when_interleaving_would_do_as_well() -> None:
     base = outcome("stock-1f1b", *QUIET, predicted_ms=2000.0)
     fast = outcome("zbv", *(each / 1.25 for each in QUIET), predicted_ms=1600.0)

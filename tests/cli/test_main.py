@@ -136,7 +136,7 @@ def _train(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.sampled(0.1, group="whole jobs")
+@pytest.mark.sampled(0.07, group="whole jobs")
 def test_train_starts_its_ranks_and_trains(tmp_path: Path) -> None:
     done = _train(tmp_path, "--eval-iters", "0", "--pipeline-model-parallel-size", "2", "--zero-bubble-v-schedule")
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
@@ -144,7 +144,7 @@ def test_train_starts_its_ranks_and_trains(tmp_path: Path) -> None:
     assert done.stdout.count("| consumed samples:") == 2
 
 
-@pytest.mark.sampled(0.1, group="whole jobs")
+@pytest.mark.sampled(0.07, group="whole jobs")
 def test_the_reason_of_a_failed_job_is_the_last_line(tmp_path: Path) -> None:
     """Flags that only a rank can refuse, once it knows its device. torchrun's summary above names it as the root cause."""
     done = _train(tmp_path, "--distributed-backend", "nccl")

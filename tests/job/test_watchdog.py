@@ -304,7 +304,7 @@ STUCK += ["--train-iters", "1000", "--eval-iters", "1", "--eval-interval", "2", 
 STUCK += ["--zero-bubble-watchdog-seconds", "3"]
 
 
-@pytest.mark.sampled(0.1, group="whole jobs")
+@pytest.mark.sampled(0.07, group="whole jobs")
 def test_a_job_in_which_a_rank_sleeps_ends_with_the_reason(tmp_path: Path) -> None:
     script = tmp_path / "stuck.py"
     script.write_text(STUCK_SCRIPT)

@@ -37,6 +37,7 @@ from tests.support.tolerances import after_steps
 from tests.support.traces import check_trace
 
 pytestmark = [
+    pytest.mark.sampled(0.5, group="plans of measured times"),
     pytest.mark.claims(
         "Planning and measuring",
         "re-planned with profiled timings in the middle of a run, with optimistic steps and dropout: not one "

@@ -31,7 +31,7 @@ pytestmark = [
         "works, Chromium",
         also=("playground",),
     ),
-    pytest.mark.sampled(0.4, group="pages in a browser"),
+    pytest.mark.sampled(0.3, group="pages in a browser"),
 ]
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from megatron.zerobubble.profiling.report import report, reports_to_json
 from tests.playground.pages import SMALL, Open, cells, drop
 from tests.profiling.support import as_recorded
 
-pytestmark = pytest.mark.sampled(0.4, group="pages in a browser")
+pytestmark = pytest.mark.sampled(0.3, group="pages in a browser")
 
 
 def test_only_plans_for_one_problem_are_compared(opened: Open) -> None:

@@ -22,7 +22,7 @@ pytestmark = [
         "works, Chromium",
         also=("playground/test_speed.py",),
     ),
-    pytest.mark.sampled(0.4, group="pages in a browser"),
+    pytest.mark.sampled(0.3, group="pages in a browser"),
 ]
 
 PICTURE = "document.querySelector('.chart canvas.passes').toDataURL()"

@@ -25,7 +25,7 @@ pytestmark = [
             "playground/test_file_verdicts.py",
         ),
     ),
-    pytest.mark.sampled(0.4, group="pages in a browser"),
+    pytest.mark.sampled(0.3, group="pages in a browser"),
 ]
 
 

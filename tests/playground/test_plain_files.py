@@ -83,7 +83,7 @@ pytestmark = pytest.mark.claims(
 )
 
 
-_SOME = pytest.mark.sampled(0.25, group="pages without a server")
+_SOME = pytest.mark.sampled(0.14, group="pages without a server")
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ LIST = f"p=2&effort=drawn&s=zbv&lengths=list&tokens={'_'.join(map(str, TOKENS))}
 IDLE = "idle share of the makespan"
 CAME = "idle share in its own order with the data as it came"
 
-pytestmark = pytest.mark.sampled(0.4, group="pages in a browser")
+pytestmark = pytest.mark.sampled(0.3, group="pages in a browser")
 
 
 def test_lengths_are_planned_for_and_shown_and_the_link_restores_them(opened: Open, tmp_path: Path) -> None:

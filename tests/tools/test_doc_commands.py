@@ -152,7 +152,7 @@ TRAINING = [
 SMALL = "--hidden-size 32 --num-attention-heads 4 --seq-length 32 --train-iters 16 --distributed-backend gloo"
 
 
-@pytest.mark.sampled(0.1, group="whole jobs")
+@pytest.mark.sampled(0.07, group="whole jobs")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("page", "last"), TRAINING)
 def test_the_jobs_of_a_page_train(page: Path, last: str, folder: Path) -> None:

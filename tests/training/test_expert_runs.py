@@ -65,7 +65,7 @@ def stock(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     return folder, train([*JOB, *files])
 
 
-@pytest.mark.sampled(0.1, group="whole jobs")
+@pytest.mark.sampled(0.07, group="whole jobs")
 def test_zero_bubble_prints_the_losses_of_stock_1f1b(stock: tuple[Path, str], corpus: str, tmp_path: Path) -> None:
     """From the first iteration on, with optimistic steps. The MTP layer uses the head a second time, and W adds the two
     gradients one after the other."""
@@ -81,7 +81,7 @@ def test_zero_bubble_prints_the_losses_of_stock_1f1b(stock: tuple[Path, str], co
         assert mine == pytest.approx(yours, rel=after_steps(done, LR))
 
 
-@pytest.mark.sampled(0.1, group="whole jobs")
+@pytest.mark.sampled(0.07, group="whole jobs")
 def test_a_checkpoint_continues_under_v(stock: tuple[Path, str], corpus: str, tmp_path: Path) -> None:
     """Saved by stock 1F1B, continued by ZBV, with the experts' bias: without it other experts would be chosen."""
     folder, _ = stock

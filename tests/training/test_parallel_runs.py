@@ -38,7 +38,7 @@ MEASURING += ["--zero-bubble-planning-seconds", "0.1"]
 NAMES = ("loss", "grad_norm", "validation_loss")
 
 
-@pytest.mark.sampled(0.1, group="whole jobs")
+@pytest.mark.sampled(0.07, group="whole jobs")
 def test_shared_sequences_train_as_whole_ones(corpus: str, tmp_path: Path) -> None:
     """megatron-core's 1F1B on shared sequences; there, too, a searched schedule with optimistic steps that are rolled back and a
     new plan; and its checkpoint, continued on whole sequences. Not the same bits: sums over a sequence are taken in two parts,

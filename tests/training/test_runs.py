@@ -154,7 +154,7 @@ def test_a_continued_run_is_bit_for_bit_the_same(stock: Job, corpus: str, tmp_pa
             assert fields.get(name) == stock.metrics[iteration].get(name), (iteration, name)
 
 
-@pytest.mark.sampled(0.1, group="whole jobs")
+@pytest.mark.sampled(0.07, group="whole jobs")
 def test_a_checkpoint_continues_with_another_schedule_and_optimizer_sharding(zb_h1: Job, corpus: str, tmp_path: Path) -> None:
     """ZB-H1 -> ZBV: other stages on other ranks, where three layers per rank make stages of two and of one; the same losses up to
     the order of additions."""
@@ -197,7 +197,7 @@ def _check_layers(folder: Path, *, num_layers: int) -> None:
     assert StageLayers.parse(found.layout.text).num_layers == num_layers
 
 
-@pytest.mark.sampled(0.1, group="whole jobs")
+@pytest.mark.sampled(0.07, group="whole jobs")
 def test_replanning_changes_no_result_and_the_plan_can_be_saved(corpus: str, tmp_path: Path) -> None:
     """With dropout, optimistic steps and a new plan every second iteration; then a run with its last
     plan from the start."""
@@ -248,7 +248,7 @@ if __name__ == "__main__":
 the job's output open, and the test would wait for its end."""
 
 
-@pytest.mark.sampled(0.1, group="whole jobs")
+@pytest.mark.sampled(0.07, group="whole jobs")
 def test_optimistic_steps_change_no_result(corpus: str, tmp_path: Path) -> None:
     """ZBV with dropout, clipped in every step; progress lines, checkpoints and an evaluation between steps and their validation,
     and a kill there."""
@@ -275,7 +275,7 @@ def test_optimistic_steps_change_no_result(corpus: str, tmp_path: Path) -> None:
         assert [rank["measured"]["rewind_ms"] > 0 for rank in entry["ranks"]] == [rewound, False]
 
 
-@pytest.mark.sampled(0.1, group="whole jobs")
+@pytest.mark.sampled(0.07, group="whole jobs")
 def test_a_signal_ends_a_run_with_a_checkpoint(corpus: str, tmp_path: Path) -> None:
     """With every step optimistic and clipped by post-validation; the last one before it is saved."""
     flags = [*RUN, "--data-path", corpus, "--enable-zero-bubble", "--exit-signal-handler", "--clip-grad", "1e-3"]

@@ -38,7 +38,7 @@ def _losses(job: Job) -> dict[str, float]:
     }
 
 
-@pytest.mark.sampled(0.1, group="whole jobs")
+@pytest.mark.sampled(0.07, group="whole jobs")
 def test_one_curve_for_all_numbers_of_slices(corpus: str, tmp_path: Path) -> None:
     _check_curves(corpus, tmp_path, ["--train-iters", "6"], numbers=(2, 8))
 
@@ -58,7 +58,7 @@ def _check_curves(corpus: str, folder: Path, flags: list[str], *, numbers: tuple
         assert _losses(job) == close(whole)
 
 
-@pytest.mark.sampled(0.1, group="whole jobs")
+@pytest.mark.sampled(0.07, group="whole jobs")
 def test_a_checkpoint_resumes_bit_for_bit(corpus: str, tmp_path: Path) -> None:
     """ZBV with optimistic steps and dropout, which is drawn slice by slice; then the planner's files."""
     flags = ["--data-path", corpus, "--zero-bubble-v-schedule", "--zero-bubble-slices", "4", *OPTIMISTIC]
@@ -71,7 +71,7 @@ def test_a_checkpoint_resumes_bit_for_bit(corpus: str, tmp_path: Path) -> None:
     _check_files(tmp_path)
 
 
-@pytest.mark.sampled(0.1, group="whole jobs")
+@pytest.mark.sampled(0.07, group="whole jobs")
 def test_the_number_of_slices_follows_from_what_is_measured(corpus: str, tmp_path: Path) -> None:
     """Whatever it is on this machine, the losses are those of whole microbatches."""
     flags = [*NO_DROPOUT, *LAYER, "--disable-bias-linear", "--data-path", corpus, "--enable-zero-bubble"]

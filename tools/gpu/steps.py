@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 
@@ -96,11 +96,11 @@ class Machine:
             *(() if self.rehearses else ("--bf16",)),
         )
 
-    def job(self, files: str, ranks: int, *words: str, pipeline: int, program: Sequence[str] = _TRAINER) -> tuple[str, ...]:
+    def job(self, files: str, ranks: int, *words: str, pipeline: int) -> tuple[str, ...]:
         """A job of the reference trainer, without checkpoints."""
         replicas = ranks // pipeline
         return (
-            *self.ranks(ranks, *program),
+            *self.ranks(ranks, *_TRAINER),
             *self.model(is_large=files.startswith("sweep"), pipeline=pipeline),
             *("--global-batch-size", str(3 * pipeline * replicas), "--metrics-jsonl", f"{{out}}/{files}.jsonl"),
             *("--train-iters", "4" if self.rehearses else "30", *words),
@@ -229,7 +229,7 @@ def _jobs(machine: Machine) -> Iterator[Step]:
 def _bench(machine: Machine) -> Iterator[Step]:
     pipeline = machine.num_ranks
     quick = ("--rounds", "1", "--timed-iters", "1", "--warmup-iters", "6") if machine.rehearses else ("--rounds", "4")
-    contenders = "stock-1f1b,interleaved-1f1b:2,interleaved-1f1b:4,zb-h1,zbv,zbv+pv,auto"
+    contenders = "stock-1f1b,stock-1f1b:no-sync,interleaved-1f1b:2,interleaved-1f1b:4,zb-h1,zbv,zbv+pv,auto"
     yield Step(
         name="schedules side by side",
         files="bench",
@@ -249,19 +249,18 @@ def _bench(machine: Machine) -> Iterator[Step]:
 def _sweep(machine: Machine) -> Iterator[Step]:
     """Jobs that differ in one thing; the median of their late iterations is compared with the first one's."""
     no_margins = tuple((f"NVTE_{name}", "0") for name in ("FWD_LAYERNORM_SM_MARGIN", "BWD_LAYERNORM_SM_MARGIN", "EXT_MARGIN_SM"))
-    for name, flags, variables, program in (
-        ("1f1b", (), (), _TRAINER),
-        ("1f1b-without-sync", (), (), ("-m", "tools.gpu.without_sync")),
-        ("zbv", _V, (), _TRAINER),
-        ("zbv-2-ctas", (*_V, "--zero-bubble-p2p-max-ctas", "2"), (), _TRAINER),
-        ("zbv-16-ctas", (*_V, "--zero-bubble-p2p-max-ctas", "16"), (), _TRAINER),
-        ("zbv-without-margins", _V, no_margins, _TRAINER),
+    for name, flags, variables in (
+        ("1f1b", (), ()),
+        ("zbv", _V, ()),
+        ("zbv-2-ctas", (*_V, "--zero-bubble-p2p-max-ctas", "2"), ()),
+        ("zbv-16-ctas", (*_V, "--zero-bubble-p2p-max-ctas", "16"), ()),
+        ("zbv-without-margins", _V, no_margins),
     ):
         files, num = f"sweep-{name}", machine.num_ranks
         yield Step(
             name=f"one thing at a time: {name}",
             files=files,
-            command=machine.job(files, num, *flags, pipeline=num, program=program),
+            command=machine.job(files, num, *flags, pipeline=num),
             environment=(*machine.variables, *variables),
             num_gpus=2,
             minutes=2,

@@ -219,8 +219,8 @@ def build_parser(prog: str = "zerobubble bench") -> argparse.ArgumentParser:
         metavar="NAME[,NAME...]",
         help="what to compare: stock-1f1b and interleaved-1f1b:CHUNKS are megatron-core's own schedules, every other name is "
         "one of --zero-bubble-schedule, or auto. NAME:CHUNKS sets the chunks per rank of an interleaved one, "
-        "NAME:slices=N --zero-bubble-slices, NAME@LIMIT --zero-bubble-memory-limit, NAME+pv adds post-validation "
-        "(default %(default)s)",
+        "NAME:slices=N --zero-bubble-slices, NAME@LIMIT --zero-bubble-memory-limit, NAME+pv adds post-validation; "
+        "stock-1f1b:no-sync is 1F1B without megatron-core's device-wide wait behind each exchange (default %(default)s)",
     )
     parser.add_argument("--baseline", metavar="NAME", help="contender that speed-ups are relative to (default: the first)")
     parser.add_argument("--rounds", type=int, metavar="N", help="blocks of each contender (default 5, with --quick 3)")

@@ -69,6 +69,8 @@ class BlockRequest:
     """Timed iterations."""
     plan: str | None = None
     """JSON of the plan to run, which the contender's first block found."""
+    no_sync: bool = False
+    """See `Contender`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,6 +262,8 @@ class _Block:
                 "the schedule"
             )
         self._model = model[0]
+        if self._request.no_sync:
+            get_model_config(model[0]).batch_p2p_sync = False
         self._meter = MemoryMeter(schedule.device)
         schedule.recordings.choose({self._request.num_warm_up}, done=0)
         schedule.recordings.only_chosen = True

@@ -95,6 +95,7 @@ class _Comparison:
             num_warm_up=options.warm_up(number),
             num_timed=options.num_timed,
             plan=None if first is None else first.result.plan,
+            no_sync=contender.no_sync,
         )
         self._num_blocks += 1
         result = self._workers.run(request, tick=self._progress.tick)

@@ -29,7 +29,8 @@ WARM_UP = PROFILED[1] + 2
 
 _STOCK_1F1B, _STOCK_INTERLEAVED = "stock-1f1b", "interleaved-1f1b"
 _FORM = re.compile(
-    r"(?P<name>[a-z0-9-]+)(:(?P<chunks>\d{1,8}))?(:slices=(?P<slices>\d{1,8}))?(@(?P<limit>[\w.]+))?(?P<steps>\+pv)?"
+    r"(?P<name>[a-z0-9-]+)(:(?P<chunks>\d{1,8}))?(:slices=(?P<slices>\d{1,8}))?(?P<no_sync>:no-sync)?(@(?P<limit>[\w.]+))?"
+    r"(?P<steps>\+pv)?"
 )
 
 
@@ -47,6 +48,8 @@ class Contender:
     """Slices per microbatch; None: microbatches are whole."""
     memory_limit: str | None = None
     """Replaces --zero-bubble-memory-limit."""
+    no_sync: bool = False
+    """Of megatron-core's 1F1B: whether it does without its device-wide wait behind each exchange (`batch_p2p_sync`)."""
     post_validation: bool = False
     """Whether the optimizer steps before the global gradient norm is known, even if the job's flags do not ask for it."""
 
@@ -140,7 +143,7 @@ def parse_contenders(text: str) -> list[Contender]:
     """Parse --contenders.
 
     Args:
-        text: comma-separated `NAME[:CHUNKS][:slices=N][@LIMIT][+pv]`.
+        text: comma-separated `NAME[:CHUNKS][:slices=N][:no-sync][@LIMIT][+pv]`.
 
     Raises:
         ConfigError: a name is unknown or given twice, or an option does not go with a schedule.
@@ -162,11 +165,16 @@ def _parse(word: str) -> Contender:
             f"--contenders: {word!r} has the wrong form; give NAME, with :CHUNKS for interleaved schedules, :slices=N for slices "
             "of microbatches, @LIMIT for a memory limit and +pv for post-validation, such as zbv:slices=4@0.5+pv"
         )
+    if found["no_sync"] and found["name"] != _STOCK_1F1B:
+        raise ConfigError(
+            f"--contenders: {word}: only {_STOCK_1F1B} waits for the device behind each exchange; leave out :no-sync"
+        )
     name, limit, optimistic = found["name"], found["limit"], found["steps"] is not None
     chunks = None if found["chunks"] is None else int(found["chunks"])
     slices = None if found["slices"] is None else int(found["slices"])
     if name in (_STOCK_1F1B, _STOCK_INTERLEAVED):
-        return _stock(word, name, chunks, takes_more=limit is None and slices is None and not optimistic)
+        contender = _stock(word, name, chunks, takes_more=limit is None and slices is None and not optimistic)
+        return replace(contender, no_sync=found["no_sync"] is not None)
     _check_name(name)
     info = None if name == AUTO else schedule_info(name)
     if chunks is not None and (info is None or info.num_chunks is not None):

@@ -288,8 +288,19 @@ class Table:
         if best is base or best.speed_up is None or not best.speed_up.is_above_one:
             return self._no_gain(base, best)
         where = "" if best.memory_ratio is None else f" at {best.memory_ratio:.2f} times its memory"
-        text = f"{best.outcome.label} is {best.speed_up.value:.2f} times as fast as {base.outcome.name}{where}."
-        return text + self._alternative(best) + (f" use: {best.outcome.use}" if best.outcome.use else "")
+        text = f"{best.outcome.label} is {best.speed_up.value:.2f} times as fast as {base.outcome.name}{where}"
+        return (
+            text
+            + self._over_no_sync(ran, best)
+            + self._alternative(best)
+            + (f" use: {best.outcome.use}" if best.outcome.use else "")
+        )
+
+    def _over_no_sync(self, ran: Sequence[Row], best: Row) -> str:
+        """The end of the sentence: also what the best one gains over 1F1B without its device-wide wait."""
+        other = next((row for row in ran if row.outcome.name.endswith(":no-sync") and row is not best), None)
+        gain = None if other is None else speed_up(other.outcome.seconds, best.outcome.seconds)
+        return "." if gain is None or other is None else f", and {gain.value:.2f} times as fast as {other.outcome.name}."
 
     def _no_gain(self, base: Row, best: Row) -> str:
         if best.speed_up is not None and best.speed_up.low is None and best is not base:

@@ -406,7 +406,8 @@ def test_an_overlap_that_a_loop_turns_on_after_the_config_is_made_is_seen_where_
     def original(_self: object, config: Any) -> None:
         built.append((config.delay_wgrad_compute, config.tp_comm_bulk_wgrad))
 
-    construct: Any = _building(SimpleNamespace(options=SimpleNamespace(is_v=False)), original)  # type: ignore[arg-type]
+    loop: Any = SimpleNamespace(options=SimpleNamespace(is_v=False), turned_off=set())
+    construct: Any = _building(loop, original)
     for ranks in (2, 1):
         options = {"tp_comm_overlap": True, "tp_comm_bulk_wgrad": True, "delay_wgrad_compute": False}
         construct(object(), SimpleNamespace(pipeline_model_parallel_size=ranks, **options))

@@ -302,7 +302,7 @@ example.train(example.parse(None))
 """
 
 
-@pytest.mark.sampled(0.1, group="whole jobs")
+@pytest.mark.sampled(0.07, group="whole jobs")
 def test_a_script_that_ends_leaves_its_last_recorded_iteration(tmp_path: Path) -> None:
     """Under `zerobubble run`, from a script that uninstalls nothing."""
     script, folder = tmp_path / "script.py", tmp_path / "trace"

@@ -87,7 +87,7 @@ def _failed(script: Path, text: str, fault: str, *flags: str) -> str:
 
 
 @pytest.mark.parametrize(("text", "flags"), [(RUN, FLAGS), (INSTALL, [])], ids=["run", "install"])
-@pytest.mark.sampled(0.1, group="whole jobs")
+@pytest.mark.sampled(0.07, group="whole jobs")
 def test_a_rank_that_raises_is_named_with_its_op(text: str, flags: list[str], tmp_path: Path) -> None:
     said = _failed(tmp_path / "loop.py", text, "raise ZeroDivisionError('the injected failure')", *flags)
     failure = "rank 1 failed while it runs 1F2, the forward of stage 1, microbatch 2"
@@ -99,7 +99,7 @@ def test_a_rank_that_raises_is_named_with_its_op(text: str, flags: list[str], tm
     assert cause[-2].strip() == "pipeline rank 1, at 1F2, the forward of stage 1, microbatch 2", "the last words on the screen"
 
 
-@pytest.mark.sampled(0.1, group="whole jobs")
+@pytest.mark.sampled(0.07, group="whole jobs")
 def test_a_rank_that_hangs_in_a_pass_is_named_and_one_that_pauses_between_calls_is_not(tmp_path: Path) -> None:
     said = _failed(tmp_path / "loop.py", RUN, "time.sleep(10_000)", *FLAGS, "--zero-bubble-watchdog-seconds", "2")
     stuck = [line for line in said.splitlines() if line.startswith("stuck: ")]
@@ -118,7 +118,7 @@ def test_a_rank_that_hangs_in_a_pass_is_named_and_one_that_pauses_between_calls_
         ("SIGSTOP", r"stuck: rank 1 \(process \d+ on \S+\) has said nothing for \d"),
     ],
 )
-@pytest.mark.sampled(0.1, group="whole jobs")
+@pytest.mark.sampled(0.07, group="whole jobs")
 def test_a_rank_that_is_killed_or_stopped_is_named(signal: str, line: str, tmp_path: Path) -> None:
     fault = f"import os, signal; os.kill(os.getpid(), signal.{signal})"
     said = _failed(tmp_path / "loop.py", RUN, fault, *FLAGS, "--zero-bubble-watchdog-seconds", "3")
@@ -215,7 +215,7 @@ def _attempts(tmp_path: Path, job: dict[str, Any]) -> list[list[dict[str, Any]]]
     [(f"{TWO} --calculate-per-token-loss", {"schedule": "zb-h1"}), (CHUNKS, {"schedule": "zbv", "dropout_seed": 1})],
     ids=["zb-h1", "zbv"],
 )
-@pytest.mark.sampled(0.1, group="whole jobs")
+@pytest.mark.sampled(0.07, group="whole jobs")
 def test_a_restart_in_process_trains_as_an_undisturbed_run(tmp_path: Path, flags: str, options: dict[str, Any]) -> None:
     if not PACKAGE.is_dir():
         (pytest.fail if os.environ.get("CI") else pytest.skip)("nvidia-resiliency-ext was not fetched: make resiliency")
