@@ -10,15 +10,17 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from megatron.zerobubble.mcore.cpu.device import HostDevice
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Op
+from megatron.zerobubble.plan.simulate import memory_after_ops
 from megatron.zerobubble.plan.timeline import Activity, RankTimeline
 from megatron.zerobubble.profiling.marks import Marks
 from megatron.zerobubble.profiling.profiler import Profiler
@@ -138,10 +140,8 @@ def run(contender: Contender, rank: int, setting: Setting, host: HostDevice, num
         row["iterations"] = []
         for number in _TIMED:
             schedule.hooks.watch = None if number == _TIMED[0] else job.watch
-            begin = time.perf_counter()
             job.iterate()
-            issued_ms = 1e3 * (time.perf_counter() - begin)
-            row["iterations"].append(_times(schedule.recorder.timeline()) | {"issued_ms": issued_ms, "host_ms": clock.least_ms()})
+            row["iterations"].append(_times(schedule.recorder.timeline()) | {"host_ms": clock.least_ms()})
         schedule.hooks.watch = None
         if on_gpu:
             row |= {"peak_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.memory_reserved()}
@@ -158,14 +158,15 @@ def _memory(job: Alone, rank: int, num_ranks: int, num_microbatches: int) -> Row
     job.iterate()
     job.schedule.hooks.profiler = None
     profile, plan = profiler.profile(), job.schedule.plan(num_microbatches)
-    own = {stage: profile.memory[stage] for stage in plan.placement.rank_to_stages[rank]}
-    held, most = dict.fromkeys(own, 0.0), 0.0
-    for op in plan.ops[rank]:
-        memory = own[op.stage]
-        change = {"F": memory.activation, "B": memory.after_backward - memory.activation, "W": -memory.after_backward}
-        held[op.stage] += change.get(op.kind.name, -memory.activation)
-        most = max(most, sum(held.values()))
-    return {"planned_bytes": most, "held_bytes": profile.peak_bytes, "workspace_bytes": profile.workspace_bytes}
+    activation, after = [0.0] * plan.placement.num_stages, [0.0] * plan.placement.num_stages
+    for stage in plan.placement.rank_to_stages[rank]:
+        activation[stage], after[stage] = profile.memory[stage].activation, profile.memory[stage].after_backward
+    costs = replace(CostModel.uniform(plan.placement), activation=tuple(activation), activation_after_backward=tuple(after))
+    return {
+        "planned_bytes": max(memory_after_ops(plan.ops[rank], costs)),
+        "held_bytes": profile.peak_bytes,
+        "workspace_bytes": profile.workspace_bytes,
+    }
 
 
 def _times(timeline: RankTimeline) -> Row:
@@ -204,9 +205,7 @@ def _optimizer(job: Alone) -> dict[str, float]:
     return taken
 
 
-def measure(
-    setting: Setting, save: Callable[[Row], None], contenders: Sequence[Contender] = CONTENDERS, seconds: float = 260.0
-) -> Row:
+def measure(setting: Setting, save: Callable[[Row], None], seconds: float = 260.0) -> Row:
     """Run ranks of all contenders, rank by rank, so that contenders have the same clocks; saved after each.
 
     No rank begins that would probably end after `seconds`.
@@ -225,8 +224,8 @@ def measure(
         for turn, rank in enumerate(ranks):
             if turn and (time.monotonic() - begin) * (turn + 1) / turn > seconds:
                 break
-            for index in range(len(contenders)):
-                contender = contenders[(index + turn) % len(contenders)]
+            for index in range(len(CONTENDERS)):
+                contender = CONTENDERS[(index + turn) % len(CONTENDERS)]
                 report["runs"].append(run(contender, rank, setting, host, num_ranks, num_microbatches))
                 gc.collect()  # what it left, before the next one begins
                 save(report)

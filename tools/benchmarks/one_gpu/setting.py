@@ -10,9 +10,6 @@ import torch
 from megatron.zerobubble.errors import ConfigError
 from tools.benchmarks.wgrad.shapes import LayerShape, shape_named
 
-PAUSE_CYCLES_PER_MS = 2_000_000
-"""Cycles of `torch.cuda._sleep` in a millisecond, about."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
