@@ -119,6 +119,7 @@ def is_kept(page: Page) -> None:
     page.wait_for_function("() => navigator.serviceWorker.controller?.state === 'activated'")
 
 
+@pytest.mark.sampled(0.14, group="pages without a server")
 def test_plans_are_those_of_the_native_core(opened: Open) -> None:
     with opened("p=2&m=2&effort=drawn") as page:
         found = page.evaluate(IN_PAGE, [["search", problem] for problem in PROBLEMS])
