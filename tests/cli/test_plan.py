@@ -1,4 +1,4 @@
-"""The commands of `zerobubble` that plan, and tools/plan.py, which runs them from a checkout."""
+"""The commands of `zerobubble` that plan."""
 
 import io
 import json
@@ -15,9 +15,7 @@ from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS
 from megatron.zerobubble.plan.ir import Placement, Plan
 
-TOOL = Path(__file__).parents[2] / "tools" / "plan.py"
-
-
+ROOT = Path(__file__).parents[2]
 SMALL = ["--num-ranks", "2", "--num-microbatches", "4", "--effort", "fast"]
 ZBV = ["plan", "--schedule", "zbv", "--num-ranks", "4", "--num-microbatches", "8"]
 
@@ -53,12 +51,11 @@ def test_max_pending_backward(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_as_a_command_with_a_pipe() -> None:
-    command = [sys.executable, str(TOOL)]
-    root = TOOL.parents[1]
-    made = subprocess.run([*command, *ZBV, "--json", "-"], cwd=root, capture_output=True, text=True, check=True)
-    shown = subprocess.run([*command, "show", "-"], cwd=root, input=made.stdout, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-m", "megatron.zerobubble"]
+    made = subprocess.run([*command, *ZBV, "--json", "-"], cwd=ROOT, capture_output=True, text=True, check=True)
+    shown = subprocess.run([*command, "show", "-"], cwd=ROOT, input=made.stdout, capture_output=True, text=True, check=True)
     assert "bubble 0.00 %" in shown.stdout
-    assert "examples:" in subprocess.run([*command, "--help"], cwd=root, capture_output=True, text=True, check=True).stdout
+    assert "examples:" in subprocess.run([*command, "--help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 def test_a_searched_plan_has_bounds_and_keeps_its_limit(capsys: pytest.CaptureFixture[str]) -> None:
