@@ -1,15 +1,16 @@
-"""Builds the planner's optional compiled core; everything else about the package is in pyproject.toml.
+"""Builds the planner's search core; everything else about the package is in pyproject.toml.
 
-The core is a library with a C interface (`plan/search/native.py` loads it), so one wheel per kind of machine serves every Python.
-Without a compiler, or where compiling fails, the install succeeds and the planner uses its Python twin. CXX chooses the compiler.
-`-ffp-contract=off` keeps a*b+c from being fused, so that both twins compute the same numbers. Debug information and local symbols
-are left out: they would be nineteen twentieths of the file.
+The core is a library with a C interface (`plan/search/core.py` loads it), so one wheel per kind of machine serves every Python.
+CXX chooses the compiler; without one pip fetches zig's for the build. Where compiling fails the install succeeds, and a search
+says in one line what to do. `-ffp-contract=off` keeps a*b+c from being fused, so that every machine finds the same plans. Debug
+information and local symbols are left out: they would be nineteen twentieths of the file.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -19,7 +20,11 @@ from setuptools.command.build_ext import build_ext
 
 NAME = "megatron.zerobubble.plan.search._core"
 FOLDER = "megatron/zerobubble/plan/search"
-FLAGS = ["-O3", "-g0", "-std=c++17", "-ffp-contract=off", "-fvisibility=hidden", "-fPIC", "-shared"]
+FLAGS = ["-O3", "-g0", "-DNDEBUG", "-std=c++17", "-ffp-contract=off", "-fvisibility=hidden", "-fPIC", "-shared"]
+ZIG = [sys.executable, "-m", "ziglang", "c++", "-mcpu=baseline"]
+COMPILER = shlex.split(os.environ.get("CXX", "")) or next(
+    ([name] for name in ("c++", "g++", "clang++") if shutil.which(name)), ZIG
+)
 
 
 class BuildCore(build_ext):
@@ -29,12 +34,11 @@ class BuildCore(build_ext):
         """Compile the core; raise what setuptools takes for an optional extension that cannot be built."""
         target = self.get_ext_fullpath(ext.name)
         os.makedirs(os.path.dirname(target), exist_ok=True)
-        compiler = shlex.split(os.environ.get("CXX", "c++"))
         strips = "-Wl,-S" if sys.platform == "darwin" else "-Wl,-s"
         try:
-            subprocess.run([*compiler, *FLAGS, *ext.sources, strips, "-o", target], check=True)
+            subprocess.run([*COMPILER, *FLAGS, *ext.sources, strips, "-o", target], check=True)
         except (OSError, subprocess.CalledProcessError) as error:
-            self.warn(f"the compiled search core was not built: {error}")
+            self.warn(f"the search core was not built: {error}")
 
     def get_ext_filename(self, fullname: str) -> str:
         """Without the version of Python, and no name of a module."""
@@ -57,4 +61,5 @@ headers = [f"{FOLDER}/{name}.hpp" for name in ("decode", "evaluate", "moves", "p
 setup(
     ext_modules=[Extension(NAME, sources=[f"{FOLDER}/core.cpp"], depends=headers, language="c++", optional=True)],
     cmdclass={"build_ext": BuildCore, "bdist_wheel": AnyPython},
+    setup_requires=["ziglang>=0.13"] if COMPILER == ZIG else [],  # pip adds it to what the build needs
 )

@@ -1,4 +1,4 @@
-"""The sdist and the wheel: what they contain, the planner without its compiled core, and a whole life of the installed package.
+"""The sdist and the wheel: what they contain, how the search core is built, and a whole life of the installed package.
 
 The last one is slow. It installs the wheel beside megatron-core in an environment of its own, plans, trains from a
 folder outside the checkout, and uninstalls. Torch and its dependencies are linked from the environment of the tests.
@@ -136,14 +136,35 @@ print(max(result.simulation.peak_memory))
 """
 
 
-def test_without_a_compiler_the_planner_searches_with_the_standard_library_only(pure_wheel: Path, tmp_path: Path) -> None:
-    with zipfile.ZipFile(pure_wheel) as archive:
+@pytest.mark.parametrize("is_built", [True, False])
+def test_the_planner_needs_the_standard_library_and_its_core(
+    is_built: bool, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    with zipfile.ZipFile(request.getfixturevalue("compiled_wheel" if is_built else "pure_wheel")) as archive:
         archive.extractall(tmp_path)
     command = [sys.executable, "-I", "-S", "-c", SEARCH, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout) <= 0.75
-    assert "the compiled search core was not built" in done.stderr
+    if is_built:
+        assert done.returncode == 0, done.stderr
+        assert float(done.stdout) <= 0.75
+    else:
+        line = done.stderr.splitlines()[-1]
+        assert "ConfigError: the compiled search core cannot be loaded" in line
+        assert line.endswith(
+            "install this package with pip, which builds it with a C++ compiler or with ziglang from PyPI; "
+            "hand-written schedules need none"
+        )
+
+
+def test_pip_fetches_a_compiler_where_there_is_none(checkout: Path, tmp_path: Path) -> None:
+    script = "import setuptools.build_meta as backend; print(backend.get_requires_for_build_wheel()[-1:])"
+    for variables, wanted in (({}, "['ziglang>=0.13']"), ({"CXX": "some compiler"}, "[]")):
+        environment = {"PATH": str(tmp_path), **variables}
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(
+            command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=True
+        )
+        assert done.stdout.splitlines()[-1] == wanted
 
 
 @pytest.mark.parametrize(
@@ -267,7 +288,7 @@ def test_install_plan_train_and_uninstall_outside_the_checkout(installed: Instal
     shutil.copy(EXAMPLE, elsewhere / "loop.py")
     (elsewhere / "on_cpu.py").write_text(ON_CPU)
     core_files = installed.files("megatron/core")
-    module = installed.python("import megatron.zerobubble.plan.search.native as core; print(core._LIBRARY._name)").strip()
+    module = installed.python("from megatron.zerobubble.plan.search.core import library; print(library()._name)").strip()
     assert Path(module).is_relative_to(installed.site)
     assert Path(module).stat().st_size < CORE_BYTES
 

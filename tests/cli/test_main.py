@@ -96,7 +96,7 @@ def test_every_planning_command_has_examples_of_its_own(command: str, capsys: py
     assert len(shown) == 2
     assert all(f"zerobubble {command} " in line for line in shown)
     for words in (shlex.split(part)[1:] for line in shown for part in line.split("|")):
-        build_parser("zerobubble").parse_args(words)
+        build_parser().parse_args(words)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import termios
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,8 +19,6 @@ import pytest
 from megatron.zerobubble.cli import progress_bar as progress
 from megatron.zerobubble.cli.main import main
 from megatron.zerobubble.cli.output_files import columns, has_colors, write_whole
-from megatron.zerobubble.plan.search.core import PythonCore
-from megatron.zerobubble.plan.search.search_progress import Progress
 from tests.training.launch import ROOT
 
 PLAN = [sys.executable, "-m", "megatron.zerobubble.cli.main", "plan", "--schedule", "zbv", "--num-ranks", "4"]
@@ -198,18 +195,3 @@ def test_the_width_and_the_colors_are_the_terminals(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("NO_COLOR", "")
     monkeypatch.setenv("TERM", "dumb")
     assert not has_colors()
-
-
-def test_a_search_without_the_compiled_core_ends_in_time(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(progress, "best_core", lambda: PythonCore)
-    monkeypatch.setattr(progress, "_WITHOUT_CORE_S", 0.1)
-
-    def search(followed: Progress) -> str:
-        while not followed.is_stopped:
-            time.sleep(0.01)
-        return "the best so far"
-
-    assert progress.stoppable("planning", search) == "the best so far"
-    assert "planning: stopped after 0 s without the compiled core, with the best found so far" in capsys.readouterr().err

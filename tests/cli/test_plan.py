@@ -1,4 +1,4 @@
-"""The commands of `zerobubble` that plan, and tools/plan.py, which runs them from a checkout."""
+"""The commands of `zerobubble` that plan."""
 
 import io
 import json
@@ -14,14 +14,9 @@ from megatron.zerobubble.cli.main import main
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS
 from megatron.zerobubble.plan.ir import Placement, Plan
-from megatron.zerobubble.plan.search.core import PythonCore
-from megatron.zerobubble.plan.search.search import best_core
 
-TOOL = Path(__file__).parents[2] / "tools" / "plan.py"
-
-
+ROOT = Path(__file__).parents[2]
 SMALL = ["--num-ranks", "2", "--num-microbatches", "4", "--effort", "fast"]
-compiled = pytest.mark.skipif(best_core() is PythonCore, reason="takes the compiled core")
 ZBV = ["plan", "--schedule", "zbv", "--num-ranks", "4", "--num-microbatches", "8"]
 
 
@@ -56,15 +51,13 @@ def test_max_pending_backward(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_as_a_command_with_a_pipe() -> None:
-    command = [sys.executable, str(TOOL)]
-    root = TOOL.parents[1]
-    made = subprocess.run([*command, *ZBV, "--json", "-"], cwd=root, capture_output=True, text=True, check=True)
-    shown = subprocess.run([*command, "show", "-"], cwd=root, input=made.stdout, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-m", "megatron.zerobubble"]
+    made = subprocess.run([*command, *ZBV, "--json", "-"], cwd=ROOT, capture_output=True, text=True, check=True)
+    shown = subprocess.run([*command, "show", "-"], cwd=ROOT, input=made.stdout, capture_output=True, text=True, check=True)
     assert "bubble 0.00 %" in shown.stdout
-    assert "examples:" in subprocess.run([*command, "--help"], cwd=root, capture_output=True, text=True, check=True).stdout
+    assert "examples:" in subprocess.run([*command, "--help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
-@compiled
 def test_a_searched_plan_has_bounds_and_keeps_its_limit(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--schedule", "zbv", *SMALL, "--memory-limit", "0.75", "--comm-ms", "0.1"]
     assert main([*arguments, "--json", "-"]) == 0
@@ -76,7 +69,6 @@ def test_a_searched_plan_has_bounds_and_keeps_its_limit(capsys: pytest.CaptureFi
     assert "the smallest that works is 0.5" in capsys.readouterr().err
 
 
-@compiled
 def test_auto_chooses_the_best_and_pareto_never_rises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "pareto.png"
     assert main(["pareto", *SMALL, "--memory-limits", "1,0.5,2", "--json", "-", "--png", str(picture)]) == 0
@@ -104,7 +96,6 @@ def test_auto_chooses_the_best_and_pareto_never_rises(tmp_path: Path, capsys: py
     assert capsys.readouterr().out == shown, "auto is the default, and without a limit it means 1F1B's memory"
 
 
-@compiled
 def test_per_stage_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "costs.json"
     costs = CostModel.uniform(Placement.v(2), wgrad_ms=0.5).to_json()
@@ -116,7 +107,6 @@ def test_per_stage_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "one value per stage" in capsys.readouterr().err
 
 
-@compiled
 def test_costs_are_no_standard_input_which_each_placement_of_auto_would_read(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

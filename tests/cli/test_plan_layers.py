@@ -21,8 +21,6 @@ from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.partition.joint import plan_layout
 from megatron.zerobubble.plan.partition.layer_costs import FORMAT
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
-from megatron.zerobubble.plan.search.core import PythonCore
-from megatron.zerobubble.plan.search.search import best_core
 
 pytestmark = pytest.mark.claims(
     "Planning and measuring",
@@ -39,7 +37,6 @@ KINDS = {
     "mlp": COSTS | {"static_bytes": 2**30},
     "attention": COSTS | {"static_bytes": 2**30},
 }
-compiled = pytest.mark.skipif(best_core() is PythonCore, reason="takes the compiled core")
 ARGUMENTS = ["--num-ranks", "2", "--num-microbatches", "4"]
 
 
@@ -50,7 +47,6 @@ def layers(tmp_path: Path) -> str:
     return str(path)
 
 
-@compiled
 def test_the_layout_its_plan_and_its_gap(layers: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "plan.json"
     words = ["plan", "--layers", layers, *ARGUMENTS, "--memory", "6GiB", "--json", str(target)]
@@ -79,7 +75,6 @@ def test_a_hybrid_pattern(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert layout["text"].count("|") == 3
 
 
-@compiled
 @pytest.mark.parametrize("sizes", [[], ["--pipeline-sizes", "4"]], ids=["one size", "two sizes"])
 def test_ctrl_c_takes_the_best_layout_so_far(
     sizes: list[str], layers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -108,7 +103,6 @@ def test_ctrl_c_takes_the_best_layout_so_far(
     assert main(["show", str(file)]) == 0
 
 
-@compiled
 def test_pipeline_sizes_on_the_same_devices(layers: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Of 1, 2 and 4 ranks per pipeline for the same global batch; what does not fit is listed with its reason."""
     words = ["plan", "--layers", layers, *ARGUMENTS, "--pipeline-sizes", "1,4", "--memory", "6GiB"]
@@ -154,7 +148,6 @@ def test_a_wrong_request_is_refused_in_one_line(
     assert error.count("\n") == 1
 
 
-@compiled
 @pytest.mark.parametrize("schedule", [["1f1b"], ["interleaved-1f1b", "--num-chunks", "2"]], ids=lambda words: words[0])
 def test_a_layout_for_megatron_core_s_own_schedules(
     schedule: list[str], layers: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -202,7 +195,6 @@ SCRIPT = [
 ]
 
 
-@compiled
 def test_a_layout_for_the_flags_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Ranks and microbatches are those of the run, and the estimated layers find the same layout as a file."""
     file = tmp_path / "layers.json"

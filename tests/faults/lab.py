@@ -203,20 +203,6 @@ def _has(process: Path, marker: str) -> bool:
         return False
 
 
-def damaged(folder: Path, generator: random.Random) -> tuple[Path, str]:
-    """Damage one file of a checkpoint: flip a bit, or cut it short; (the file, what was done)."""
-    files = sorted(each for each in folder.rglob("*") if each.is_file())
-    file = generator.choice(files)
-    content = bytearray(file.read_bytes())
-    if not content or generator.random() < 0.25:
-        file.write_bytes(content[: generator.randrange(len(content))] if content else b"x")
-        return file, "cut short"
-    place, bit = generator.randrange(len(content)), generator.randrange(8)
-    content[place] ^= 1 << bit
-    file.write_bytes(content)
-    return file, f"bit {bit} of byte {place}"
-
-
 def record(outcome: Any) -> None:
     """Add a trial, a dataclass, to the file in ZB_TEST_FAULTS, if there is one, with what its properties say."""
     file = os.environ.get("ZB_TEST_FAULTS")

@@ -6,19 +6,14 @@
 from __future__ import annotations
 
 import os
-import random
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
-from megatron.zerobubble.cli import checkpoint
 from tests.faults import lab
-from tests.training.launch import launch_warm
 
 NUM = int(os.environ.get("ZB_TEST_FAULTS_NUM", "30"))
-NUM_FLIPS = 60
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="sends signals and reads /proc"),
@@ -51,29 +46,6 @@ def test_a_rank_that_is_stopped_when_the_others_are_done_is_named(tmp_path: Path
     outcome = lab.run(lab.Trial("stop", "leaves", "zb-h1-p2", rank=0, after_ms=0.0), tmp_path)
     assert outcome is not None
     assert outcome.is_as_promised, outcome
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoints of a job without a fault."""
-    folder = tmp_path_factory.mktemp("saved")
-    num_ranks, flags = lab.LAYOUTS["zb-h1-p2"]
-    done = launch_warm(lab.flags_of(folder, flags, num_ranks), num_ranks=num_ranks, script=lab.JOB)
-    assert done.returncode == 0, done.stderr
-    return folder / "saved"
-
-
-@pytest.mark.sampled(0.2)
-@pytest.mark.parametrize("number", range(NUM_FLIPS))
-def test_a_damaged_file_is_named(number: int, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    copy = tmp_path / "saved"
-    shutil.copytree(saved, copy)
-    [newest] = copy.glob("iter_*6")
-    file, how = lab.damaged(newest, random.Random(f"{os.environ['ZB_TEST_SEED']} {number}"))
-    assert checkpoint.main(["verify", str(copy)]) == 1, f"{file.name}: {how}"
-    said = capsys.readouterr().err
-    assert file.name in said, how
-    assert said.count("\n") == 1
 
 
 @pytest.mark.slow

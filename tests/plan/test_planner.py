@@ -31,8 +31,6 @@ from megatron.zerobubble.plan.registry import (
     schedule_info,
 )
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
-from megatron.zerobubble.plan.search.core import PythonCore
-from megatron.zerobubble.plan.search.search import best_core
 from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.validate import validate
@@ -104,7 +102,6 @@ def test_the_best_is_searched_longer_and_others_where_they_are_close(monkeypatch
         assert result.simulation.span_ms <= result.runner_up.simulation.span_ms
 
 
-@pytest.mark.skipif(best_core() is PythonCore, reason="takes the compiled core")
 @pytest.mark.parametrize("seed", range(24))
 def test_auto_is_no_worse_than_the_schedules_it_chooses_from(seed: int) -> None:
     """Each searched by name with the same options; random times and links, a random memory limit."""

@@ -50,7 +50,7 @@ def test_split_fused_leaves_no_bw(name: str) -> None:
     assert split_fused(plan) == plan
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 9])
+@pytest.mark.parametrize("size", [1, 3, 9])
 @pytest.mark.parametrize("name", NAMES)
 def test_groups_are_adjacent_and_nothing_else_moves(name: str, size: int) -> None:
     plan = split_fused(build_plan(name, num_ranks=3, num_microbatches=7))

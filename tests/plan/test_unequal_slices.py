@@ -1,4 +1,4 @@
-"""Microbatches of unequal lengths with different numbers of slices: order, files, costs, and plans from both cores."""
+"""Microbatches of unequal lengths with different numbers of slices: order, files, costs, and plans."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -29,17 +28,12 @@ from megatron.zerobubble.plan.planner import AUTO, make_plan
 from megatron.zerobubble.plan.registry import build_plan, schedule_info, schedule_spec
 from megatron.zerobubble.plan.render.plan_summary import plan_svg, plan_trace, slices_text
 from megatron.zerobubble.plan.search.assign import assign
-from megatron.zerobubble.plan.search.core import PythonCore
-from megatron.zerobubble.plan.search.interface import Problem
-from megatron.zerobubble.plan.search.orders import order_of
-from megatron.zerobubble.plan.search.search import best_core
 from megatron.zerobubble.plan.search.search_options import SearchOptions, smallest_memory
 from megatron.zerobubble.plan.simulate import peak_memory, read_plan, simulate
-from megatron.zerobubble.plan.transforms import first_microbatches, forward_only, recut, split_fused
+from megatron.zerobubble.plan.transforms import first_microbatches, forward_only, recut
 from megatron.zerobubble.plan.validate import validate
 
 HAND_WRITTEN = ("1f1b", "zb-h1", "zb-h2", "zb", "zbv")
-COMPILED = best_core() is not PythonCore
 TOKENS = (8192, 1000, 2000, 700, 512, 4096)
 
 
@@ -265,38 +259,11 @@ def test_never_slower_than_as_it_comes_nor_sorted_and_within_the_memory(problem:
     assert options.objective.of(bound) <= reached * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("name", HAND_WRITTEN)
-@pytest.mark.skipif(not COMPILED, reason="the compiled core was not built")
-def test_both_cores_find_the_same_plan_and_score_it_as_the_simulator(name: str) -> None:
-    for p, m, n, seed in ((2, 6, 3, 1), (3, 5, 8, 2), (1, 4, 2, 3)):
-        spec = schedule_spec(name, num_ranks=p, num_slices=n)
-        costs = of_tokens(spec.placement, some_tokens(m, seed), n)
-        plan = cut_plan(name, p, [each.num_slices for each in costs.unequal_slices])
-        for limit in (None, 3 * smallest_memory(spec.placement, m, costs)):
-            options = SearchOptions(memory_limit=limit, budget=2e4)
-            fixed, plans = not schedule_info(name).is_searched, list[Any]()
-            for core in (PythonCore, best_core()):
-                try:
-                    plans.append(assign([plan], costs, options, fixed_order=fixed, core=core))
-                except PlanError as error:
-                    plans.append(str(error))
-            assert plans[0] == plans[1]
-        own = costs.of_plan(plan)
-        problem = Problem.of(plan.placement, m, own, limit=1e9, is_makespan=True, fused=name == "1f1b")
-        order = order_of(split_fused(plan))
-        expected = simulate(plan, costs)
-        for core in (PythonCore, best_core()):
-            assert core(problem).evaluate(order)[1] == pytest.approx(expected.makespan_ms, rel=1e-12)
-        swapped = [*range(1, m), 0]
-        scores = [core(problem).evaluate_assigned(order, [math.inf] * p, swapped) for core in (PythonCore, best_core())]
-        assert scores[0] == scores[1]
-
-
 @pytest.mark.parametrize("name", [*HAND_WRITTEN, "v-half"])
 def test_slices_of_unequal_microbatches_pay(name: str) -> None:
     """Few long ones among short ones: the pipeline fills and drains by slices, at less memory."""
     p, tokens = 4, some_tokens(8, 1)
-    budget = 2e5 if COMPILED else 2e4
+    budget = 2e5
     whole, cut = (
         make_plan(
             name,
@@ -326,9 +293,9 @@ def test_a_limit_leaves_space_for_the_slices_that_run_ahead() -> None:
     """Of an order of equal slices that fits it others may not, and then as many fewer microbatches are in flight."""
     spec, tokens = schedule_spec("zbv", num_ranks=4, num_slices=8), some_tokens(12, 3)
     costs = of_tokens(spec.placement, tokens, 8)
-    free = MicrobatchPlanner(spec, 12, options=SearchOptions(budget=1e5 if COMPILED else 1e4)).plan(costs)
+    free = MicrobatchPlanner(spec, 12, options=SearchOptions(budget=1e5)).plan(costs)
     limit = 0.9 * max(peak_memory(free, costs))
-    options = SearchOptions(memory_limit=limit, budget=1e6 if COMPILED else 2e4)
+    options = SearchOptions(memory_limit=limit, budget=1e6)
     plan = MicrobatchPlanner(spec, 12, costs=costs, options=options).plan(costs)
     validate(plan, memory_limit=limit, costs=costs)
     assert simulate(plan, costs).makespan_ms < 1.3 * simulate(free, costs).makespan_ms
@@ -342,7 +309,7 @@ def test_the_planner_chooses_the_number_of_slices_of_the_longest() -> None:
         num_microbatches=8,
         costs_of=lambda placement: of_tokens(placement, [1000] * 8, 1),
         sliced_costs_of=lambda placement, n: of_tokens(placement, tokens, n),
-        options=SearchOptions(memory_limit=1.0, budget=1e5 if COMPILED else 1e4),
+        options=SearchOptions(memory_limit=1.0, budget=1e5),
         num_slices=[2, 8],
     )
     assert found.num_slices in (2, 8)
@@ -354,7 +321,7 @@ def test_a_limit_that_only_one_microbatch_after_the_other_fits_is_kept() -> None
     spec = schedule_spec("zb", num_ranks=3, num_slices=4)
     costs = of_tokens(spec.placement, TOKENS, 4)
     limit = smallest_memory(spec.placement, 6, costs)
-    options = SearchOptions(memory_limit=limit, budget=2e5 if COMPILED else 1e4)
+    options = SearchOptions(memory_limit=limit, budget=2e5)
     plan = MicrobatchPlanner(spec, 6, costs=costs, options=options).plan(costs)
     assert max(peak_memory(plan, costs)) <= limit + 1e-9
     with pytest.raises(ConfigError, match="microbatch 0 has 8192 tokens and the limit holds at most "):

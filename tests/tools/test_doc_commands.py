@@ -139,9 +139,9 @@ def check_zerobubble(name: str, words: list[str]) -> None:
     elif name == "train":
         assert not unknown(train_parser(), words)
     elif name in ("playground", "env", "checkpoint", "completion"):
-        build_parser("zerobubble").parse_known_args([name])
+        build_parser().parse_known_args([name])
     else:
-        build_parser("zerobubble").parse_args([name, *("-p=8" if word == "$row" else word for word in words)])
+        build_parser().parse_args([name, *("-p=8" if word == "$row" else word for word in words)])
 
 
 TRAINING = [

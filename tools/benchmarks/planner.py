@@ -30,8 +30,6 @@ from megatron.zerobubble.errors import PlanError, UserError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.planner import AUTO, make_plan
-from megatron.zerobubble.plan.search.core import PythonCore
-from megatron.zerobubble.plan.search.search import best_core
 from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from tools.benchmarks.published_times import Config, read_configs
 from tools.benchmarks.reports import PUBLISHED, Row, markdown_table, mean_and_range, origin, read_json, write_json
@@ -253,7 +251,7 @@ def run(args: argparse.Namespace, command: str, settings: Settings) -> Row:
     for target in filter(None, (args.json, args.markdown)):
         Path(target).open("a").close()  # an unwritable path fails now, not after hours
     report: Row = {"format": FORMAT, "command": command} | origin()
-    report |= {"core": "pure Python" if best_core() is PythonCore else "compiled", "sections": {}}
+    report |= {"sections": {}}
     for name in names:
         rows = report["sections"][name] = []
         for row in measured(SECTIONS[name](configs, settings), args.jobs):

@@ -32,7 +32,7 @@ _PACKAGE = _ROOT / "megatron/zerobubble"
 _SEARCH = _PACKAGE / "plan/search"
 _IMPORTED = ("errors.py", "messages.py", "files.py", "version.py", "plan", "playground", "profiling")
 # As for the native core (setup.py). Exceptions, and what libc++ keeps in its library, are not in Pyodide.
-_COMPILE = ["-O3", "-g0", "-std=c++17", "-ffp-contract=off", "-fvisibility=hidden", "-fPIC", "-fno-exceptions"]
+_COMPILE = ["-O3", "-g0", "-std=c++17", "-DNDEBUG", "-ffp-contract=off", "-fvisibility=hidden", "-fPIC", "-fno-exceptions"]
 _ABORT = "-D_LIBCPP_VERBOSE_ABORT(...)=__builtin_trap()"
 _LINK = ["-shared", "--experimental-pic", "--no-entry", "--strip-all", "--unresolved-symbols=import-dynamic"]
 
@@ -50,9 +50,8 @@ def build(folder: Path, downloads: Path) -> None:
     # Without its packages: none is loaded.
     (vendored / "pyodide-lock.json").write_text(json.dumps({"info": lock["info"], "packages": {}}))
     compile_core(folder / "core.wasm")
-    shutil.copy(_SEARCH / "native.py", folder / "native.py")
     _take_snapshot(vendored)
-    (folder / "choices.json").write_text(json.dumps(choices(planner="worker", is_compiled=True, num_searches=None)))
+    (folder / "choices.json").write_text(json.dumps(choices(planner="worker", num_searches=None)))
     _list_files(folder)
 
 

@@ -7,12 +7,10 @@ const [vendored, sources, snapshot] = process.argv.slice(2);
 const { loadPyodide } = await import(pathToFileURL(`${vendored}/pyodide.mjs`));
 const pyodide = await loadPyodide({ _makeSnapshot: true });
 pyodide.FS.writeFile("/tmp/planner.zip", readFileSync(sources));
-// What native.py needs besides is imported, too: the files are not there later, only the memory.
 pyodide.runPython(`
 import gc, shutil, sys
 shutil.unpack_archive("/tmp/planner.zip", "/planner")
 sys.path.insert(0, "/planner")
-import array, ctypes, weakref
 import megatron.zerobubble.playground.tasks
 gc.collect()
 `);

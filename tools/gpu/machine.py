@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from megatron.zerobubble.cli.env import described
+from megatron.zerobubble.plan.search.core import BUILT
 
 _FREE_GIB = 5
 """Free disk space that is enough for logs, traces and a profile."""
@@ -51,8 +52,8 @@ def missing(root: Path) -> Iterator[str]:
     ):
         if not imports(name):
             yield f"{name}: {why}"
-    if not imports("megatron.zerobubble.plan.search.native"):
-        yield "the planner's compiled core: pip install -e . --no-deps --no-build-isolation; searches are slow without it"
+    if not BUILT.exists():
+        yield "the planner's compiled core: pip install -e . --no-deps --no-build-isolation; there are no searches without it"
     if shutil.which("nsys") is None:
         yield "nsys: the last step is left out"
     free = shutil.disk_usage(root).free / 2**30

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _whole(shtab: Any) -> argparse.ArgumentParser:
     """The parser of `zerobubble` with those of all commands that have flags, and files where a flag takes one."""
-    whole = build_parser("zerobubble")
+    whole = build_parser()
     (commands,) = (action for action in whole._actions if isinstance(action, argparse._SubParsersAction))
     commands.help = "command"  # shtab skips what --help does
     for name, module in _PARSERS.items():

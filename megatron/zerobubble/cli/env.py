@@ -12,13 +12,14 @@ from importlib import metadata
 from types import ModuleType
 
 from megatron.zerobubble.cli.parser import Parser
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.plan.search.core import library
 from megatron.zerobubble.version import __version__
 
 __all__ = ["described", "main"]
 
 _PACKAGES = ("megatron-core", "transformer-engine", "apex", "flash-attn", "numpy", "matplotlib")
 _PREFIXES = ("CUDA_", "NCCL_", "TORCH_", "PYTORCH_", "NVTE_", "ZERO_BUBBLE")
-_CORE = "megatron.zerobubble.plan.search.native"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,9 +52,9 @@ def described() -> Iterator[str]:
 
 def _compiled() -> str:
     try:
-        importlib.import_module(_CORE)
-    except ImportError as error:
-        return f"no ({error}); searches are slow without it"
+        library()
+    except ConfigError as error:
+        return f"no: {error}"
     return "yes"
 
 

@@ -23,19 +23,18 @@ _BROKEN_PIPE = 141
 """Exit code of a program that SIGPIPE ends."""
 
 
-def main(argv: Sequence[str] | None = None, *, prog: str = "zerobubble") -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
         argv: the command's name and arguments; None takes those of the process.
-        prog: the program's name in messages.
 
     Returns:
         The exit code: 2 after a user error, which is reported in one line on stderr (plan errors with their grid); 130 after
         Ctrl-C; 141, without a word, where what reads the output has ended, such as `head`.
     """
     try:
-        code = _run(argv, prog)
+        code = _run(argv)
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
@@ -43,23 +42,23 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "zerobubble") -> int:
     return code
 
 
-def _run(argv: Sequence[str] | None, prog: str) -> int:
+def _run(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:
-        build_parser(prog).print_help(sys.stderr)
+        build_parser().print_help(sys.stderr)
     elif not words[0].startswith("-") and words[0] not in _NAMES:
         meant = closest(words[0], _NAMES)
         remedy = f"did you mean {meant}?" if meant else f"give one of {', '.join(_NAMES)}"
-        build_parser(prog).error(f"there is no command {quoted(words[0])}; {remedy}")
+        build_parser().error(f"there is no command {quoted(words[0])}; {remedy}")
     if words and words[0] in _WITH_OWN_PARSER:
         try:
-            installed(f"{prog} {words[0]}", *_NEEDS.get(words[0], ()), extra="train")
+            installed(f"zerobubble {words[0]}", *_NEEDS.get(words[0], ()), extra="train")
         except ConfigError as error:
-            print(f"{prog}: error: {error}", file=sys.stderr)
+            print(f"zerobubble: error: {error}", file=sys.stderr)
             return 2
         code: int = importlib.import_module(_WITH_OWN_PARSER[words[0]][0]).main(words[1:])
         return code
-    args = build_parser(prog).parse_args(words)
+    args = build_parser().parse_args(words)
     try:
         plan.COMMANDS[args.command](args)
     except BrokenPipeError:
@@ -67,26 +66,26 @@ def _run(argv: Sequence[str] | None, prog: str) -> int:
     except (UserError, OSError, UnicodeDecodeError) as error:
         is_drawn = isinstance(error, PlanError) and "\n" in str(error)  # with the grid of the plan
         text = str(error) if is_drawn else one_line(str(error), words)
-        print(f"{prog}: error: {text}", file=sys.stderr)
+        print(f"zerobubble: error: {text}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"{prog}: interrupted", file=sys.stderr)
+        print("zerobubble: interrupted", file=sys.stderr)
         return 130
     return 0
 
 
-def build_parser(prog: str) -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """The command line of all commands."""
     groups = (f"{title}:\n" + "\n".join(f"    {name:12} {_MEANINGS[name]}" for name in names) for title, names in _GROUPS.items())
     parser = Parser(
-        prog=prog,
-        usage=f"{prog} [-h] [--version] COMMAND ...",
+        prog="zerobubble",
+        usage="zerobubble [-h] [--version] COMMAND ...",
         description="Zero-bubble pipeline schedules: plan them, look at them, train with them.\n\n" + "\n\n".join(groups),
-        epilog=f"examples:{_EXAMPLES}\n\n{prog} COMMAND --help has those of each command.",
+        epilog=f"examples:{_EXAMPLES}\n\nzerobubble COMMAND --help has those of each command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"megatron-zerobubble {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", prog=prog, help=argparse.SUPPRESS)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", prog="zerobubble", help=argparse.SUPPRESS)
     plan.add_commands(commands)
     for name in _WITH_OWN_PARSER:
         commands.add_parser(name, add_help=False, help=_MEANINGS[name])

@@ -8,13 +8,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
-from megatron.zerobubble.plan.search.core import PythonCore
-from megatron.zerobubble.plan.search.search import best_core
 from megatron.zerobubble.plan.search.search_progress import Progress
 
 __all__ = ["PATIENCE_S", "stoppable", "track", "waited"]
@@ -24,14 +21,10 @@ Item = TypeVar("Item")
 PATIENCE_S = 2.0
 """Seconds before anything is shown."""
 _REFRESH_S = 1.0
-_WITHOUT_CORE_S = 60.0
-"""Seconds of a search without the compiled core, which would take about 50 times as long as with it."""
 
 
 def stoppable(what: str, work: Callable[[Progress], Item], *, least: str = "the best possible") -> Item:
     """Do work that contains a search and show the best it has found. Ctrl-C ends the search with that; a second one ends all.
-
-    Without the compiled core a search ends after a minute.
 
     Args:
         what: what is being done.
@@ -44,17 +37,7 @@ def stoppable(what: str, work: Callable[[Progress], Item], *, least: str = "the 
         gap = f", at most {100 * (best_ms / bound_ms - 1):.2f} % above {least}" if bound_ms > 0 else ""
         shown[0] = f"{what} ({schedule}: {best_ms:.2f} ms{gap}; Ctrl-C takes it)"
 
-    def out_of_time() -> None:
-        progress.stop()
-        print(
-            f"{what}: stopped after {_WITHOUT_CORE_S:.0f} s without the compiled core, with the best found so far",
-            file=sys.stderr,
-        )
-
     progress = Progress(report)
-    clock = threading.Timer(_WITHOUT_CORE_S, out_of_time)
-    if best_core() is PythonCore:
-        clock.start()
     with ThreadPoolExecutor(1, thread_name_prefix="search") as pool:
         future = pool.submit(work, progress)
         try:
@@ -63,8 +46,6 @@ def stoppable(what: str, work: Callable[[Progress], Item], *, least: str = "the 
             progress.stop()
             print(f"{what}: stopped, with the best found so far", file=sys.stderr)
             return future.result()
-        finally:
-            clock.cancel()
 
 
 def waited(future: Future[Item], what: Callable[[], str]) -> Item:

@@ -34,6 +34,7 @@ from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.partition.layer_costs import LETTERS
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
+from megatron.zerobubble.plan.search.core import library
 from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.profiling.report import PipelineReport
 from megatron.zerobubble.profiling.trace_report import report_pipeline
@@ -61,7 +62,7 @@ class Engine:
         show: called on rank 0 with each line about what was measured, and about other layouts and chunks.
 
     Raises:
-        ConfigError: an option does not go with the model.
+        ConfigError: an option does not go with the model, or a plan will be searched for and there is no search core.
     """
 
     def __init__(
@@ -91,6 +92,9 @@ class Engine:
                 reorders=options.reorder_microbatches,
                 objective=options.objective,
             )
+        if unequal is not None or (trains and flags.timed_iterations is not None):
+            with refusing_together():
+                library()  # searches begin in the middle of the run
         self.schedule = PipelineSchedule(
             spec,
             chunks,

@@ -15,12 +15,11 @@ from megatron.zerobubble.playground.models.model_problem import offers
 from megatron.zerobubble.version import __version__
 
 
-def choices(*, planner: str, is_compiled: bool, num_searches: int | None) -> dict[str, Any]:
+def choices(*, planner: str, num_searches: int | None) -> dict[str, Any]:
     """The choices of a page.
 
     Args:
         planner: "server" if the server that serves the page plans, "worker" if workers of the page do.
-        is_compiled: whether the planner has its compiled core.
         num_searches: how many searches run at once; None: as many as the browser says it has cores.
     """
     names = (
@@ -50,7 +49,6 @@ def choices(*, planner: str, is_compiled: bool, num_searches: int | None) -> dic
         "efforts": ["drawn", *(effort.value for effort in Effort)],
         "kinds": [{"name": kind.value, "colors": COLORS[kind]} for kind in KINDS],
         "spans": {activity.value: color for activity, color in SPAN_COLORS.items()},
-        "is_compiled": is_compiled,
         "models": offers(),
         "limits": {
             "ranks": limits.MAX_RANKS,

@@ -29,8 +29,6 @@ from pathlib import Path
 from socketserver import ForkingMixIn
 from typing import ClassVar
 
-from megatron.zerobubble.plan.search.core import PythonCore
-from megatron.zerobubble.plan.search.search import best_core
 from megatron.zerobubble.playground import limits
 from megatron.zerobubble.playground.choices import choices
 from megatron.zerobubble.playground.tasks import TASKS, lines
@@ -72,7 +70,7 @@ class Server(ForkingMixIn, HTTPServer):
         files = sorted(path for path in _STATIC.rglob("*") if path.is_file())
         self.files = {f"/{path.relative_to(_STATIC).as_posix()}": (path.read_bytes(), _kind(path)) for path in files}
         self.files["/"] = self.files["/index.html"]
-        offered = choices(planner="server", is_compiled=best_core() is not PythonCore, num_searches=os.cpu_count() or 1)
+        offered = choices(planner="server", num_searches=os.cpu_count() or 1)
         self.files["/choices.json"] = json.dumps(offered).encode(), "application/json"
 
     def server_close(self) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import megatron.zerobubble
 from megatron.zerobubble.errors import ConfigError, SplitError, UserError
+from megatron.zerobubble.mcore import engine
 from tests.support.gpt import Case, Trainer, _destroy_groups
 from tests.support.loops import SIZES, Loop, forward_step
 from tests.support.ranks import RankPool
@@ -68,6 +69,13 @@ def _stranger(loop: Loop) -> dict[str, Any]:
     return {"model": loop.model[0].module} if _on(1) else {}
 
 
+def _without_a_core(loop: Loop) -> dict[str, Any]:
+    if _on(1):
+        missing = mock.Mock(side_effect=ConfigError("the compiled search core cannot be loaded"))
+        mock.patch.object(engine, "library", missing).start()
+    return {}
+
+
 def _nothing(loop: Loop) -> dict[str, Any]:
     return {}
 
@@ -88,6 +96,8 @@ def refused(
             loop.train(**given(loop))
         except UserError as error:
             return type(error).__name__, str(error)
+        finally:
+            mock.patch.stopall()
     return "", "nothing was refused"
 
 
@@ -108,6 +118,7 @@ def refused(
         ("--overlap-grad-reduce", {"schedule": "zb-h1"}, None, _frozen_since, r"was frozen \(requires_grad_"),
         (V, {"schedule": "zbv"}, None, _part_of_the_chunks, r"takes a model of 2 chunk\(s\)"),
         ("", {"schedule": "zb-h1"}, None, _stranger, "DistributedDataParallel did not wrap"),
+        (V, {"schedule": "zbv"}, None, _without_a_core, "the compiled search core cannot be loaded"),
         (V, {"schedule": "zbv", "trace": "/dev/null"}, None, _nothing, "--zero-bubble-trace /dev/null is a file"),
     ],
     ids=[
@@ -120,6 +131,7 @@ def refused(
         "frozen",
         "chunks",
         "not-wrapped",
+        "search-core",
         "target",
     ],
 )

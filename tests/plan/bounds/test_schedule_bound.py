@@ -20,7 +20,7 @@ from megatron.zerobubble.plan.search.search_options import SearchOptions, smalle
 from megatron.zerobubble.plan.simulate import simulate
 from tests.plan import optima
 from tests.plan.every_order import shortest, slices_of
-from tests.plan.search.test_search import COMPILED, problems
+from tests.plan.search.test_search import problems
 
 pytestmark = pytest.mark.claims(
     "Planning and measuring",
@@ -105,7 +105,7 @@ def uniform_problems(draw: st.DrawFn) -> tuple[Placement, int, CostModel, float]
 @given(uniform_problems(), st.booleans())
 def test_no_plan_of_equal_passes_is_below_the_bound(problem: tuple[Placement, int, CostModel, float], at_peak: bool) -> None:
     placement, m, costs, limit = problem
-    plan = search("any", placement, m, costs, SearchOptions(memory_limit=limit, budget=3e5 if COMPILED else 0.0))
+    plan = search("any", placement, m, costs, SearchOptions(memory_limit=limit, budget=3e5))
     simulation = simulate(plan, costs)
     bound = lower_bound(placement, m, costs, max(simulation.peak_memory) if at_peak else limit)
     assert bound.span_ms <= simulation.span_ms * (1 + 1e-6)
@@ -189,7 +189,6 @@ def test_no_order_is_below_the_bound(problem: tuple[Placement, int, CostModel], 
         assert objective.of(lower_bound(placement, m, costs, limit / min(placement.num_ranks, m))) <= best + 1e-6
 
 
-@pytest.mark.skipif(not COMPILED, reason="takes the compiled core")
 @pytest.mark.parametrize("index", range(0, 155, 5))
 @pytest.mark.sampled(0.2)
 def test_a_search_finds_the_optimum_within_2_percent(index: int) -> None:
@@ -249,7 +248,6 @@ def test_the_bound_is_tight_for_schedules_without_a_bubble() -> None:
     assert lower_bound(placement, 8, nothing).gap(0.0) == 0
 
 
-@pytest.mark.skipif(not COMPILED, reason="takes the compiled core")
 @pytest.mark.parametrize(("name", "p", "m", "n"), [("zb", 4, 8, 2), ("zb", 4, 8, 8), ("zb", 8, 16, 2), ("zbv", 4, 8, 4)])
 def test_a_plan_of_slices_is_proven_to_be_the_best(name: str, p: int, m: int, n: int) -> None:
     """At the memory of 1F1B over slices: for F=B=W and, on a linear placement, with keys and values."""

@@ -1,8 +1,7 @@
-"""The search: any times, any memory limit, the same plan from both cores."""
+"""The search: any times, any memory limit, the published bubbles and memory."""
 
 import math
 import random as random_module
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -17,18 +16,16 @@ from megatron.zerobubble.plan.generators.zbv import zbv_pattern
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import build_plan, schedule_info
-from megatron.zerobubble.plan.search import search as search_module
-from megatron.zerobubble.plan.search.core import PythonCore
+from megatron.zerobubble.plan.search.core import Core
 from megatron.zerobubble.plan.search.interface import Problem, flat_durations
 from megatron.zerobubble.plan.search.orders import CYCLE_AT, repeated, seed_order_of
 from megatron.zerobubble.plan.search.policies import Blocks
-from megatron.zerobubble.plan.search.search import best_core, search
+from megatron.zerobubble.plan.search.search import search
 from megatron.zerobubble.plan.search.search_options import SearchOptions, smallest_memory
 from megatron.zerobubble.plan.simulate import peak_memory, simulate
 from megatron.zerobubble.plan.validate import validate
 
 SEARCHED = ["zb", "zbv", "v-half", "v-min", "1f1b-v", "zb-interleaved"]
-COMPILED = best_core() is not PythonCore
 MEASURED = {
     "forward_ms": 29.718,
     "backward_ms": 29.444,
@@ -86,7 +83,7 @@ def test_any_problem_has_a_valid_plan_within_its_memory(
     problem: tuple[Placement, int, CostModel, float], objective: Objective
 ) -> None:
     placement, m, costs, limit = problem
-    options = SearchOptions(memory_limit=limit, objective=objective, budget=2e5 if COMPILED else 0.0)
+    options = SearchOptions(memory_limit=limit, objective=objective, budget=2e5)
     plan = search("any", placement, m, costs, options)
     validate(plan, memory_limit=limit, costs=costs)
     simulate(plan, costs)
@@ -120,7 +117,7 @@ def test_more_microbatches_than_the_smaller_instance(name: str, p: int, m: int, 
     placement = placement_of(name, p, 2)
     costs = CostModel.uniform(placement, **MEASURED | {"comm_ms": comm_ms})
     for limit in (0.75, 1.5):
-        options = SearchOptions(memory_limit=max(limit, smallest_memory(placement, m, costs)), budget=4e5 if COMPILED else 2e4)
+        options = SearchOptions(memory_limit=max(limit, smallest_memory(placement, m, costs)), budget=4e5)
         validate(build_plan(name, num_ranks=p, num_microbatches=m, costs=costs, options=options))
 
 
@@ -198,15 +195,6 @@ def test_v_half_and_v_min_are_where_the_paper_says(p: int) -> None:
         assert simulate(plan, CostModel.uniform(plan.placement)).bubble_rate <= share * one
 
 
-@pytest.mark.skipif(not COMPILED, reason="the compiled core was not built")
-@given(problems(), st.integers(0, 2**40), st.sampled_from(list(Objective)))
-def test_both_cores_are_twins(problem: tuple[Placement, int, CostModel, float], seed: int, objective: Objective) -> None:
-    placement, m, costs, limit = problem
-    options = SearchOptions(memory_limit=limit, seed=seed, budget=4e4, objective=objective)
-    plans = [search("twin", placement, m, costs, options, core=core) for core in (PythonCore, best_core())]
-    assert plans[0] == plans[1]
-
-
 def test_the_same_seed_gives_the_same_plan_and_more_budget_no_worse_a_start() -> None:
     placement = Placement.v(4)
     costs = CostModel.uniform(placement, **MEASURED)
@@ -222,7 +210,6 @@ def test_the_same_seed_gives_the_same_plan_and_more_budget_no_worse_a_start() ->
         assert objective.of(simulate(found, costs)) <= objective.of(simulate(pattern, costs)) + 1e-9
 
 
-@pytest.mark.skipif(not COMPILED, reason="takes the compiled core")
 @pytest.mark.parametrize(
     ("name", "limit", "reference", "budget"),
     [("zb", 1.0, 0.1323, 6e7), ("zb", 1.9831, 0.0029, 6e7), ("v-half", 0.625, 0.1447, 4e8), ("v-min", 0.5, 0.2721, 6e7)],
@@ -255,26 +242,12 @@ def test_a_hand_written_pattern_is_checked_against_the_limit() -> None:
         build_plan("1f1b", num_ranks=4, num_microbatches=8, costs=CostModel.uniform(Placement.v(4)))
 
 
-def test_without_the_compiled_core_one_line_warns_of_the_lost_speed(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def missing(name: str) -> None:
-        raise ImportError(name)
-
-    fresh: Callable[[], type] = best_core.__wrapped__
-    monkeypatch.setattr(search_module.importlib, "import_module", missing)
-    assert fresh() is PythonCore
-    assert [record.message for record in caplog.records] == [
-        "planner: the compiled search core was not built; the same plans take about 50 times longer to find"
-    ]
-
-
 def test_every_block_of_a_family_schedules_and_is_repeatable() -> None:
     placement = Placement.v(3)
     costs = CostModel.uniform(placement, **MEASURED)
     blocks = Blocks(placement, costs, limit=3.0)
     durations = flat_durations(costs)
-    core = PythonCore(Problem(4, placement.stage_to_rank, durations, 0.0, costs.activation, costs.activation, 3.0, False))
+    core = Core(Problem(4, placement.stage_to_rank, durations, 0.0, costs.activation, costs.activation, 3.0, False))
     bred = []
     for _ in range(2):
         random = random_module.Random(5)
@@ -297,7 +270,7 @@ def test_grid_blocks_are_steady(p: int) -> None:
         spans = []
         for m in (6 * p, 9 * p):
             stored = costs.activation
-            core = PythonCore(Problem(m, placement.stage_to_rank, flat_durations(costs), 0.0, stored, stored, 1e9, False))
+            core = Core(Problem(m, placement.stage_to_rank, flat_durations(costs), 0.0, stored, stored, 1e9, False))
             assert all(row.count(code) == m for row in grid_order(block, m) for code in range(6))
             spans.append(core.evaluate(grid_order(block, m))[1])
         assert spans[1] - spans[0] == pytest.approx(3 * p * 6.0)
@@ -305,16 +278,16 @@ def test_grid_blocks_are_steady(p: int) -> None:
 
 def test_fill_inserts_w_into_bubbles_and_under_a_memory_limit() -> None:
     """Two stages on one rank each; F, B, W take 1, the link 5: rank 1 waits 5 for nothing, rank 0 for its B's."""
-    core = PythonCore(Problem(2, [0, 1], [1.0] * 6, 5.0, [1.0] * 2, [0.5] * 2, 9.0, False))
+    core = Core(Problem(2, [0, 1], [1.0] * 6, 5.0, [1.0] * 2, [0.5] * 2, 9.0, False))
     rows = [bytes([0, 0, 1, 1]), bytes([0, 1, 0, 1])]
     assert core.fill(rows, [0.5, 0.5]) == [bytes([0, 0, 1, 2, 1, 2]), bytes([0, 1, 0, 1, 2, 2])]
-    tight = PythonCore(Problem(2, [0, 1], [1.0] * 6, 5.0, [1.0] * 2, [0.5] * 2, 1.0, False))
+    tight = Core(Problem(2, [0, 1], [1.0] * 6, 5.0, [1.0] * 2, [0.5] * 2, 1.0, False))
     assert tight.fill(rows, [math.inf] * 2) == []
     assert tight.fill([bytes([0, 1, 0, 1])] * 2, [math.inf] * 2) == [bytes([0, 1, 2, 0, 1, 2])] * 2
 
 
 def test_an_order_that_deadlocks_is_infinitely_bad() -> None:
-    core = PythonCore(Problem(1, [0, 0], [1.0] * 6, 0.0, [1.0] * 2, [1.0] * 2, 9.0, False))
+    core = Core(Problem(1, [0, 0], [1.0] * 6, 0.0, [1.0] * 2, [1.0] * 2, 9.0, False))
     good = bytes([0, 3, 4, 1, 2, 5])
     assert core.evaluate([good])[1] == 6.0
     bad = bytearray(good)

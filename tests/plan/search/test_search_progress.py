@@ -11,10 +11,9 @@ from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.planner import make_plan
 from megatron.zerobubble.plan.search import search
-from megatron.zerobubble.plan.search.core import PythonCore
+from megatron.zerobubble.plan.search.core import Core
 from megatron.zerobubble.plan.search.interface import Order, Problem
 from megatron.zerobubble.plan.search.orders import SeedOrder
-from megatron.zerobubble.plan.search.search import best_core
 from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.search.search_progress import Progress
 from megatron.zerobubble.plan.search.tuning import Tuning
@@ -27,8 +26,6 @@ pytestmark = pytest.mark.claims(
     "works",
 )
 
-COMPILED = best_core() is not PythonCore
-
 
 def costs_of(placement: Placement) -> CostModel:
     return CostModel.uniform(
@@ -40,14 +37,14 @@ def costs_of(placement: Placement) -> CostModel:
 def test_the_plan_does_not_depend_on_the_number_of_workers(schedule: str, limit: float, m: int) -> None:
     plans = set()
     for workers in (1, 2, 3, 5):
-        options = SearchOptions(memory_limit=limit, budget=2e6 if COMPILED else 2e4, workers=workers)
+        options = SearchOptions(memory_limit=limit, budget=2e6, workers=workers)
         plans.add(make_plan(schedule, num_ranks=4, num_microbatches=m, costs_of=costs_of, options=options).simulation.plan)
     assert len(plans) == 1
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
 def test_a_large_budget_is_the_best_of_several_seeds(workers: int) -> None:
-    share = 2e5 if COMPILED else 5e3
+    share = 2e5
     tuning = Tuning(least_of_several=share, enough_per_op=0.0)
 
     def found(budget: float, seed: int = 0, workers: int = 1) -> Simulation:
@@ -93,9 +90,9 @@ def test_times_of_a_smaller_instance_are_not_those_of_the_plan() -> None:
     seen: list[tuple[str, float, float]] = []
     options = SearchOptions(
         memory_limit=0.8,
-        budget=5e5 if COMPILED else 1.3e4,
+        budget=5e5,
         progress=Progress(lambda *report: seen.append(report)),
-        tuning=Tuning(least_of_several=1e5 if COMPILED else 4e3, enough_per_op=0.0),
+        tuning=Tuning(least_of_several=1e5, enough_per_op=0.0),
     )
     found = make_plan("zbv", num_ranks=2, num_microbatches=40, costs_of=costs_of, options=options)
     times = [best for name, best, _ in seen if name == "zbv"]
@@ -106,7 +103,7 @@ def test_times_of_a_smaller_instance_are_not_those_of_the_plan() -> None:
 def test_a_search_with_progress_reports_times_that_never_rise() -> None:
     seen: list[tuple[str, float, float]] = []
     progress = Progress(lambda *report: seen.append(report))
-    options = SearchOptions(memory_limit=0.8, budget=5e6 if COMPILED else 2e4, progress=progress)
+    options = SearchOptions(memory_limit=0.8, budget=5e6, progress=progress)
     found = make_plan("zbv", num_ranks=4, num_microbatches=9, costs_of=costs_of, options=options)
     assert seen
     assert {name for name, _, _ in seen} == {"zbv"}
@@ -141,10 +138,9 @@ def test_a_stopped_search_returns_the_best_so_far(schedule: str, workers: int) -
 def test_a_core_that_was_stopped_no_longer_anneals() -> None:
     placement = Placement.v(2)
     costs = costs_of(placement)
-    for kind in {PythonCore, best_core()}:
-        core = kind(Problem.of(placement, 4, costs, limit=2.0, is_makespan=False))
-        rows = [b"\x00\x03\x04\x05\x01\x02" * 4, b"\x00\x03\x04\x05\x01\x02" * 4]
-        core.stop()
-        before = core.work
-        core.anneal(rows, [0.5, 0.5], 1, 1e12, 1.0)
-        assert core.work - before < 1000
+    core = Core(Problem.of(placement, 4, costs, limit=2.0, is_makespan=False))
+    rows = [b"\x00\x03\x04\x05\x01\x02" * 4, b"\x00\x03\x04\x05\x01\x02" * 4]
+    core.stop()
+    before = core.work
+    core.anneal(rows, [0.5, 0.5], 1, 1e12, 1.0)
+    assert core.work - before < 1000

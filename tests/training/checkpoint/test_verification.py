@@ -259,6 +259,10 @@ def longer(file: Path) -> None:
     file.write_bytes(file.read_bytes() + b"x")
 
 
+def shorter(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
 def folder(file: Path) -> None:
     file.unlink()
     file.mkdir()
@@ -284,6 +288,7 @@ def link(file: Path) -> None:
     ("change", "expected"),
     [
         (longer, "__1_0.distcp has 2,001 bytes instead of 2,000"),
+        (shorter, "__1_0.distcp has 1,999 bytes instead of 2,000"),
         (folder, "__1_0.distcp is not a regular file"),
         (fifo, "__1_0.distcp is not a regular file"),
         (circle, "__1_0.distcp is missing"),

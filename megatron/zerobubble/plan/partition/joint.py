@@ -25,9 +25,10 @@ from megatron.zerobubble.plan.partition.layout_bound import bound_over_layouts
 from megatron.zerobubble.plan.partition.partitions import partitions
 from megatron.zerobubble.plan.planner import AUTO, Result, enough_memory, make_plan
 from megatron.zerobubble.plan.registry import check_at_least_one, check_size, placement_of, schedule_info, schedule_spec
+from megatron.zerobubble.plan.search.core import Core
 from megatron.zerobubble.plan.search.interface import Problem
 from megatron.zerobubble.plan.search.orders import order_of
-from megatron.zerobubble.plan.search.search import best_core, search
+from megatron.zerobubble.plan.search.search import search
 from megatron.zerobubble.plan.search.search_options import SearchOptions, check_memory_limit
 
 __all__ = ["LayoutResult", "plan_layout", "plan_of_layout"]
@@ -154,7 +155,7 @@ def _objective_ms(plan: Plan, costs: CostModel, limit: float | None, objective: 
     unit = min(plan.num_ranks, plan.num_microbatches)
     most = math.inf if limit is None else limit * unit
     problem = Problem.of(plan.placement, plan.num_microbatches, costs, limit=most, is_makespan=objective is Objective.MAKESPAN)
-    return best_core()(problem).evaluate(order_of(plan))[1]
+    return Core(problem).evaluate(order_of(plan))[1]
 
 
 def _enough(placement: Placement, num_microbatches: int, stages: StageCosts, objective: Objective) -> float | None:

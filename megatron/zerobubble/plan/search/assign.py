@@ -25,10 +25,9 @@ from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS
 from megatron.zerobubble.plan.ir import OpKind, Plan
 from megatron.zerobubble.plan.objective import Objective
-from megatron.zerobubble.plan.search.core import PythonCore
+from megatron.zerobubble.plan.search.core import Core
 from megatron.zerobubble.plan.search.interface import Order, Problem
 from megatron.zerobubble.plan.search.orders import order_of, plan_of_order, without_wgrad
-from megatron.zerobubble.plan.search.search import best_core
 from megatron.zerobubble.plan.search.search_options import SearchOptions, check_memory_limit
 from megatron.zerobubble.plan.simulate import peak_memory, simulate
 from megatron.zerobubble.plan.transforms import recut, split_fused
@@ -69,7 +68,6 @@ def assign(
     options: SearchOptions,
     *,
     fixed_order: bool = False,
-    core: type[PythonCore] | None = None,
 ) -> Plan:
     """The best order and assignment found for these microbatches and links.
 
@@ -81,7 +79,6 @@ def assign(
         options: objective, seed, budget, and the memory limit; None: the most that the first base needs with the data as it comes
             or sorted by length, for which a run has to have the memory anyway.
         fixed_order: change the assignment only; W still runs early where the memory limit demands it.
-        core: `PythonCore` or the compiled one; by default the compiled one if the install built it.
 
     Raises:
         ConfigError: a limit that the largest microbatch alone exceeds, or slices under a matrix of links.
@@ -94,7 +91,7 @@ def assign(
         return base
     check_sliceable(base.num_slices, costs)
     check_memory_limit(base.placement, base.num_microbatches, costs, options.memory_limit)
-    return _Search(bases, costs, options, fixed_order, core or best_core()).best()
+    return _Search(bases, costs, options, fixed_order).best()
 
 
 def check_sliceable(num_slices: int, costs: CostModel) -> None:
@@ -106,9 +103,7 @@ def check_sliceable(num_slices: int, costs: CostModel) -> None:
 class _Search:
     """The state of one search."""
 
-    def __init__(
-        self, bases: Sequence[Plan], costs: CostModel, options: SearchOptions, fixed_order: bool, core: type[PythonCore]
-    ) -> None:
+    def __init__(self, bases: Sequence[Plan], costs: CostModel, options: SearchOptions, fixed_order: bool) -> None:
         self._bases, self._costs, self._options, self._fixed = bases, costs, options, fixed_order
         self._base = bases[0]
         self._fused = _is_fused(self._base)
@@ -123,7 +118,7 @@ class _Search:
         self._reserved = costs if self._fused else costs.reserved
         limit = options.memory_limit
         self._limit = max(self._peaks(self._reserved)) if limit is None else float(limit)
-        self._core = self._make_core(core)
+        self._core = self._make_core()
         self._found: list[_Found] = []
         self._seed = options.seed * 1_000_003
 
@@ -154,11 +149,11 @@ class _Search:
     def _peaks(self, costs: CostModel) -> list[float]:
         return [max(peak_memory(plan, costs)) for plan in self._given()]
 
-    def _make_core(self, core: type[PythonCore]) -> PythonCore:
+    def _make_core(self) -> Core:
         limit = self._limit * min(self._base.num_ranks, self._m)
         is_makespan = self._options.objective is Objective.MAKESPAN
         excess_ms = _EXCESS_ROUNDS * self._bottleneck_ms
-        return core(
+        return Core(
             Problem.of(
                 self._base.placement,
                 self._m,

@@ -1,9 +1,9 @@
-// The inner loop of the search, compiled: annealing, and the C functions that native.py calls. With its headers it is the twin of
-// core.py, which documents it: the same arithmetic in the same order and the same random numbers, so that the same seed gives the
-// same plan. Build without floating-point contraction (a*b+c).
+// The inner loop of the search: annealing, and the C functions that core.py, which documents it, calls. Build without
+// floating-point contraction (a*b+c), so that the same seed gives the same plan on every machine.
 
 #include <algorithm>
 #include <atomic>
+#include <cassert>
 #include <cstdint>
 #include <cstring>
 #include <tuple>
@@ -16,11 +16,18 @@
 
 namespace {
 
+// Op evaluations charged for choosing a move.
 constexpr double kMoveWeight = 40;
+
+// Upper ends of the shares of moves: patience (without W only), repeated swaps, repeated shifts (without W, with W); the rest are
+// single moves.
 constexpr double kPatienceShare = 0.05;
 constexpr double kSwapShare = 0.1;
 constexpr double kShiftShare = 0.9;
 constexpr double kPlainShiftShare = 0.2;
+
+// With unequal microbatches: share of moves that change the assignment, and upper end of the share of repeated shifts among the
+// others.
 constexpr double kAssignShare = 0.8;
 constexpr double kLateMoveShare = 0.5;
 
@@ -34,7 +41,7 @@ using zerobubble::Policy;
 using zerobubble::Random;
 using zerobubble::Row;
 
-class NativeCore : public ListScheduler {
+class Core : public ListScheduler {
  public:
   using ListScheduler::ListScheduler;
 
@@ -108,6 +115,7 @@ class NativeCore : public ListScheduler {
       }
       const double most = score + temperature * left * left * random.unit();
       const auto [candidate, reached] = run<false>(rows, patience, nullptr, since, most * kCertain);
+      assert(is_as_whole(rows, patience, candidate, reached, most));
       if (candidate <= most) {
         score = candidate;
         const double charged = work;
@@ -133,6 +141,15 @@ class NativeCore : public ListScheduler {
     Order found = fill(best, best_patience);
     take(own_);
     return {std::move(found), std::move(best_assigned)};
+  }
+
+  // Whether a run that began late and may have ended early gave what a run of the whole order gives. Only with assertions.
+  [[maybe_unused]] bool is_as_whole(const Order& rows, const std::vector<double>& patience, double score, double objective,
+                                    double most) {
+    const double charged = work;
+    const auto whole = run<false>(rows, patience, nullptr);
+    work = charged;
+    return score <= most ? whole == std::pair(score, objective) : whole.first > most;
   }
 
   static int first_difference(const Row& before, const Row& after) {
@@ -183,47 +200,47 @@ std::vector<int> ints_of(const int* values, int count) { return {values, values 
 // Each takes a core first, but for the first. Orders go in and out as the codes of all ranks in turn and the number per rank; the
 // caller's buffers for results hold every op. The arguments are those of the methods of core.py.
 
-EXPORTED NativeCore* zb_new(int num_microbatches, int num_slices, const int* counts, int num_counts, int num_stages,
+EXPORTED Core* zb_new(int num_microbatches, int num_slices, const int* counts, int num_counts, int num_stages,
                             const int* stage_to_rank, const double* lists, const int* sizes, double comm_ms, double limit,
                             int is_makespan, double excess_ms) {
   Doubles values(lists);
   auto durations = values.next(sizes[0]), activation = values.next(sizes[1]), remaining = values.next(sizes[2]);
   auto links = values.next(sizes[3]), busy = values.next(sizes[4]);
-  return new NativeCore(num_microbatches, num_slices, ints_of(counts, num_counts), ints_of(stage_to_rank, num_stages),
+  return new Core(num_microbatches, num_slices, ints_of(counts, num_counts), ints_of(stage_to_rank, num_stages),
                         std::move(durations), comm_ms, std::move(activation), std::move(remaining), limit, is_makespan != 0,
                         std::move(links), std::move(busy), excess_ms);
 }
 
-EXPORTED void zb_delete(NativeCore* core) { delete core; }
+EXPORTED void zb_delete(Core* core) { delete core; }
 
-EXPORTED double* zb_work(NativeCore* core) { return &core->work; }
+EXPORTED double* zb_work(Core* core) { return &core->work; }
 
-EXPORTED void zb_stop(NativeCore* core) { core->stop(); }
+EXPORTED void zb_stop(Core* core) { core->stop(); }
 
-EXPORTED void zb_evaluate(NativeCore* core, const char* codes, const int* lengths, int num_ranks, double* result) {
+EXPORTED void zb_evaluate(Core* core, const char* codes, const int* lengths, int num_ranks, double* result) {
   std::tie(result[0], result[1]) = core->evaluate(rows_of(codes, lengths, num_ranks));
 }
 
-EXPORTED void zb_evaluate_assigned(NativeCore* core, const char* codes, const int* lengths, int num_ranks, const double* patience,
+EXPORTED void zb_evaluate_assigned(Core* core, const char* codes, const int* lengths, int num_ranks, const double* patience,
                                    const int* assignment, int num_assigned, double* result) {
   const auto rows = rows_of(codes, lengths, num_ranks);
   const auto patience_of = Doubles(patience).next(num_ranks);
   std::tie(result[0], result[1]) = core->evaluate_assigned(rows, patience_of, ints_of(assignment, num_assigned));
 }
 
-EXPORTED int zb_fill(NativeCore* core, const char* codes, const int* lengths, int num_ranks, const double* patience, char* found,
+EXPORTED int zb_fill(Core* core, const char* codes, const int* lengths, int num_ranks, const double* patience, char* found,
                       int* found_lengths) {
   return write(core->fill(rows_of(codes, lengths, num_ranks), Doubles(patience).next(num_ranks)), found, found_lengths);
 }
 
-EXPORTED int zb_fill_assigned(NativeCore* core, const char* codes, const int* lengths, int num_ranks, const double* patience,
+EXPORTED int zb_fill_assigned(Core* core, const char* codes, const int* lengths, int num_ranks, const double* patience,
                                const int* assignment, int num_assigned, char* found, int* found_lengths) {
   const auto rows = rows_of(codes, lengths, num_ranks);
   const auto patience_of = Doubles(patience).next(num_ranks);
   return write(core->fill_assigned(rows, patience_of, ints_of(assignment, num_assigned)), found, found_lengths);
 }
 
-EXPORTED int zb_decode(NativeCore* core, const double* lists, const int* sizes, const double* numbers, char* found,
+EXPORTED int zb_decode(Core* core, const double* lists, const int* sizes, const double* numbers, char* found,
                         int* found_lengths) {
   Doubles values(lists);
   Policy policy;
@@ -240,14 +257,14 @@ EXPORTED int zb_decode(NativeCore* core, const double* lists, const int* sizes, 
   return write(core->decode(policy), found, found_lengths);
 }
 
-EXPORTED int zb_anneal(NativeCore* core, const char* codes, const int* lengths, int num_ranks, const double* patience,
+EXPORTED int zb_anneal(Core* core, const char* codes, const int* lengths, int num_ranks, const double* patience,
                         std::uint64_t seed, double budget, double temperature, char* found, int* found_lengths) {
   const auto rows = rows_of(codes, lengths, num_ranks);
   return write(core->anneal(rows, Doubles(patience).next(num_ranks), seed, budget, temperature), found, found_lengths);
 }
 
 // The assignment is overwritten by the one that was found.
-EXPORTED int zb_assign(NativeCore* core, const char* codes, const int* lengths, int num_ranks, const double* patience,
+EXPORTED int zb_assign(Core* core, const char* codes, const int* lengths, int num_ranks, const double* patience,
                         int* assignment, int num_assigned, std::uint64_t seed, double budget, double temperature, int fixed_order,
                         char* found, int* found_lengths) {
   const auto rows = rows_of(codes, lengths, num_ranks);

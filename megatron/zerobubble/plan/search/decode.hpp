@@ -1,4 +1,4 @@
-// The list scheduler: from a policy to an order. Twin of core.py, which documents it: the same arithmetic in the same order.
+// The list scheduler: from a policy to an order. core.py documents it.
 
 #pragma once
 
@@ -13,6 +13,7 @@
 
 namespace zerobubble {
 
+// Op evaluations charged for list-scheduling one op.
 constexpr double kDecodeWeight = 8;
 
 struct Policy {

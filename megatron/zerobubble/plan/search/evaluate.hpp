@@ -1,5 +1,4 @@
-// The evaluator: the times and memory of an order under the costs, and the Ws that fill its bubbles. Twin of core.py, which
-// documents it: the same arithmetic in the same order.
+// The evaluator: the times and memory of an order under the costs, and the Ws that fill its bubbles. core.py documents it.
 
 #pragma once
 
@@ -14,6 +13,7 @@
 
 namespace zerobubble {
 
+// Share of the ranks' mean span in the score, for each objective; the maximum alone is flat under most moves.
 constexpr double kSpanMeanWeight = 0.3, kMakespanMeanWeight = 0.1;
 
 // Steps of a row between two snapshots of its rank.

@@ -1,4 +1,4 @@
-"""What a core takes: problems, orders and policies. `core.PythonCore` documents what it does."""
+"""What a core takes: problems, orders and policies. `core.Core` documents what it does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-// The moves of annealing, which change an order a little. Twin of moves.py, which documents them.
+// The moves of annealing, which change an order a little, and their random numbers.
+//
+// A move takes rows (per rank a string of op codes, see core.py) and gives the changed ones with their ranks, none if nothing
+// changes. The result may deadlock; scoring detects that.
 
 #pragma once
 
@@ -10,7 +13,9 @@
 
 namespace zerobubble {
 
+// Share of single moves that take an op on the critical path, because no other single move shortens it.
 constexpr double kCriticalShare = 0.7;
+// Share of reassignments that move one microbatch to another slot, and those between by one, instead of swapping two.
 constexpr double kRotateShare = 0.3;
 
 using Row = std::vector<char>;
@@ -18,6 +23,7 @@ using Order = std::vector<Row>;
 using Changes = std::vector<std::pair<int, Row>>;
 using Critical = std::vector<std::pair<int, int>>;
 
+// SplitMix64 (Steele, Lea, Flood, OOPSLA 2014).
 class Random {
  public:
   explicit Random(std::uint64_t seed) : state_(seed) {}
@@ -28,7 +34,9 @@ class Random {
     z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
     return z ^ (z >> 31);
   }
+  // Uniform in [0, 1).
   double unit() { return static_cast<double>(bits() >> 11) * (1.0 / 9007199254740992.0); }
+  // Uniform in 0..limit-1.
   int below(int limit) { return static_cast<int>(bits() % static_cast<std::uint64_t>(limit)); }
 
  private:
@@ -40,12 +48,14 @@ class Moves {
   Moves(int num_microbatches, std::vector<int> chunks)
       : m_(num_microbatches), p_(static_cast<int>(chunks.size())), chunks_(std::move(chunks)) {}
 
+  // Set another patience for some ranks.
   void vary_patience(std::vector<double>& patience, Random& random) const {
     const auto [first, last] = some_ranks(random);
     const double value = random.unit() * 1.5;
     for (int rank = first; rank <= last; ++rank) patience[rank] = value;
   }
 
+  // Move one op a few steps earlier or later.
   void single_move(const Order& rows, const Critical& critical, Random& random, Changes& changed) const {
     int rank, source;
     if (random.unit() < kCriticalShare) {
@@ -69,6 +79,7 @@ class Moves {
     if (moved != row) changed.emplace_back(rank, std::move(moved));
   }
 
+  // Swap every adjacent pair of two given op codes within a window, which changes the steady state.
   void repeated_swap(const Order& rows, int kinds, Random& random, Changes& changed) const {
     const auto [first, last] = some_ranks(random);
     const int chunks = chunks_[first];
@@ -90,6 +101,7 @@ class Moves {
     }
   }
 
+  // Move the F or B of one chunk by the same number of steps for many microbatches and, with a drift, over many ranks.
   void repeated_shift(const Order& rows, Random& random, Changes& changed) const {
     const auto [first, last] = some_ranks(random);
     const int chunks = chunks_[first];
@@ -124,6 +136,7 @@ class Moves {
     }
   }
 
+  // Assign two microbatches to each other's slots, or move one to another slot; there are at least two.
   void reassign(std::vector<int>& slots, Random& random) const {
     const int m = static_cast<int>(slots.size()), from = random.below(m), to = (from + 1 + random.below(m - 1)) % m;
     if (random.unit() >= kRotateShare) {
@@ -136,6 +149,7 @@ class Moves {
   }
 
  private:
+  // A random range of ranks, as (first, last): all, several adjacent ones, or one.
   std::pair<int, int> some_ranks(Random& random) const {
     const int first = random.below(p_);
     const double choice = random.unit();
@@ -144,6 +158,7 @@ class Moves {
     return {first, first};
   }
 
+  // A random window of `length` steps or microbatches; each end is open with probability one half.
   std::pair<int, int> some_of(int length, Random& random) const {
     const int low = random.below(length), high = random.below(length), open = random.below(4);
     return {open & 1 ? 0 : std::min(low, high), open & 2 ? length : std::max(low, high)};

@@ -13,14 +13,11 @@ Three stages. Each scores a candidate by running it in order with the true times
 A budget that is large for the number of ops is divided into several searches with seeds of their own, side by side if there are
 workers: the best of them is better than one that takes as long as all of them.
 
-A budget is a number of op evaluations, not seconds: the same arguments and seed give the same plan on every machine, with or
-without the compiled core.
+A budget is a number of op evaluations, not seconds: the same arguments and seed give the same plan on every machine.
 """
 
 from __future__ import annotations
 
-import importlib
-import logging
 import math
 import sys
 from collections import deque
@@ -28,7 +25,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from dataclasses import replace
-from functools import cache
 from itertools import accumulate, cycle
 from operator import itemgetter
 from random import Random
@@ -38,18 +34,15 @@ from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.objective import Objective
-from megatron.zerobubble.plan.search.core import EPSILON, PythonCore
+from megatron.zerobubble.plan.search.core import EPSILON, Core
 from megatron.zerobubble.plan.search.interface import Order, Problem
 from megatron.zerobubble.plan.search.orders import SeedOrder, plan_of_order, repeated, without_wgrad
 from megatron.zerobubble.plan.search.policies import Block, Blocks
 from megatron.zerobubble.plan.search.search_options import SearchOptions, check_memory_limit
 from megatron.zerobubble.plan.search.search_progress import Progress
 
-logger = logging.getLogger(__name__)
-
 _COMPILED_EVALUATIONS_PER_S = 1.5e8
 _WEBASSEMBLY_EVALUATIONS_PER_S = 6e7
-_PYTHON_EVALUATIONS_PER_S = 1.5e6
 
 
 def search(
@@ -61,7 +54,6 @@ def search(
     *,
     seed_orders: Sequence[SeedOrder] = (),
     fused: bool = False,
-    core: type[PythonCore] | None = None,
 ) -> Plan:
     """Search a placement for the best plan. The result is not validated here: `registry.build_plan` does that.
 
@@ -73,16 +65,15 @@ def search(
         options: limit, objective, seed and budget.
         seed_orders: orders to start from besides the list schedules; those that exceed the limit are dropped.
         fused: build plans of F and BW only.
-        core: `PythonCore` or the compiled one; by default the compiled one if the install built it.
 
     Raises:
-        ConfigError: no plan fits the memory limit; the message names the smallest one that works.
+        ConfigError: no plan fits the memory limit; the message names the smallest one that works. Or there is no core.
     """
     check_memory_limit(placement, num_microbatches, costs, options.memory_limit)
 
     def start(options: SearchOptions) -> _Finder:
         # The list schedule admits an F by the memory that F allocates; a B must not then need more than is free.
-        return _Finder(placement, num_microbatches, costs.reserved, options, fused, core or best_core(), schedule=schedule)
+        return _Finder(placement, num_microbatches, costs.reserved, options, fused, schedule=schedule)
 
     n = costs.num_slices
     order = _best_of(start, options, 3 * placement.num_stages * num_microbatches * n, seed_orders)
@@ -125,22 +116,8 @@ def _best_of(
 
 
 def evaluations_per_second() -> float:
-    """Op evaluations per second of a search with the core that is installed here, on one CPU core of 2024."""
-    if best_core() is PythonCore:
-        return _PYTHON_EVALUATIONS_PER_S
+    """Op evaluations per second of a search, on one CPU core of 2024."""
     return _WEBASSEMBLY_EVALUATIONS_PER_S if sys.platform == "emscripten" else _COMPILED_EVALUATIONS_PER_S
-
-
-@cache
-def best_core() -> type[PythonCore]:
-    """The compiled core if the install built it, else its Python twin, with one warning about the lost speed."""
-    try:
-        compiled = importlib.import_module("megatron.zerobubble.plan.search.native")
-    except ImportError:
-        logger.warning("planner: the compiled search core was not built; the same plans take about 50 times longer to find")
-        return PythonCore
-    core: type[PythonCore] = compiled.NativeCore
-    return core
 
 
 class _Finder:
@@ -153,19 +130,12 @@ class _Finder:
         costs: CostModel,
         options: SearchOptions,
         fused: bool,
-        core: type[PythonCore],
         *,
         schedule: str,
         stops_at_bound: bool = True,
     ) -> None:
         self._progress, self._schedule, self._tuning = options.progress or Progress(), schedule, options.tuning
-        self._placement, self._costs, self._options, self._fused, self._core = (
-            placement,
-            costs,
-            options,
-            fused,
-            core,
-        )
+        self._placement, self._costs, self._options, self._fused = placement, costs, options, fused
         self._m, self._n = num_microbatches, costs.num_slices
         fewest = max(self._tuning.small_per_rank * placement.num_ranks, self._tuning.fewest_small)
         self._small_m = min(num_microbatches, -(-fewest // self._n) + (self._tuning.more_of_slices if self._n > 1 else 0))
@@ -187,11 +157,11 @@ class _Finder:
             for stages in placement.rank_to_stages
         )
 
-    def _make_core(self, m: int) -> PythonCore:
+    def _make_core(self, m: int) -> Core:
         """A core for m microbatches, under the memory limit of the whole instance."""
         is_makespan = self._options.objective is Objective.MAKESPAN
         problem = Problem.of(self._placement, m, self._costs, limit=self._limit, is_makespan=is_makespan, fused=self._fused)
-        core = self._core(problem)
+        core = Core(problem)
         self._progress.add(core)
         return core
 
@@ -218,7 +188,6 @@ class _Finder:
                 self._costs,
                 options,
                 self._fused,
-                self._core,
                 schedule=f"{self._schedule} with {self._small_m} microbatches",
                 stops_at_bound=False,
             )
@@ -304,7 +273,7 @@ class _Finder:
         self.kept_blocks = [block for _, _, block in kept[: self._tuning.most_unrolled]]
         return self.kept_blocks if self._m > self._small_m else self.kept_blocks[:1], spent
 
-    def _tried(self, core: PythonCore, blocks: Sequence[Block]) -> list[tuple[float, float]]:
+    def _tried(self, core: Core, blocks: Sequence[Block]) -> list[tuple[float, float]]:
         """Score and work, in op evaluations, of each block."""
         found = []
         for block in blocks:
@@ -340,7 +309,7 @@ class _Finder:
         ]
         return sorted((self._scored(order) for order in full if order), key=_score)
 
-    def _improved(self, core: PythonCore, order: Order, patiences: Sequence[float]) -> Order:
+    def _improved(self, core: Core, order: Order, patiences: Sequence[float]) -> Order:
         """The best of a seed order as it is, with the Ws of its cooldown in the bubbles, and with all of them there.
 
         Empty if none fits the memory limit.
@@ -422,9 +391,7 @@ class _Finder:
                     future.cancel()
                     core.stop()
 
-    def _round(
-        self, core: PythonCore, order: Order, filled: bool, budget: float, temperature: float, seed: int
-    ) -> tuple[float, Order]:
+    def _round(self, core: Core, order: Order, filled: bool, budget: float, temperature: float, seed: int) -> tuple[float, Order]:
         rows, patience = order, [math.inf] * len(order)
         if filled:
             rows = without_wgrad(order)

@@ -472,5 +472,5 @@ function titleOf({ title, placement, num_chunks: v }) {
 }
 
 const choices = await askChoices();
-byId("version").textContent = `megatron-zerobubble ${choices.version}${choices.is_compiled ? "" : "; without the compiled core searches take 50 times longer"}`;
+byId("version").textContent = `megatron-zerobubble ${choices.version}`;
 new Playground(choices);

@@ -15,13 +15,10 @@ async function content(name, decode = (body) => body) {
 async function planner() {
   const unpacked = (body) => body.pipeThrough(new DecompressionStream("gzip"));
   const snapshot = content("vendor/pyodide/snapshot.bin", unpacked);
-  const parts = Promise.all([content("native.py"), content("core.wasm")]);
+  const core = content("core.wasm");
   const pyodide = await loadPyodide({ indexURL: new URL("vendor/pyodide/", FOLDER).href, _loadSnapshot: snapshot });
-  const [code, core] = await parts;
   pyodide.FS.mkdirTree(SEARCH);
-  pyodide.FS.writeFile(`${SEARCH}/native.py`, code);
-  pyodide.FS.writeFile(`${SEARCH}/_core.native.so`, core);
-  pyodide.runPython("import importlib; importlib.invalidate_caches()");
+  pyodide.FS.writeFile(`${SEARCH}/_core.native.so`, await core);
   return pyodide.pyimport("megatron.zerobubble.playground.tasks");
 }
 
