@@ -188,7 +188,7 @@ class Engine:
         """Under `auto`, show whether other chunks would be faster than the plan that runs."""
         contents, limit = self._contents, self.options.flags.memory_limit
         costs = None if self.replanner is None else self.replanner.costs
-        if dist.get_rank() != 0 or costs is None or costs.slices is not None or len(set(contents.layer_kinds)) != 1:
+        if dist.get_rank() != 0 or costs is None or costs.table.has_slices or len(set(contents.layer_kinds)) != 1:
             return
         options = SearchOptions(
             objective=self.options.objective,

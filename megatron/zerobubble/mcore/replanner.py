@@ -209,8 +209,8 @@ class Replanner:
         self._costs = measured_costs(everybody, placement)
         if self._schedule.unequal is not None:  # times are those of whole microbatches, and messages of slices
             self._costs = replace(self._costs, comm_ms=self._costs.comm_ms * self._schedule.spec.num_slices)
-        if self._costs.slices is not None:
-            self._costs = replace(self._costs, slices=replace(self._costs.slices, lengths=self._schedule.slice_lengths))
+        if self._costs.table.has_slices:
+            self._costs = replace(self._costs, table=replace(self._costs.table, tokens=self._schedule.slice_lengths))
         self._unit_bytes, self._headroom = unit_bytes([each.profile for each in everybody], placement), None
         members = [[each for each in everybody if stages[0] in each.profile.memory] for stages in placement.rank_to_stages]
         if self._headroom_bytes is not None:
@@ -266,7 +266,7 @@ class Replanner:
             return self._schedule.slice_lengths, measured
         best = min(found, key=lambda n: (found[n][0], n))
         _, costs, self._current[num_microbatches] = found[best]
-        lengths = (tokens,) if costs.slices is None else costs.slices.lengths
+        lengths = costs.table.tokens or (tokens,)
         _log.info(
             "microbatches are cut into slices of %s tokens; chosen in %.1f s by predicted ms per iteration, for each number: %s",
             ", ".join(map(str, lengths)),

@@ -37,9 +37,8 @@ from megatron.zerobubble.mcore.microbatches.length_exchange import (
 from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
 from megatron.zerobubble.plan.communication import Program, place_communication
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.costs.length_model import LengthModel
+from megatron.zerobubble.plan.costs.length_model import LengthModel, Piece, slices_of_sequence
 from megatron.zerobubble.plan.costs.links import Links
-from megatron.zerobubble.plan.costs.slicing import Slicing
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.objective import Objective
@@ -271,11 +270,15 @@ class UnequalMicrobatches:
         number = len(replicas[0])
         matched = tuple(tuple(own[place] for place in self._ranked(own, replicas)) for own in replicas)
         most = most_of_replicas(matched)
-        per_microbatch = self.model.costs([each.tokens for each in most], [each.squares for each in most])
-        costs, plan = CostModel.of_microbatches(per_microbatch, comm_ms=self._comm_ms, links=self._links), base
+        links = self._links
+        pieces: list[tuple[Piece, ...]] = [(each,) for each in most]
+        plan = base
         if self._spec.num_slices > 1:
             counts = self._slices(matched)
-            costs, plan = self._cut([each.tokens for each in most], counts, costs), recut(base, counts)
+            parts = self._slicing.parts_of([each.tokens for each in most], counts)
+            pieces = [slices_of_sequence([part.length for part in own]) for own in parts]
+            plan, links = recut(base, counts), None  # searches take all links for equal
+        costs = CostModel.of(self.model.table(pieces), comm_ms=self._comm_ms, links=links)
         if self._options.reorders:
             if number not in self._planners:
                 self._planners[number] = self._planner(base)
@@ -283,13 +286,6 @@ class UnequalMicrobatches:
         program = self._place(plan, costs)
         self.exchange.check_same(program)
         return _Planned(program, plan.assignment or tuple(range(number)))
-
-    def _cut(self, tokens: Sequence[int], counts: Sequence[int], costs: CostModel) -> CostModel:
-        """The costs of slices. Searches take all links for equal, and messages are measured at the length of a slice."""
-        slicing = Slicing(tokens=max(tokens))
-        parts = self._slicing.parts_of(tokens, counts)
-        every = [slicing.costs(self.model, tuple(part.length for part in own)) for own in parts]
-        return replace(costs.with_unequal_slices(every), comm_ms=self._comm_ms, links=None)
 
     def _planner(self, base: Plan) -> MicrobatchPlanner:
         options = SearchOptions(budget=ITERATION_BUDGET, objective=self._options.objective, memory_limit=self._memory_limit)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from megatron.zerobubble.mcore.slices.batches import Cut, CutDimensions
 from megatron.zerobubble.mcore.slices.current_slice import SlicePart
+from megatron.zerobubble.plan.costs.cost_table import numbers_of_slices
 from megatron.zerobubble.plan.costs.length_model import Terms
-from megatron.zerobubble.plan.costs.slice_costs import numbers_of_slices
 from megatron.zerobubble.plan.costs.slicing import check_slice_lengths, slice_lengths, unlike_lengths
 
 __all__ = ["SliceOptions"]
