@@ -40,6 +40,11 @@ class Terms(NamedTuple):
         """The value for a microbatch of `tokens` tokens whose sequences' squared lengths sum to `squares`."""
         return self.constant + self.per_token * tokens + self.per_square * squares
 
+    def attention_share(self, tokens: float) -> float:
+        """Share of the value of a sequence of `tokens` tokens that grows with the square of its length."""
+        attention = self.per_square * tokens
+        return attention / (attention + self.per_token) if attention else 0.0
+
     def scaled(self, factor: float) -> Terms:
         """All terms times a factor."""
         return Terms(*(factor * each for each in self))

@@ -24,6 +24,8 @@ from megatron.zerobubble.plan.costs.length_model import LengthModel, Terms, slic
 
 NUMBERS_OF_SLICES = (1, 2, 4, 8, 16)
 """Of which `auto` chooses one."""
+TILE = 128
+"""Tokens of a tile in kernels for matrix products and attention."""
 _STEPS = 8
 """Multiples that a slice has at least, so that rounding to them changes the work of a slice by a sixteenth at most."""
 _AROUND = 2
