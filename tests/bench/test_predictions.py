@@ -9,7 +9,6 @@ import pytest
 
 from megatron.zerobubble.bench.predictions import FirstBlock, _simulated
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.costs.slice_costs import SliceCosts
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.timeline import Timeline
@@ -20,7 +19,7 @@ def _costs(scale: float, num_slices: int) -> CostModel:
     memory = {"activation": (1.0, 1.0), "activation_after_backward": (0.5, 0.5)}
     times = {name: tuple(scale * value for value in values) for name, values in lists.items()}
     costs = CostModel.of_lists(times | memory)
-    return costs if num_slices == 1 else costs.with_slices(SliceCosts.even(times | memory, num_slices))
+    return costs.divided(num_slices)
 
 
 def _block(scale: float, later: tuple[float, ...], num_slices: int) -> FirstBlock:

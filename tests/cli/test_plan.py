@@ -12,7 +12,7 @@ import pytest
 
 from megatron.zerobubble.cli.main import main
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS
+from megatron.zerobubble.plan.costs.cost_table import COST_LISTS
 from megatron.zerobubble.plan.ir import Placement, Plan
 
 ROOT = Path(__file__).parents[2]

@@ -10,6 +10,7 @@ import pytest
 
 from megatron.zerobubble.cli.main import main
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.length_model import slices_of_sequence
 from megatron.zerobubble.plan.costs.slicing import Slicing, unlike_lengths
 from megatron.zerobubble.plan.ir import Placement, Plan
 
@@ -47,7 +48,8 @@ def test_slices_that_a_run_measured_say_what_others_cost(tmp_path: Path, capsys:
     """As in the plan file of a run with --zero-bubble-slices auto."""
     costs = CostModel.uniform(Placement.linear(4), forward_ms=8.0, backward_ms=9.0, wgrad_ms=7.0)
     slicing = Slicing(tokens=8192, attention_share=0.3, key_share=0.1, overhead_ms=0.2)
-    measured = costs.with_slices(slicing.costs(slicing._model(costs), unlike_lengths(8192)))
+    pieces = slices_of_sequence(unlike_lengths(8192))
+    measured = costs.with_table(slicing.of_lengths(costs).table([pieces], key_share=slicing.key_share).of(0))
     file = tmp_path / "costs.json"
     file.write_text(json.dumps({"costs": measured.to_json()}))
     given = ["--schedule", "1f1b", "--costs", str(file)]

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS
+from megatron.zerobubble.plan.costs.cost_table import COST_LISTS
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.objective import Objective
 
@@ -35,17 +35,17 @@ def shortest(costs: CostModel, placement: Placement, num_microbatches: int, limi
 
 def slices_of(costs: CostModel, num_microbatches: int) -> list[int]:
     """The number of slices of every microbatch."""
-    return [costs.slices_of(i).num_slices if costs.has_slices else 1 for i in range(num_microbatches)]
+    return [costs.table.of(i).num_slices for i in range(num_microbatches)]
 
 
 def _tables(costs: CostModel, placement: Placement, counts: list[int]) -> dict[str, list[list[float]]]:
     """Stage, microbatch or slice -> each cost by its name; "down" and "up" are messages to the next stage and back."""
     cells = [i for i, count in enumerate(counts) for _ in range(count)]
-    again = len(counts) if costs.slices is not None else 1  # slices of one microbatch stand for those of all
-    tables = {name: [[*row] * again for row in costs.rows(name, len(cells))] for name in COST_LISTS}
+    again = len(cells) // costs.num_slices if costs.table.is_alike else 1  # slices of one microbatch stand for those of all
+    tables = {name: [[*row] * again for row in getattr(costs.table, name)] for name in COST_LISTS}
     for name in ("keys", "key_gradients"):
         stages = range(placement.num_stages)
-        tables[name] = [[getattr(costs.slices_of(i), name)[s] if costs.has_slices else 0.0 for i in cells] for s in stages]
+        tables[name] = [[getattr(costs.table, name)[s][costs.table.column(i)] for i in cells] for s in stages]
     rank_of = placement.stage_to_rank
     tables["down"] = [[costs.link_ms(one, other, i) for i in cells] for one, other in itertools.pairwise(rank_of)]
     tables["up"] = [[costs.link_ms(other, one, i) for i in cells] for one, other in itertools.pairwise(rank_of)]

@@ -59,8 +59,9 @@ def random_costs(placement: Placement, seed: int) -> CostModel:
 
     ones = (1.0,) * placement.num_stages
     comm_ms = choice.choice((0.0, choice.uniform(0.0, 2.0)))
-    return CostModel(
-        forward_ms=draw(), backward_ms=draw(), wgrad_ms=draw(), comm_ms=comm_ms, activation=ones, activation_after_backward=ones
+    return CostModel.of_lists(
+        {"forward_ms": draw(), "backward_ms": draw(), "wgrad_ms": draw(), "activation": ones, "activation_after_backward": ones},
+        comm_ms=comm_ms,
     )
 
 

@@ -17,8 +17,8 @@ from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan import planner
 from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.cost_table import COST_LISTS
 from megatron.zerobubble.plan.costs.links import Links
-from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.planner import AUTO, CostsOf, Result, make_plan
@@ -42,14 +42,14 @@ Searched = list[tuple[str, float, float]]
 def long_last(placement: Placement) -> CostModel:
     """No schedule reaches its bound: a long last stage, slow links."""
     costs = CostModel.uniform(placement, backward_ms=1.1, wgrad_ms=0.6, comm_ms=0.1)
-    return replace(costs, forward_ms=(*costs.forward_ms[:-1], 1.5 * costs.forward_ms[-1]))
+    return costs.with_lists(forward_ms=(*costs.forward_ms[:-1], 1.5 * costs.forward_ms[-1]))
 
 
 def full_first(placement: Placement) -> CostModel:
     """The stages of rank 0 need twice the activation memory."""
     costs = long_last(placement)
     doubled = tuple(2 * each if placement.stage_to_rank[stage] == 0 else each for stage, each in enumerate(costs.activation))
-    return replace(costs, activation=doubled, activation_after_backward=doubled)
+    return costs.with_lists(activation=doubled, activation_after_backward=doubled)
 
 
 def auto(monkeypatch: pytest.MonkeyPatch, costs_of: CostsOf, limit: float | None) -> tuple[Result, Searched]:
@@ -151,10 +151,8 @@ def test_with_given_chunks_no_other_schedule_is_faster(searched: str, fused: str
     def makespan(name: str) -> float:
         def costs_of(placement: Placement) -> CostModel:
             each = {"forward_ms": forward, "backward_ms": backward, "wgrad_ms": wgrad}
-            return replace(
-                CostModel.uniform(placement, comm_ms=message),
-                **{kind: (float(value),) * placement.num_stages for kind, value in each.items()},
-            )
+            lists = {kind: (float(value),) * placement.num_stages for kind, value in each.items()}
+            return CostModel.uniform(placement, comm_ms=message).with_lists(**lists)
 
         options = SearchOptions(memory_limit=1.5, budget=0.0)
         return make_plan(name, num_ranks=4, num_microbatches=8, costs_of=costs_of, options=options).simulation.makespan_ms
@@ -175,13 +173,15 @@ def requests(draw: st.DrawFn, most_ranks: int = 16) -> tuple[str, int, int, Plac
     placement = placement_of(name, num_ranks=p)
     lists = [draw(st.lists(times, min_size=placement.num_stages, max_size=placement.num_stages)) for _ in range(4)]
     share = draw(st.floats(0.0, 1.0))
-    costs = CostModel(
-        forward_ms=tuple(lists[0]),
-        backward_ms=tuple(lists[1]),
-        wgrad_ms=tuple(lists[2]),
+    costs = CostModel.of_lists(
+        {
+            "forward_ms": tuple(lists[0]),
+            "backward_ms": tuple(lists[1]),
+            "wgrad_ms": tuple(lists[2]),
+            "activation": tuple(lists[3]),
+            "activation_after_backward": tuple(share * whole for whole in lists[3]),
+        },
         comm_ms=draw(st.floats(0.0, 3.0)),
-        activation=tuple(lists[3]),
-        activation_after_backward=tuple(share * whole for whole in lists[3]),
     )
     return name, p, m, placement, costs
 
@@ -192,7 +192,7 @@ def sliced(num_slices: list[int], *, limit: float = 1.0, loss: float = 0.0, name
     def sliced_costs_of(placement: Placement, n: int) -> CostModel:
         costs = CostModel.uniform(placement)
         longer = {each: tuple(value * (1 + loss * n) for value in costs.lists[each]) for each in COST_LISTS[:3]}
-        return replace(costs, **longer).divided(n)
+        return costs.with_lists(**longer).divided(n)
 
     options = SearchOptions(memory_limit=limit, budget=BUDGET, objective=Objective.SPAN)
     return make_plan(

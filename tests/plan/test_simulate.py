@@ -57,12 +57,14 @@ def test_a_link_costs_nothing_within_a_rank() -> None:
 
 def test_uneven_stages_are_measured_against_the_slowest_rank() -> None:
     plan = build_plan("1f1b", num_ranks=2, num_microbatches=4)
-    costs = CostModel(
-        forward_ms=(1, 2),
-        backward_ms=(1, 2),
-        wgrad_ms=(1, 2),
-        activation=(1, 1),
-        activation_after_backward=(1, 1),
+    costs = CostModel.of_lists(
+        {
+            "forward_ms": (1, 2),
+            "backward_ms": (1, 2),
+            "wgrad_ms": (1, 2),
+            "activation": (1, 1),
+            "activation_after_backward": (1, 1),
+        }
     )
     simulation = simulate(plan, costs)
     assert simulation.bubble_rate == pytest.approx((simulation.span_ms - 4 * 6) / simulation.span_ms)
@@ -99,13 +101,15 @@ def cases(draw: st.DrawFn) -> tuple[Plan, CostModel]:
     times = st.floats(0.01, 10, allow_nan=False)
     lists = [tuple(draw(times) for _ in range(plan.num_stages)) for _ in range(4)]
     shares = tuple(draw(st.floats(0, 3)) for _ in range(plan.num_stages))
-    costs = CostModel(
-        forward_ms=lists[0],
-        backward_ms=lists[1],
-        wgrad_ms=lists[2],
+    costs = CostModel.of_lists(
+        {
+            "forward_ms": lists[0],
+            "backward_ms": lists[1],
+            "wgrad_ms": lists[2],
+            "activation": lists[3],
+            "activation_after_backward": tuple(a * share for a, share in zip(lists[3], shares, strict=True)),
+        },
         comm_ms=draw(st.floats(0, 3)),
-        activation=lists[3],
-        activation_after_backward=tuple(a * share for a, share in zip(lists[3], shares, strict=True)),
     )
     return plan, costs
 

@@ -12,13 +12,13 @@ import pytest
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.communication import num_messages, place_communication
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.costs.length_model import LengthModel, Terms
-from megatron.zerobubble.plan.costs.slice_costs import SliceCosts, memory_of_slices
+from megatron.zerobubble.plan.costs.cost_table import CostTable
+from megatron.zerobubble.plan.costs.length_model import LengthModel, Terms, slices_of_sequence
 from megatron.zerobubble.plan.costs.slicing import Slicing, costs_of_other_slices, slice_lengths, unlike_lengths
 from megatron.zerobubble.plan.deadlock import stuck_ranks
 from megatron.zerobubble.plan.ir import Op, OpKind, Passes, Placement, Plan
 from megatron.zerobubble.plan.registry import build_plan, schedule_spec
-from megatron.zerobubble.plan.simulate import read_plan, simulate
+from megatron.zerobubble.plan.simulate import memory_after_ops, read_plan, simulate
 from megatron.zerobubble.plan.torch_csv import to_torch_csv
 from megatron.zerobubble.plan.transforms import first_microbatches, forward_only
 from megatron.zerobubble.plan.validate import live_microbatches, validate
@@ -132,21 +132,25 @@ def test_1f1b_of_slices(p: int, m: int, n: int) -> None:
 
 
 def test_keys_are_kept_from_the_first_f_to_the_last_b_and_their_gradients_from_the_first_b() -> None:
-    costs = SliceCosts(
-        forward_ms=((1.0, 1.0),),
-        backward_ms=((1.0, 1.0),),
-        wgrad_ms=((1.0, 1.0),),
-        activation=((4.0, 2.0),),
-        activation_after_backward=((3.0, 1.0),),
-        keys=(10.0,),
-        key_gradients=(20.0,),
+    costs = CostModel(
+        table=CostTable.of_slices(
+            {
+                "forward_ms": ((1.0, 1.0),),
+                "backward_ms": ((1.0, 1.0),),
+                "wgrad_ms": ((1.0, 1.0),),
+                "activation": ((4.0, 2.0),),
+                "activation_after_backward": ((3.0, 1.0),),
+            },
+            keys=(10.0,),
+            key_gradients=(20.0,),
+        )
     )
     row = [Op.parse(text) for text in ["0F0", "0F0.1", "0B0.1", "0W0.1", "0B0", "0W0"]]
-    assert memory_of_slices(row, lambda _: costs) == [14.0, 16.0, 35.0, 34.0, 3.0, 0.0]
+    assert memory_after_ops(row, costs) == [14.0, 16.0, 35.0, 34.0, 3.0, 0.0]
     fused = [Op.parse(text) for text in ["0F0", "0F0.1", "0BW0.1", "0BW0"]]
-    assert memory_of_slices(fused, lambda _: costs) == [14.0, 16.0, 34.0, 0.0]
+    assert memory_after_ops(fused, costs) == [14.0, 16.0, 34.0, 0.0]
     forwards = [Op.parse(text) for text in ["0F0", "0F0.1", "0F1", "0F1.1"]]
-    assert memory_of_slices(forwards, lambda _: costs) == [14.0, 12.0, 14.0, 12.0]
+    assert memory_after_ops(forwards, costs) == [14.0, 12.0, 14.0, 12.0]
 
 
 def test_plain_costs_are_divided_and_those_of_other_slices_refused() -> None:
@@ -166,12 +170,10 @@ def test_stages_are_merged_with_their_slices() -> None:
     costs = Slicing(tokens=64, attention_share=0.2, key_share=0.1).applied(CostModel.uniform(Placement.v(2)), 4)
     merged = costs.merged(2)
     whole = Slicing(tokens=64, attention_share=0.2, key_share=0.1).applied(CostModel.uniform(Placement.linear(2)), 4)
-    assert merged.slices is not None
-    assert whole.slices is not None
-    for name, rows in whole.slices.lists.items():
-        for row, other in zip(rows, getattr(merged.slices, name), strict=True):
+    for name, rows in whole.table.lists.items():
+        for row, other in zip(rows, getattr(merged.table, name), strict=True):
             assert row == pytest.approx(other)
-    assert merged.slices.keys == pytest.approx(whole.slices.keys)
+    assert [row[0] for row in merged.table.keys] == pytest.approx([row[0] for row in whole.table.keys])
 
 
 # -- lengths of equal work ----------------------------------------------------------------------------------------------
@@ -215,21 +217,21 @@ def test_costs_of_any_slices_follow_from_measured_ones_of_unlike_lengths() -> No
     """What a pass takes besides its tokens, attention, and memory, in one fit."""
     costs = replace(CostModel.uniform(Placement.linear(2), forward_ms=8.0, backward_ms=9.0, wgrad_ms=7.0), comm_ms=2.0)
     slicing = Slicing(tokens=4096, attention_share=0.4, key_share=0.25, overhead_ms=0.5)
-    measured = costs.with_slices(slicing.costs(slicing._model(costs), unlike_lengths(4096)))
+    pieces = slices_of_sequence(unlike_lengths(4096))
+    measured = costs.with_table(slicing.of_lengths(costs).table([pieces], key_share=slicing.key_share).of(0))
     measured = replace(measured, comm_ms=1.0)
     for n in (2, 4, 8):
         found, expected = costs_of_other_slices(measured, n), slicing.applied(costs, n)
-        assert found.slices is not None
-        assert expected.slices is not None
-        assert found.slices.lengths == expected.slices.lengths
+        assert found.table.tokens == expected.table.tokens
         for name in ("forward_ms", "backward_ms", "wgrad_ms", "activation"):
-            for row, other in zip(found.slices.lists[name], expected.slices.lists[name], strict=True):
+            for row, other in zip(found.table.lists[name], expected.table.lists[name], strict=True):
                 assert row == pytest.approx(other, rel=1e-6), name
-        assert found.slices.keys == pytest.approx(expected.slices.keys)
+        for row, other in zip(found.table.keys, expected.table.keys, strict=True):
+            assert row == pytest.approx(other)
         assert found.forward_ms[0] == pytest.approx(8.0 + (n - 1) * 0.5)
-        assert found.comm_ms == pytest.approx(max(1.0, 2.0 * max(found.slices.lengths) / 4096))
+        assert found.comm_ms == pytest.approx(max(1.0, 2.0 * max(found.table.tokens) / 4096))
     whole = costs_of_other_slices(measured, 1)
-    assert (whole.slices, whole.comm_ms) == (None, 2.0)
+    assert (whole.num_slices, whole.comm_ms) == (1, 2.0)
     assert whole.forward_ms == pytest.approx(costs.forward_ms)
     assert whole.activation == pytest.approx(costs.activation)
 
@@ -237,11 +239,10 @@ def test_costs_of_any_slices_follow_from_measured_ones_of_unlike_lengths() -> No
 def test_costs_of_slices_sum_to_those_of_the_microbatch_and_the_overhead_of_each() -> None:
     costs = CostModel.uniform(Placement.linear(2), forward_ms=8.0, backward_ms=9.0, wgrad_ms=7.0)
     plain = Slicing(tokens=4096, attention_share=0.4, key_share=0.25).applied(costs, 4)
-    assert plain.slices is not None
     assert plain.forward_ms == pytest.approx(costs.forward_ms)
     assert plain.activation == pytest.approx([0.75, 0.75])
-    assert plain.slices.keys == (0.25, 0.25)
-    total = [math.fsum(column) for column in zip(*(rows[0] for rows in list(plain.slices.lists.values())[:3]), strict=True)]
+    assert plain.table.keys == ((0.25,), (0.25,))
+    total = [math.fsum(column) for column in zip(*(rows[0] for rows in list(plain.table.lists.values())[:3]), strict=True)]
     assert total == pytest.approx([6.0] * 4, rel=2e-3), "of equal work"
     costly = Slicing(tokens=4096, overhead_ms=1.0).applied(costs, 4)
     assert costly.forward_ms == pytest.approx([8.0 + 3 * 1.0] * 2)
@@ -258,6 +259,5 @@ def test_measured_costs_by_length_count() -> None:
     lists = dict.fromkeys(("forward_ms", "backward_ms", "wgrad_ms", "activation", "activation_after_backward"), terms)
     model = LengthModel(**lists)  # type: ignore[arg-type]
     found = Slicing(tokens=64, model=model).applied(costs, 2)
-    assert found.slices is not None
-    assert found.slices.lengths == (32, 32)
-    assert found.slices.forward_ms == ((8.5, 8.5),)
+    assert found.table.tokens == (32, 32)
+    assert found.table.forward_ms == ((8.5, 8.5),)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
 
 import pytest
 
@@ -115,7 +114,7 @@ def test_the_limit_holds_after_every_b(name: str, times: float) -> None:
 def test_the_default_limit_of_a_schedule_leaves_headroom_for_pending_w(name: str) -> None:
     """Without a limit a family keeps its number of microbatches, each counted at its maximum, so that it is not slower."""
     costs = _costs(name)
-    light = replace(costs, activation_after_backward=costs.activation)
+    light = costs.with_lists(activation_after_backward=costs.activation)
     plans = [
         build_plan(name, num_ranks=4, num_microbatches=8, costs=each, options=SearchOptions(budget=2e4))
         for each in (costs, light)

@@ -17,8 +17,8 @@ from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
 from megatron.zerobubble.plan.communication import num_messages, place_communication
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.cost_table import CostTable, numbers_of_slices
 from megatron.zerobubble.plan.costs.length_model import LengthModel
-from megatron.zerobubble.plan.costs.slice_costs import numbers_of_slices
 from megatron.zerobubble.plan.costs.slicing import Slicing
 from megatron.zerobubble.plan.deadlock import stuck_ranks
 from megatron.zerobubble.plan.ir import Op, OpKind, Passes, Placement, Plan
@@ -141,13 +141,13 @@ def test_the_longest_has_all_slices_and_the_others_as_many_as_make_about_the_sam
     assert numbers_of_slices([8.0, 4.0, 1.0, 0.2, 0.0], 8) == (8, 4, 1, 1, 1)
     assert numbers_of_slices([0.0, 0.0], 4) == (4, 4)
     costs = of_tokens(Placement.linear(2), TOKENS, 8)
-    counts = [each.num_slices for each in costs.unequal_slices]
-    assert counts == [8, 1, 2, 1, 1, 4]
-    assert [sum(each.lengths) for each in costs.unequal_slices] == list(TOKENS)
+    counts = costs.table.counts
+    assert counts == (8, 1, 2, 1, 1, 4)
+    each_one = [costs.table.of(i) for i in range(6)]
     assert costs.tokens == TOKENS
     times = [
         [math.fsum(column) for column in zip(*(rows[0] for rows in list(each.lists.values())[:3]), strict=True)]
-        for each in costs.unequal_slices
+        for each in each_one
     ]
     assert all(own == pytest.approx([own[0]] * len(own), rel=1e-2) for own in times), "the slices of one, of equal work"
     long = [each[0] for each in times if len(each) > 1]
@@ -159,14 +159,13 @@ def test_the_longest_has_all_slices_and_the_others_as_many_as_make_about_the_sam
         attention_share=0.2,
     ).costs(TOKENS)
     for name in ("forward_ms", "backward_ms", "wgrad_ms"):
-        for i, each in enumerate(costs.unequal_slices):
+        for i, each in enumerate(each_one):
             assert math.fsum(getattr(each, name)[0]) == pytest.approx(getattr(whole, name)[0][i])
     assert costs.forward_ms == pytest.approx((1.0, 1.0)), "the mean"
     assert costs.comm_ms == pytest.approx(0.1 * 6 / sum(counts))
-    assert costs.whole.per_microbatch is not None
     assert costs.whole.activation == pytest.approx((1.0, 1.0))
-    assert costs.merged(1).unequal_slices[0].forward_ms[0] == pytest.approx(
-        [a + b for a, b in zip(*costs.unequal_slices[0].forward_ms, strict=True)]
+    assert costs.merged(1).table.of(0).forward_ms[0] == pytest.approx(
+        [a + b for a, b in zip(*costs.table.of(0).forward_ms, strict=True)]
     )
 
 
@@ -178,7 +177,7 @@ def test_costs_of_unequal_slices_are_in_the_file() -> None:
     with pytest.raises(PlanError, match=r"costs are for \[4, 1, 1, 1, 1, 2\] slices .* plan has \[4, 1, 1, 1, 2, 2\]"):
         simulate(cut_plan("1f1b", 2, (4, 1, 1, 1, 2, 2)), costs)
     with pytest.raises(ConfigError, match="leave others out"):
-        replace(costs, slices=CostModel.uniform(plan.placement).divided(2).slices)
+        CostModel.from_json(costs.to_json() | costs.whole.to_json())
 
 
 def test_costs_of_whole_microbatches_are_cut_evenly() -> None:
@@ -186,19 +185,18 @@ def test_costs_of_whole_microbatches_are_cut_evenly() -> None:
     plan = replace(cut_plan("zb-h1", 2, (1, 3, 2)), assignment=(2, 0, 1))
     rows = ((3.0, 2.0, 1.0),) * 2
     every = LengthModel.of(CostModel.uniform(plan.placement), tokens=1.0, squares=1.0).costs((3, 2, 1))
-    costs = CostModel.of_microbatches(every)
+    costs = CostModel.of(every)
     own = simulate(plan, costs).costs
-    assert [each.num_slices for each in own.unequal_slices] == [3, 2, 1]
-    assert own.unequal_slices[0].forward_ms[0] == (rows[0][0] / 3,) * 3
-    assert costs.divided(3).unequal_slices == own.unequal_slices
+    assert own.table.counts == (3, 2, 1)
+    assert own.table.of(0).forward_ms[0] == (rows[0][0] / 3,) * 3
+    assert costs.divided(3).table == own.table
 
 
 def test_equal_microbatches_one_by_one_cost_what_they_cost_together() -> None:
     for name in HAND_WRITTEN:
         plan = build_plan(name, num_ranks=3, num_microbatches=4, num_slices=3)
         alike = Slicing(tokens=4096, attention_share=0.3, key_share=0.1).applied(CostModel.uniform(plan.placement), 3)
-        assert alike.slices is not None
-        each = replace(alike, slices=None, unequal_slices=(alike.slices,) * 4)
+        each = replace(alike, table=CostTable.joined([alike.table] * 4))
         one, other = simulate(plan, alike), simulate(plan, each)
         assert one.rows == other.rows
         assert one.peak_memory == other.peak_memory
@@ -222,18 +220,19 @@ def problems(draw: st.DrawFn) -> tuple[Plan, CostModel, SearchOptions]:
     n = draw(st.integers(2, 5))
     spec = schedule_spec(name, num_ranks=p)
     costs = of_tokens(spec.placement, some_tokens(m, draw(st.integers(0, 10**6))), n, kept=draw(st.sampled_from([0.3, 1.0])))
-    if not costs.unequal_slices:
-        costs = replace(costs, slices=None, unequal_slices=(costs.slices_of(0),) * m)
+    if costs.table.is_alike:
+        costs = replace(costs, table=CostTable.joined([costs.table] * m))
     times = draw(st.sampled_from([None, None, 1.0, 1.5, 9.0]))
     limit = None if times is None else times * smallest_memory(spec.placement, m, costs)
-    plan = cut_plan(name, p, [each.num_slices for each in costs.unequal_slices])
+    plan = cut_plan(name, p, costs.table.counts)
     return plan, costs, SearchOptions(memory_limit=limit, objective=draw(st.sampled_from(list(Objective))), budget=1e4)
 
 
 def in_order(plan: Plan, costs: CostModel) -> list[Plan]:
     """The plan with the data as it comes, and sorted by length both ways."""
     m, counts = plan.num_microbatches, plan.passes.slices
-    work = [sum(math.fsum(row) for rows in list(each.lists.values())[:3] for row in rows) for each in costs.unequal_slices]
+    tables = [costs.table.of(i) for i in range(m)]
+    work = [sum(math.fsum(row) for rows in list(each.lists.values())[:3] for row in rows) for each in tables]
     ascending = sorted(range(m), key=work.__getitem__)
     return [
         plan,
@@ -269,7 +268,7 @@ def test_slices_of_unequal_microbatches_pay(name: str) -> None:
             name,
             num_ranks=p,
             num_microbatches=8,
-            costs_of=lambda placement: CostModel.of_microbatches(
+            costs_of=lambda placement: CostModel.of(
                 LengthModel.of(
                     CostModel.uniform(placement, activation_after_backward=0.5),
                     tokens=sum(tokens) / 8,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,9 +19,8 @@ from megatron.zerobubble.playground.tasks import run_task
 from megatron.zerobubble.profiling.report import RankMemory, report, reports_to_json
 from tests.profiling.support import run_as_simulated
 
-UNEVEN = replace(
-    CostModel.uniform(Placement.v(2), forward_ms=40.0, backward_ms=40.0, wgrad_ms=40.0), forward_ms=(200.0, 20.0, 20.0, 20.0)
-)
+EVEN = CostModel.uniform(Placement.v(2), forward_ms=40.0, backward_ms=40.0, wgrad_ms=40.0)
+UNEVEN = EVEN.with_lists(forward_ms=(200.0, 20.0, 20.0, 20.0))
 
 
 def opened(body: Any) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def search(**changes: Any) -> list[dict[str, Any]]:
 def test_lengths_and_links_become_the_costs_of_every_microbatch() -> None:
     times = {"forward_ms": 2.0, "activation_after_backward": 0.5}
     costs = read(attention_share=0.1, times=times).costs_of(Placement.v(2))
-    every = costs.per_microbatch
+    every = costs.table
     assert every is not None
     assert every.tokens == tuple(TOKENS)
     assert costs.forward_ms == pytest.approx((1.0,) * 4), "the times are the means"

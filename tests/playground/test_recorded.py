@@ -188,7 +188,7 @@ def test_a_plan_for_unequal_microbatches_is_drawn_with_its_own_times() -> None:
     """Version 2 of a plan file: costs per microbatch, and an assignment."""
     spec = schedule_spec("zbv", num_ranks=2)
     model = LengthModel.of(CostModel.uniform(spec.placement), tokens=100, squares=1e4)
-    costs = CostModel.of_microbatches(model.costs([100, 300, 50, 150]))
+    costs = CostModel.of(model.costs([100, 300, 50, 150]))
     plan = MicrobatchPlanner(spec, 4, options=SearchOptions(budget=1e4)).plan(costs)
     simulation = simulate(plan, costs)
     answer = open_file(plan.to_json(costs=costs.to_json()).encode())

@@ -78,7 +78,6 @@ class UnequalTrainer(Trainer):
         options = UnequalOptions(
             tokens_of=lambda item: int(item[0].size(1)) * self.case.context_parallel,
             usual_tokens=SEQUENCE,
-            attention_share=lambda tokens: 0.1,
             reorders=self.case.reorders,
         )
         return {"unequal": options}

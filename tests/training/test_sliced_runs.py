@@ -93,9 +93,8 @@ def _check_files(folder: Path) -> None:
     body = json.loads((folder / "plan.json").read_text())
     plan, costs = Plan.from_json(json.dumps(body)), CostModel.from_json(body["costs"])
     assert plan.num_slices == 4
-    assert costs.slices is not None
-    assert costs.slices.lengths == (8, 8, 8, 8)
-    assert min(costs.slices.keys) > 0
+    assert costs.table.tokens == (8, 8, 8, 8)
+    assert min(row[0] for row in costs.table.keys) > 0
     for memory in body["metrics"]["peak_memory"]:
         assert 0 < memory < 2
     report = json.loads((folder / "trace" / "report.json").read_text())

@@ -60,7 +60,7 @@ class SleepingWork:
     def __init__(self, costs: CostModel, *, num_elements: int = 64) -> None:
         self._num_elements = num_elements
         self._sleeper = Sleeper()
-        parts = range(1 if costs.slices is None else costs.slices.num_slices)
+        parts = range(costs.num_slices)
         self._seconds = {
             (stage, kind, part): costs.duration_ms(stage, kind, slice=part) / 1000.0
             for stage in range(costs.num_stages)

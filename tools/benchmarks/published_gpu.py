@@ -68,7 +68,7 @@ def iteration(row: Row, num_ranks: int, num_microbatches: int) -> Row:
 def between_passes(costs: CostModel) -> CostModel:
     """Costs where a rank waits for its messages before it goes on, instead of computing beside them."""
     forward, backward = (tuple(value + costs.comm_ms for value in each) for each in (costs.forward_ms, costs.backward_ms))
-    return replace(costs, comm_ms=0.0, forward_ms=forward, backward_ms=backward)
+    return replace(costs.with_lists(forward_ms=forward, backward_ms=backward), comm_ms=0.0)
 
 
 def stock(p: int, m: int, chunks: int, costs_of: CostsOf, *, is_between: bool = False) -> float:

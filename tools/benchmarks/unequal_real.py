@@ -158,7 +158,7 @@ def serve(rank: int, sizes: Sizes, batches: Sequence[Sequence[int]], rounds: int
 
 
 def _costs(model: LengthModel, lengths: Sequence[int]) -> CostModel:
-    return CostModel.of_microbatches(model.costs(lengths), comm_ms=0.0)
+    return CostModel.of(model.costs(lengths))
 
 
 def _arranged(contender: Any, lengths: Sequence[int], model: LengthModel) -> tuple[Sequence[int], Plan]:

@@ -19,8 +19,8 @@ from megatron.zerobubble.bench.jobs import Job
 from megatron.zerobubble.bench.speed_ups import Idle, Outcome
 from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.cost_table import COST_LISTS
 from megatron.zerobubble.plan.costs.links import LinkTime
-from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import build_plan
@@ -54,13 +54,13 @@ class FirstBlock:
     def is_sliced(self) -> bool:
         """Whether its microbatches are cut."""
         measured = self.result.measured
-        return measured is not None and measured.costs is not None and measured.costs.slices is not None
+        return measured is not None and measured.costs is not None and measured.costs.table.has_slices
 
     @property
     def costs(self) -> CostModel | None:
         """The costs profiled in the first block, with the medians of its times and of those recorded in the later blocks."""
         costs = None if self.result.measured is None else self.result.measured.costs
-        if costs is None or costs.per_microbatch is not None:
+        if costs is None or not costs.table.is_alike:
             return costs
         return _with_medians(costs, [costs, *self.times[1:]])
 
@@ -105,7 +105,7 @@ def predict(blocks: Sequence[FirstBlock], outcomes: Mapping[str, Outcome], job: 
         if simulation is None:
             continue
         outcome.predicted_bubble = simulation.bubble_rate
-        alike = [block] if simulation.costs.slices is not None else blocks
+        alike = [block] if simulation.costs.table.has_slices else blocks
         unit = max(each.result.measured.unit_bytes for each in alike if each.result.measured is not None)
         units = min(simulation.plan.num_ranks, simulation.plan.num_microbatches)
         outcome.predicted_activation_bytes = max(simulation.peak_memory) * units * unit or None
@@ -142,10 +142,7 @@ def measured_costs(blocks: Sequence[FirstBlock], job: Job) -> CostModel | None:
 def _with_medians(costs: CostModel, blocks: Sequence[CostModel]) -> CostModel:
     """The costs with the medians of the blocks' times of F, B and W."""
     forward, backward, wgrad = (_medians([block.rows(name) for block in blocks]) for name in COST_LISTS[:3])
-    if costs.slices is not None:
-        return replace(costs, slices=replace(costs.slices, forward_ms=forward, backward_ms=backward, wgrad_ms=wgrad))
-    (forward_ms,), (backward_ms,), (wgrad_ms,) = (tuple(zip(*rows, strict=True)) for rows in (forward, backward, wgrad))
-    return replace(costs, forward_ms=forward_ms, backward_ms=backward_ms, wgrad_ms=wgrad_ms)
+    return replace(costs, table=replace(costs.table, forward_ms=forward, backward_ms=backward, wgrad_ms=wgrad))
 
 
 def _medians(blocks: Sequence[Sequence[Sequence[float]]]) -> tuple[tuple[float, ...], ...]:
@@ -190,7 +187,9 @@ def _source(blocks: Sequence[FirstBlock]) -> tuple[CostModel, Job] | None:
     """The medians of the costs of all contenders with whole microbatches, on the placement with the most stages, and what ran on
     it; None if nothing was profiled."""
     known = [
-        (block, block.costs, block.plan().placement) for block in blocks if block.costs is not None and not block.costs.slices
+        (block, block.costs, block.plan().placement)
+        for block in blocks
+        if block.costs is not None and not block.costs.table.has_slices
     ]
     if not known:
         return None

@@ -16,10 +16,10 @@ from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.files import read_given
 from megatron.zerobubble.messages import parse_json, quoted, shown
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.cost_table import check_tokens
 from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.lengths_and_links import Unequal, with_sizes
 from megatron.zerobubble.plan.costs.links import Links
-from megatron.zerobubble.plan.costs.microbatch_costs import check_tokens
 from megatron.zerobubble.plan.costs.slicing import NUMBERS_OF_SLICES, Slicing, costs_of_other_slices
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.registry import parse_num_slices
@@ -107,7 +107,7 @@ class GivenCosts:
         costs = CostModel.uniform(placement, **self.scalars) if self.of_file is None else self.of_file
         costs = self.unequal.applied(costs) if self.slicing is None else self.unequal.cut(costs, self.slicing, num_slices)
         costs.check_fits(placement, self.num_microbatches)
-        if costs.slices is None or num_slices == costs.num_slices:
+        if self.slicing is not None or not costs.table.has_slices or num_slices == costs.num_slices:
             return costs
         return costs_of_other_slices(costs, num_slices)
 
@@ -128,10 +128,10 @@ def read_costs(args: argparse.Namespace, *, more_slices: tuple[int, ...] = ()) -
     unequal, of_file, model = _read_unequal(args), None, None
     if args.costs is not None:
         of_file, model = _read_file(args.costs)
-    measured = None if of_file is None else of_file.slices
-    num_slices = _read_slices(args, more_slices, are_measured=measured is not None)
+    is_measured = of_file is not None and of_file.table.is_alike and of_file.table.has_slices
+    num_slices = _read_slices(args, more_slices, are_measured=is_measured)
     most = max((*num_slices, *more_slices))
-    if measured is not None and not measured.lengths:
+    if of_file is not None and is_measured and not of_file.table.tokens:
         raise ConfigError(f"{shown(args.costs)} has costs of slices and not their lengths; give a file of a run")
     if args.costs is not None and model is not None and (unequal.tokens or most > 1):
         if args.attention_share != 0:
@@ -147,7 +147,7 @@ def read_costs(args: argparse.Namespace, *, more_slices: tuple[int, ...] = ()) -
         of_file=of_file,
         scalars={name: getattr(args, name) for name in names},
         file=args.costs,
-        slicing=None if most == 1 or measured is not None else _slicing(args, unequal.tokens, model),
+        slicing=None if most == 1 or is_measured else _slicing(args, unequal.tokens, model),
         num_slices=num_slices,
     )
 

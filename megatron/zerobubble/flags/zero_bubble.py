@@ -305,7 +305,7 @@ class ZeroBubbleConfig:
     def slice_lengths(self) -> tuple[int, ...]:
         """Tokens of each slice, for which the --zero-bubble-load-plan plan was made; empty if it does not say."""
         costs = self.plan_costs
-        return () if costs is None or costs.slices is None else costs.slices.lengths
+        return costs.table.tokens if costs is not None and costs.table.is_alike else ()
 
     @property
     def timed_iterations(self) -> tuple[int, int] | None:

@@ -19,7 +19,7 @@ from torch import nn
 
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.mcore.agreement import refusing_together
-from megatron.zerobubble.mcore.microbatches.iteration_plans import UnequalOptions, attention_share
+from megatron.zerobubble.mcore.microbatches.iteration_plans import UnequalOptions, operations
 from megatron.zerobubble.mcore.model.layout_dropout import LayoutDropout, check_layout_dropout
 from megatron.zerobubble.mcore.planning.chunk_advice import chunk_advice
 from megatron.zerobubble.mcore.planning.layers_file import write_layers_file
@@ -30,6 +30,7 @@ from megatron.zerobubble.mcore.replanner import budget_of, make_replanner
 from megatron.zerobubble.mcore.run_options import RunOptions
 from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
+from megatron.zerobubble.plan.costs.slicing import TILE, CutRule
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.partition.layer_costs import LETTERS
 from megatron.zerobubble.plan.planner import AUTO
@@ -88,7 +89,6 @@ class Engine:
             unequal = UnequalOptions(
                 tokens_of=options.microbatch_tokens,
                 usual_tokens=usual_tokens,
-                attention_share=functools.partial(attention_share, config),
                 reorders=options.reorder_microbatches,
                 objective=options.objective,
             )
@@ -109,7 +109,7 @@ class Engine:
                 cut=options.cut,
                 positions=flags.zero_bubble_slice_positions,
                 is_measured=flags.chooses_slices,
-                attention_share=functools.partial(attention_share, config),
+                rule=CutRule(work=operations(config), tile=TILE),
             ),
         )
         self.iterations = 0
@@ -192,7 +192,7 @@ class Engine:
         """Under `auto`, show whether other chunks would be faster than the plan that runs."""
         contents, limit = self._contents, self.options.flags.memory_limit
         costs = None if self.replanner is None else self.replanner.costs
-        if dist.get_rank() != 0 or costs is None or costs.slices is not None or len(set(contents.layer_kinds)) != 1:
+        if dist.get_rank() != 0 or costs is None or costs.table.has_slices or len(set(contents.layer_kinds)) != 1:
             return
         options = SearchOptions(
             objective=self.options.objective,

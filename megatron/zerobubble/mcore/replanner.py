@@ -175,7 +175,9 @@ class Replanner:
     @property
     def activations(self) -> Activations | None:
         """The activation memory per stage as measured in the last window; None if it was not."""
-        return self._costs.activations if self._costs is not None and self._unit_bytes > 0 else None
+        if self._costs is None or self._unit_bytes <= 0:
+            return None
+        return (self._costs if self._schedule.unequal is None else self._costs.whole).activations
 
     def before(self, iteration: int, num_microbatches: int) -> None:
         """Call before an iteration, with its number of microbatches."""
@@ -206,11 +208,11 @@ class Replanner:
             headroom_bytes=0 if self._headroom_bytes is None else self._headroom_bytes(profile),
         )
         everybody, placement = own.gathered(), self._schedule.spec.placement
-        self._costs = measured_costs(everybody, placement)
+        costs = measured_costs(everybody, placement)
+        table = replace(costs.table, tokens=self._schedule.slice_lengths) if costs.table.has_slices else costs.table
         if self._schedule.unequal is not None:  # times are those of whole microbatches, and messages of slices
-            self._costs = replace(self._costs, comm_ms=self._costs.comm_ms * self._schedule.spec.num_slices)
-        if self._costs.slices is not None:
-            self._costs = replace(self._costs, slices=replace(self._costs.slices, lengths=self._schedule.slice_lengths))
+            table = table.cut(self._schedule.spec.num_slices)
+        self._costs = replace(costs, table=table)
         self._unit_bytes, self._headroom = unit_bytes([each.profile for each in everybody], placement), None
         members = [[each for each in everybody if stages[0] in each.profile.memory] for stages in placement.rank_to_stages]
         if self._headroom_bytes is not None:
@@ -238,8 +240,7 @@ class Replanner:
             usual = min(placement.num_ranks, num_microbatches)
             held = [each * self._unit_bytes / unit for each in self._headroom]
             model, limit = model.within([usual / held[rank] for rank in placement.stage_to_rank]), 1.0
-        comm_ms = self._costs.comm_ms / self._schedule.spec.num_slices
-        unequal.learn(model, comm_ms=comm_ms, links=self._costs.links, memory_limit=limit)
+        unequal.learn(model, comm_ms=self._costs.comm_ms, links=self._costs.links, memory_limit=limit)
         _log.info("microbatches are planned by length: %s", model.text(unequal.usual_tokens))
 
     def _choose_slices(self, num_microbatches: int) -> None:
@@ -254,7 +255,7 @@ class Replanner:
         begin, found, refused, tokens = time.perf_counter(), {}, None, sum(self._schedule.slice_lengths)
         for n in NUMBERS_OF_SLICES:
             try:
-                costs = costs_of_other_slices(measured, n, multiple=slicing.multiple_of(tokens, n))
+                costs = costs_of_other_slices(measured, n, multiple=slicing.rule.multiple_of(tokens, n))
                 limits = self._within(costs, num_microbatches)
                 plan = self._found(replace(spec, num_slices=n), num_microbatches, *limits, 1 / len(NUMBERS_OF_SLICES))
             except ConfigError as error:  # too many for the sequence, or too few for the memory limit
@@ -266,7 +267,7 @@ class Replanner:
             return self._schedule.slice_lengths, measured
         best = min(found, key=lambda n: (found[n][0], n))
         _, costs, self._current[num_microbatches] = found[best]
-        lengths = (tokens,) if costs.slices is None else costs.slices.lengths
+        lengths = costs.table.tokens or (tokens,)
         _log.info(
             "microbatches are cut into slices of %s tokens; chosen in %.1f s by predicted ms per iteration, for each number: %s",
             ", ".join(map(str, lengths)),

@@ -131,7 +131,8 @@ class PipelineSchedule:
         self._rank = parallel_state.get_pipeline_model_parallel_rank()
         self._timeout = timeout
         shared = parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1
-        self.slicing = replace(slicing or SliceOptions(), multiple=shared)
+        self.slicing = slicing or SliceOptions()
+        self.slicing = replace(self.slicing, rule=replace(self.slicing.rule, multiple=shared))
         """How microbatches are cut, where they are."""
         self.slice_lengths: tuple[int, ...] = ()
         """Tokens of each slice in the last iteration; empty before it, and where microbatches are not cut."""

@@ -74,7 +74,7 @@ class MicrobatchPlanner:
         if base_options is None and limit is not None:
             base_options = replace(self._options, budget=0.0)
         self._spec, self._m, self._plain, self._base_options, self._given = spec, num_microbatches, plain, base_options, base
-        if costs is None or not costs.unequal_slices:
+        if costs is None or not costs.slice_counts:
             _ = self.base  # now, and not in the first iteration
 
     @cached_property
@@ -98,7 +98,7 @@ class MicrobatchPlanner:
 
     def _of_passes(self, costs: CostModel, options: SearchOptions | None) -> Plan:
         """The plan of slices as if each was a microbatch, under a memory limit that n - 1 more fit besides."""
-        slices, placement = [each.num_slices for each in costs.unequal_slices], self._spec.placement
+        slices, placement = costs.table.counts, self._spec.placement
         number, each = sum(slices), costs.mean_pass
         if options is not None and options.memory_limit is not None:
             ahead = (max(slices) - 1) * memory_of_microbatches(placement, each)[0]
@@ -121,7 +121,8 @@ class MicrobatchPlanner:
             ConfigError: a memory limit that the largest microbatch alone exceeds; the message has its tokens.
             PlanError: costs of another size, or an order that is fixed and fits the limit with no assignment that was tried.
         """
-        limit, cut = self._options.memory_limit, [each.num_slices for each in costs.unequal_slices]
+        limit = self._options.memory_limit
+        cut = () if self._spec.num_slices == 1 or costs.table.is_alike else costs.table.counts
         check_memory_limit(self._spec.placement, self._m, costs, limit)
         bases = self._cut(costs, cut) if cut else [self.base]
         if limit is not None and max(peak_memory(bases[0], costs)) > limit:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.costs.slice_costs import memory_of_slices
+from megatron.zerobubble.plan.costs.cost_table import CostTable
 from megatron.zerobubble.plan.dependencies import execution_order, requirements, result_of
 from megatron.zerobubble.plan.ir import Op, OpKind, Plan
 
@@ -110,7 +110,7 @@ def simulate(plan: Plan, costs: CostModel) -> Simulation:
 
 def _durations(plan: Plan, costs: CostModel) -> Callable[[Op], float]:
     """Op -> its duration, under costs in the plan's own order of microbatches."""
-    if costs.per_microbatch is not None or costs.unequal_slices:
+    if not costs.table.is_alike:
         return lambda op: costs.duration_ms(*op)
     stages, parts = range(plan.num_stages), range(plan.num_slices)
     durations = {(s, kind, part): costs.duration_ms(s, kind, slice=part) for s in stages for kind in OpKind for part in parts}
@@ -191,11 +191,8 @@ def memory_after_ops(row: Sequence[Op], costs: CostModel) -> list[float]:
     Counts passes per stage instead of a running float sum, so that a plan exactly at a limit compares equal to it; for unequal
     microbatches, a running sum. In a row of F alone each frees its activations at once, but not what later slices see.
     """
-    if costs.has_slices:
-        return memory_of_slices(row, costs.slices_of)
-    if all(op.kind is OpKind.F for op in row):
-        return [costs.of_microbatch("activation", op.stage, op.microbatch) for op in row]
-    return _counted_by_stage(row, costs) if costs.per_microbatch is None else _counted_by_microbatch(row, costs)
+    has_backward = any(op.kind is not OpKind.F for op in row)
+    return _counted_by_stage(row, costs) if costs.table.slices == 1 and has_backward else _summed(row, costs.table, has_backward)
 
 
 def _counted_by_stage(row: Sequence[Op], costs: CostModel) -> list[float]:
@@ -209,15 +206,24 @@ def _counted_by_stage(row: Sequence[Op], costs: CostModel) -> list[float]:
     return memory
 
 
-def _counted_by_microbatch(row: Sequence[Op], costs: CostModel) -> list[float]:
-    every = costs.per_microbatch
-    assert every is not None
+def _summed(row: Sequence[Op], table: CostTable, has_backward: bool) -> list[float]:
+    """By a running sum. Without a backward a pass keeps nothing but keys and values, until the microbatch's last slice."""
     held, memory = 0.0, []
-    for stage, kind, microbatch, _ in row:
-        before, after = every.activation[stage][microbatch], every.activation_after_backward[stage][microbatch]
+    for stage, kind, microbatch, index in row:
+        own = table.column(microbatch)
+        at, last = table.starts[own] + index, table.counts[own] - 1
+        before, after, keys = table.activation[stage][at], table.activation_after_backward[stage][at], table.keys[stage][own]
         if kind is OpKind.F:
-            held += before
+            held += before + (keys if index == 0 else 0.0)
+        elif kind is OpKind.W:
+            held -= after
         else:
-            held -= after if kind is OpKind.W else before - after if kind is OpKind.B else before
+            held += (after if kind is OpKind.B else 0.0) - before
+            if index == last:
+                held += table.key_gradients[stage][own]
+            if index == 0:  # with one slice the gradients come and go within the op
+                held -= keys + table.key_gradients[stage][own]
         memory.append(max(held, 0.0))
+        if not has_backward:
+            held -= before + (keys if index == last else 0.0)
     return memory

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron.zerobubble.plan.communication import num_messages
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, MicrobatchCosts
+from megatron.zerobubble.plan.costs.cost_table import COST_LISTS, CostTable
 from megatron.zerobubble.plan.ir import OpKind, Plan
 from megatron.zerobubble.plan.planner import Result
 from megatron.zerobubble.plan.render.plan_summary import headline, lengths, measures, title
@@ -136,16 +136,16 @@ def _problem(plan: Plan, costs: CostModel) -> dict[str, Any]:
     Of unequal microbatches every one's costs are in it, of unequal links the time of a mean message between neighbors.
     """
     costs = costs.whole
-    every, links = costs.per_microbatch, costs.links
+    every, links = costs.table, costs.links
     unequal = {
-        "microbatches": [] if every is None else _per_microbatch(every),
+        "microbatches": [] if every.is_alike else _per_microbatch(every),
         "links": [] if links is None else list(links.neighbors),
     }
     sums = {name: math.fsum(values) for name, values in costs.to_json().items() if isinstance(values, list)}
     return {"num_ranks": plan.num_ranks, "num_microbatches": plan.num_microbatches, "comm_ms": costs.comm_ms} | sums | unequal
 
 
-def _per_microbatch(every: MicrobatchCosts) -> list[float]:
+def _per_microbatch(every: CostTable) -> list[float]:
     rows = (row for name in COST_LISTS for row in getattr(every, name))
     return list(map(math.fsum, zip(*rows, strict=True)))
 

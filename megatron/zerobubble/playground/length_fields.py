@@ -10,10 +10,10 @@ from typing import Any
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.cost_table import check_tokens
 from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.lengths_and_links import Unequal, with_sizes
 from megatron.zerobubble.plan.costs.links import Links
-from megatron.zerobubble.plan.costs.microbatch_costs import check_tokens
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.registry import build_plan, schedule_info
 from megatron.zerobubble.plan.render.plan_summary import slots
@@ -124,8 +124,8 @@ def as_it_came(plan: Plan, costs: CostModel, max_pending_backward: int | None = 
             max_pending_backward=max_pending_backward,
             num_slices=plan.num_slices,
         )
-        if costs.unequal_slices:
-            own = recut(own, [each.num_slices for each in costs.unequal_slices])
+        if costs.slice_counts:
+            own = recut(own, costs.slice_counts)
     except (ConfigError, PlanError):  # a name out of a file
         return None
     return simulate(own, costs) if own.placement == plan.placement else None
@@ -137,8 +137,8 @@ def attention_share(costs: CostModel) -> float | None:
     With this share, the mean costs and the lengths are enough to plan for these microbatches again. A fit of measured times is
     as close to them as the model of a linear and a quadratic term is.
     """
-    every = costs.whole.per_microbatch
-    if every is None or not every.tokens:
+    every = costs.whole.table
+    if every.is_alike or not every.tokens:
         return None
     squares = math.fsum(float(count) * count for count in every.tokens) / len(every.tokens)
     quadratic = math.fsum(terms.per_square * squares for terms in LengthModel.fit(every).forward_ms)

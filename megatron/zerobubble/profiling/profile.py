@@ -14,9 +14,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.cost_table import CostTable
 from megatron.zerobubble.plan.costs.links import LinkTime
-from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS
-from megatron.zerobubble.plan.costs.slice_costs import SliceCosts
 from megatron.zerobubble.plan.ir import OpKind, Placement
 
 Value = TypeVar("Value")
@@ -103,14 +102,17 @@ def combine(
         return tuple(map(sum, found))
 
     activation, after_backward = _shares(ranks, placement)
-    return CostModel(
-        slices=_slice_costs(ranks, placement),
-        forward_ms=of(OpKind.F),
-        backward_ms=of(OpKind.B, OpKind.BW),
-        wgrad_ms=of(OpKind.W, optional=True),
-        activation=activation,
-        activation_after_backward=after_backward,
-    ).with_links(links or {}, placement.num_ranks)
+    whole = CostModel.of_lists(
+        {
+            "forward_ms": of(OpKind.F),
+            "backward_ms": of(OpKind.B, OpKind.BW),
+            "wgrad_ms": of(OpKind.W, optional=True),
+            "activation": activation,
+            "activation_after_backward": after_backward,
+        }
+    )
+    costs = replace(whole, table=_slice_costs(ranks, placement) or whole.table)
+    return costs.with_links(links or {}, placement.num_ranks)
 
 
 def slices_of(times_ms: Mapping[tuple[int, OpKind, int], float]) -> dict[int, StageSlices]:
@@ -125,7 +127,7 @@ def slices_of(times_ms: Mapping[tuple[int, OpKind, int], float]) -> dict[int, St
     return {stage: StageSlices(times_ms={kind: tuple(row) for kind, row in kinds.items()}) for stage, kinds in rows.items()}
 
 
-def _slice_costs(ranks: Sequence[RankProfile], placement: Placement) -> SliceCosts | None:
+def _slice_costs(ranks: Sequence[RankProfile], placement: Placement) -> CostTable | None:
     """The costs of every slice, memory in units as in `combine`; None where microbatches are not cut."""
     members = [[rank.slices[stage] for rank in ranks if stage in rank.slices] for stage in range(placement.num_stages)]
     if not all(members):
@@ -142,8 +144,9 @@ def _slice_costs(ranks: Sequence[RankProfile], placement: Placement) -> SliceCos
         return tuple(tuple(max(map(part, each)) / unit for each in row) for row in rows)
 
     equal = tuple((1.0 / len(placement.rank_to_stages[rank]) / num_slices,) * num_slices for rank in placement.stage_to_rank)
-    keys = tuple(max(each.key_bytes for each in stage) / unit for stage in members) if unit > 0 else ()
-    return SliceCosts(
+    keys = tuple((max(each.key_bytes for each in stage) / unit,) for stage in members) if unit > 0 else ()
+    return CostTable(
+        slices=num_slices,
         forward_ms=slowest(OpKind.F),
         backward_ms=slowest(OpKind.B, OpKind.BW),
         wgrad_ms=slowest(OpKind.W),
@@ -171,24 +174,7 @@ def costs_within(costs: CostModel, placement: Placement, num_microbatches: int, 
         headrooms: per rank, how many such units fit; above 0.
     """
     scales = [min(placement.num_ranks, num_microbatches) / headrooms[rank] for rank in placement.stage_to_rank]
-    slices = costs.slices
-    if slices is not None:
-        memory = {
-            name: tuple(tuple(value * scale for value in row) for row, scale in zip(getattr(slices, name), scales, strict=True))
-            for name in COST_LISTS[3:]
-        }
-        keys = {
-            name: tuple(value * scale for value, scale in zip(getattr(slices, name), scales, strict=True))
-            for name in ("keys", "key_gradients")
-        }
-        return replace(costs, slices=replace(slices, **memory, **keys))  # type: ignore[arg-type]
-    return replace(
-        costs,
-        activation=tuple(value * scale for value, scale in zip(costs.activation, scales, strict=True)),
-        activation_after_backward=tuple(
-            value * scale for value, scale in zip(costs.activation_after_backward, scales, strict=True)
-        ),
-    )
+    return replace(costs, table=costs.table.scaled(scales))
 
 
 def _shares(ranks: Sequence[RankProfile], placement: Placement) -> tuple[tuple[float, ...], tuple[float, ...]]:

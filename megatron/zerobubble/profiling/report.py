@@ -17,9 +17,9 @@ from typing import Any
 from megatron.zerobubble.errors import PlanError
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.cost_table import COST_LISTS, CostTable
 from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.links import LinkTime, links_text
-from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, MicrobatchCosts
 from megatron.zerobubble.plan.ir import OpKind, Plan
 from megatron.zerobubble.plan.simulate import Simulation, TimedOp, simulate
 from megatron.zerobubble.plan.timeline import Timeline
@@ -216,18 +216,11 @@ def _of_each_microbatch(timeline: Timeline, costs: CostModel) -> CostModel:
     """The costs with the times of every microbatch as recorded: of unequal ones a median says little."""
     plan, m = timeline.plan, timeline.plan.num_microbatches
     own = costs.of_slices(plan)
-    if own.has_slices:
-        passes = [{name: list(map(list, rows)) for name, rows in own.slices_of(i).lists.items()} for i in range(m)]
-    else:
-        passes = [{name: [[value] for value in values] for name, values in costs.lists.items()} for _ in range(m)]
+    table = CostTable.joined([own.table.of(i) for i in range(m)])
+    times = {name: [list(row) for row in table.lists[name]] for name in COST_LISTS[:3]}
     for row in timeline.rows:
         for (stage, kind, microbatch, part), start, end in row:
             name = COST_LISTS[0 if kind is OpKind.F else 2 if kind is OpKind.W else 1]  # a fused BW is a B, as in `combine`
-            passes[plan.batch_index(microbatch)][name][stage][part] = end - start
-    if own.has_slices:
-        every = tuple(replace(own.slices_of(i), **lists) for i, lists in enumerate(passes))  # type: ignore[arg-type]
-        return replace(costs, slices=None, unequal_slices=every)
-    lists = {
-        name: tuple(tuple(each[name][stage][0] for each in passes) for stage in range(plan.num_stages)) for name in COST_LISTS
-    }
-    return replace(costs, per_microbatch=MicrobatchCosts(**lists, tokens=()))
+            times[name][stage][table.starts[plan.batch_index(microbatch)] + part] = end - start
+    rows = {name: tuple(map(tuple, of_kind)) for name, of_kind in times.items()}
+    return CostModel.of(replace(table, tokens=(), **rows), comm_ms=costs.comm_ms, links=costs.links)  # type: ignore[arg-type]

@@ -17,7 +17,10 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.microbatches.iteration_plans import UnequalMicrobatches, UnequalOptions
 from megatron.zerobubble.mcore.microbatches.length_exchange import LengthExchange, Lengths, lengths_of
 from megatron.zerobubble.mcore.microbatches.ready import READY, nested_tokens, thd_tokens
+from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
 from megatron.zerobubble.overlay import READY_LENGTHS
+from megatron.zerobubble.plan.costs.length_model import Terms
+from megatron.zerobubble.plan.costs.slicing import CutRule
 from megatron.zerobubble.plan.registry import schedule_spec
 from tests.support.ranks import RankPool
 
@@ -59,17 +62,19 @@ REPLICAS = ((Lengths(10, 60.0), Lengths(30, 340.0)), (Lengths(20, 200.0), Length
 def test_without_a_usual_length_it_is_the_mean_of_the_first_call(exchange: Any, forward_only: bool) -> None:
     """Such as with variable_seq_lengths, where loops give 1: the costs of equal microbatches are those of the mean one."""
     exchange.return_value.return_value = REPLICAS
-    spec, share = schedule_spec("zb-h1", num_ranks=2, num_chunks=1), mock.Mock(return_value=0.25)
-    options = UnequalOptions(tokens_of=lambda item: (item.tokens, item.squares), usual_tokens=None, attention_share=share)
-    unequal = UnequalMicrobatches(spec, options, plan=mock.Mock(), place=mock.Mock())
+    spec = schedule_spec("zb-h1", num_ranks=2, num_chunks=1)
+    options = UnequalOptions(tokens_of=lambda item: (item.tokens, item.squares), usual_tokens=None)
+    slicing = SliceOptions(rule=CutRule(work=Terms(per_token=36.0, per_square=1.0)))  # attention takes a quarter of 12 tokens
+    unequal = UnequalMicrobatches(spec, options, plan=mock.Mock(), place=mock.Mock(), slicing=slicing)
     with mock.patch.object(unequal, "_planned"):
         unequal.arrange([iter(REPLICAS[0])], 2, equal=mock.Mock(), forward_only=True)
         exchange.return_value.return_value = ((Lengths(1, 1.0),) * 2,) * 2
         unequal.arrange([iter([Lengths(1, 1.0)] * 2)], 2, equal=mock.Mock(), forward_only=forward_only)
     assert unequal.usual_tokens == 25
-    assert share.call_args_list == [mock.call(12)], "the length of a sequence whose attention takes as long per token: 300 / 25"
     costs = unequal.model.costs([25], [300.0])
     assert [row[0] for row in costs.forward_ms] == pytest.approx([1.0, 1.0])
+    shares = [terms.per_square * 300 for terms in unequal.model.forward_ms]
+    assert shares == pytest.approx([0.25, 0.25]), "at the length of a sequence whose attention takes as long per token: 300 / 25"
 
 
 def _exchange(rank: int, numbers: list[int]) -> Any:

@@ -153,6 +153,8 @@ def test_layers_of_several_kinds_have_costs_of_their_own() -> None:
 def test_the_best_layout_stays() -> None:
     plan = build_plan("zbv", num_ranks=2, num_microbatches=8)
     ones = (1.0,) * 4
-    costs = CostModel(forward_ms=ones, backward_ms=ones, wgrad_ms=ones, activation=ones, activation_after_backward=ones)
+    costs = CostModel.of_lists(
+        {"forward_ms": ones, "backward_ms": ones, "wgrad_ms": ones, "activation": ones, "activation_after_backward": ones}
+    )
     line = layout_proposal(plan, ("layer",) * 4, StageLayers.spread(4, plan.placement), costs, Objective.SPAN)
     assert "and no layout was found that is 1 % faster; no layout takes less than 48.00 ms" in line

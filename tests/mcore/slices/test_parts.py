@@ -23,23 +23,25 @@ from megatron.zerobubble.mcore.slices.prefix_attention import attend_to_prefix
 from megatron.zerobubble.mcore.slices.refusals import check_sliced_config
 from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
 from megatron.zerobubble.mcore.stock_loop.megatron_lm import cut_megatron_lm_batch, sliced_batches
-from megatron.zerobubble.plan.costs.slicing import check_slice_lengths
+from megatron.zerobubble.plan.costs.length_model import Terms
+from megatron.zerobubble.plan.costs.slicing import TILE, CutRule, check_slice_lengths
 
 PARTS = SliceOptions(lengths=(3, 5)).parts(8, 2)
 FIRST, LAST = PARTS
+EVEN = CutRule(multiple=2, tile=TILE)
 TOKENS = torch.arange(16).view(2, 8)
 
 
 def test_lengths_of_slices() -> None:
     assert [(part.offset, part.length, part.end, part.is_last) for part in PARTS] == [(0, 3, 3, False), (3, 5, 8, True)]
-    assert [part.length for part in SliceOptions(lengths=(3, 5), multiple=2).parts(12, 2)] == [6, 6], (
+    assert [part.length for part in SliceOptions(lengths=(3, 5), rule=EVEN).parts(12, 2)] == [6, 6], (
         "they are for other sequences"
     )
-    assert [part.length for part in SliceOptions(multiple=2).parts(24, 4)] == [6, 6, 6, 6]
-    half = SliceOptions(multiple=2, attention_share=lambda tokens: 0.5 if tokens == 4096 else 0.0)
+    assert [part.length for part in SliceOptions(rule=EVEN).parts(24, 4)] == [6, 6, 6, 6]
+    half = SliceOptions(rule=CutRule(work=Terms(per_token=4096.0, per_square=1.0), multiple=2, tile=TILE))
     assert [part.length for part in half.parts(4096, 4)] == [1536, 1024, 768, 768], "of equal work, in whole tiles"
     with pytest.raises(ConfigError, match="12 tokens has 6 parts of 2 tokens, which is too few for 8 slices"):
-        SliceOptions(multiple=2).parts(12, 8)
+        SliceOptions(rule=EVEN).parts(12, 8)
     with pytest.raises(ConfigError, match="make 8, and a sequence has 9"):
         check_slice_lengths((3, 5), 9)
     with pytest.raises(ConfigError, match="5 is not a positive multiple of 2"):

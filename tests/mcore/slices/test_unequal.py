@@ -11,6 +11,8 @@ import torch
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.slices.batches import cut_batch
 from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
+from megatron.zerobubble.plan.costs.length_model import Terms
+from megatron.zerobubble.plan.costs.slicing import TILE, CutRule
 from tests.support.ranks import RankPool
 from tests.support.sliced import SlicedUnequalCase
 from tests.support.stock import train_unequal
@@ -78,10 +80,10 @@ def test_packed_sequences_are_refused_on_all_ranks(four_ranks: RankPool) -> None
 
 
 def test_no_more_slices_than_the_shortest_replica_has_tokens_for() -> None:
-    options = SliceOptions(multiple=2, attention_share=lambda tokens: 0.5)
-    assert options.numbers([64, 32, 16, 4], 8, [64, 32, 16, 4]) == (8, 3, 1, 1)
-    assert options.numbers([64, 32, 16, 4], 8, [6, 4, 2, 2]) == (3, 2, 1, 1)
-    assert [part.length for part in options.parts(6, 3)] == [2, 2, 2]
+    rule = CutRule(work=Terms(per_token=64.0, per_square=1.0), multiple=2, tile=TILE)
+    assert rule.counts([64, 32, 16, 4], 8) == (8, 3, 1, 1)
+    assert rule.counts([64, 32, 16, 4], 8, [6, 4, 2, 2]) == (3, 2, 1, 1)
+    assert [part.length for part in SliceOptions(rule=rule).parts(6, 3)] == [2, 2, 2]
 
 
 def test_nested_tensors_are_not_cut() -> None:

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.cost_table import COST_LISTS, CostTable
 from megatron.zerobubble.plan.costs.links import Links
-from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, MicrobatchCosts
-from megatron.zerobubble.plan.costs.slice_costs import SliceCosts
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import build_plan, known_schedules, placement_of
@@ -34,7 +33,7 @@ pytestmark = pytest.mark.claims(
 
 def _heavier(costs: CostModel) -> CostModel:
     """The costs with the activation memory of the stages a little unequal."""
-    return replace(costs, activation=tuple(value * (1 + 0.001 * stage) for stage, value in enumerate(costs.activation)))
+    return costs.with_lists(activation=tuple(value * (1 + 0.001 * stage) for stage, value in enumerate(costs.activation)))
 
 
 @given(problems())
@@ -78,7 +77,7 @@ def test_a_fused_backward_with_recomputation_is_above_its_bound() -> None:
 def test_a_fused_backward_without_activations_has_a_bound() -> None:
     """A BW never holds what B would leave for W, so the memory that its plan needs may be none at all."""
     plan = build_plan("1f1b", num_ranks=2, num_microbatches=3)
-    costs = replace(CostModel.uniform(plan.placement), activation=(0.0, 0.0))
+    costs = CostModel.uniform(plan.placement).with_lists(activation=(0.0, 0.0))
     simulation = simulate(plan, costs)
     assert max(simulation.peak_memory) == 0.0
     bound = lower_bound(plan.placement, 3, costs, 0.0)
@@ -143,30 +142,29 @@ def tiny_problems(draw: st.DrawFn) -> tuple[Placement, int, CostModel]:
     comm_ms = draw(st.sampled_from([0.0, 1.0, 4.0]))
     if n > 1:
         keys, gradients = ([0.0 if is_equal else draw(numbers) for _ in rank_of] for _ in range(2))
-        slices = SliceCosts(**lists, keys=tuple(keys), key_gradients=tuple(gradients))
-        costs = CostModel.of_lists(slices.sums(), comm_ms=comm_ms)
+        slices = CostTable.of_slices(lists, keys=tuple(keys), key_gradients=tuple(gradients))
         if draw(st.booleans()):
-            return placement, m, replace(costs, slices=slices)
+            return placement, m, CostModel(table=slices, comm_ms=comm_ms)
         every = [slices]  # microbatches of their own lengths
         for count in draw(st.lists(st.integers(1, n), max_size=6 // stages - n)):
             shorter = _first_slices(slices, count, draw(numbers))
             if sum(each.num_slices for each in (*every, shorter)) * stages <= 6:
                 every.append(shorter)
-        return placement, len(every), replace(costs, unequal_slices=tuple(every))
+        return placement, len(every), CostModel(table=CostTable.joined(every), comm_ms=comm_ms)
     p = placement.num_ranks
     if p == 1 or draw(st.booleans()):
-        return placement, m, CostModel.of_microbatches(MicrobatchCosts(**lists), comm_ms=comm_ms)
+        return placement, m, CostModel.of(CostTable.of_microbatches(lists), comm_ms=comm_ms)
     speeds = st.sampled_from([0.5, 1.0, 4.0])
     latency, speed = (tuple(tuple(draw(each) for _ in range(p)) for _ in range(p)) for each in (numbers, speeds))
     links = Links(latency_ms=latency, gigabytes_per_s=speed, message_bytes=tuple(1e6 * draw(numbers) for _ in range(m)))
-    return placement, m, CostModel.of_microbatches(MicrobatchCosts(**lists), links=links)
+    return placement, m, CostModel.of(CostTable.of_microbatches(lists), links=links)
 
 
-def _first_slices(slices: SliceCosts, count: int, more: float) -> SliceCosts:
+def _first_slices(slices: CostTable, count: int, more: float) -> CostTable:
     """Those of a shorter microbatch, whose first one takes more memory."""
     cut = {name: tuple(row[:count] for row in getattr(slices, name)) for name in COST_LISTS}
     cut["activation"] = tuple((row[0] + more, *row[1:]) for row in cut["activation"])
-    return SliceCosts(**cut, keys=slices.keys, key_gradients=slices.key_gradients)
+    return replace(slices, slices=count, **cut)
 
 
 def _equal(rank_of: tuple[int, ...], m: int, *values: float) -> tuple[Placement, int, CostModel]:
@@ -252,8 +250,8 @@ def test_the_bound_is_tight_for_schedules_without_a_bubble() -> None:
 def test_a_plan_of_slices_is_proven_to_be_the_best(name: str, p: int, m: int, n: int) -> None:
     """At the memory of 1F1B over slices: for F=B=W and, on a linear placement, with keys and values."""
     even = CostModel.uniform(placement_of(name, num_ranks=p)).divided(n)
-    assert even.slices is not None
-    heavy = replace(even, slices=replace(even.slices, keys=(0.05,) * even.num_stages, key_gradients=(0.05,) * even.num_stages))
+    keys = ((0.05,),) * even.num_stages
+    heavy = replace(even, table=replace(even.table, keys=keys, key_gradients=keys))
     for costs in (even, heavy) if name == "zb" else (even,):
         options = SearchOptions(budget=3e6, objective=Objective.MAKESPAN)
         plan = build_plan(name, num_ranks=p, num_microbatches=m, num_slices=n, costs=costs, options=options)

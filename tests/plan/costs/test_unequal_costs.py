@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from dataclasses import replace
@@ -16,10 +15,10 @@ from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
 from megatron.zerobubble.plan.communication import place_communication
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.cost_table import COST_LISTS, CostTable
 from megatron.zerobubble.plan.costs.length_model import LengthModel, Terms
 from megatron.zerobubble.plan.costs.lengths_and_links import Unequal
 from megatron.zerobubble.plan.costs.links import Links, LinkTime, unequal_links
-from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, MicrobatchCosts
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.simulate import memory_over_time, peak_memory, simulate
@@ -33,7 +32,7 @@ SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zbv", "v-half")
 def of_lengths(placement: Placement, tokens: tuple[int, ...], *, attention_share: float = 0.0) -> CostModel:
     """F=B=W per rank at 100 tokens."""
     model = LengthModel.of(CostModel.uniform(placement), tokens=100, squares=1e4, attention_share=attention_share)
-    return CostModel.of_microbatches(model.costs(tokens))
+    return CostModel.of(model.costs(tokens))
 
 
 @st.composite
@@ -49,7 +48,7 @@ def cases(draw: st.DrawFn) -> tuple[Plan, CostModel]:
         gigabytes_per_s=tuple(tuple(draw(st.floats(1, 100)) for _ in range(p)) for _ in range(p)),
         message_bytes=tuple(draw(st.floats(0, 1e8)) for _ in range(m)),
     )
-    return plan, CostModel.of_microbatches(MicrobatchCosts(**{n: tuple(map(tuple, r)) for n, r in rows.items()}), links=links)
+    return plan, CostModel.of(CostTable.of_microbatches({n: tuple(map(tuple, r)) for n, r in rows.items()}), links=links)
 
 
 def test_lengths_give_costs_by_their_model() -> None:
@@ -83,7 +82,7 @@ def test_a_fit_has_no_negative_terms_and_extrapolates_one_length_in_proportion()
     assert min(falling) >= 0
     assert Terms.fit([(100.0, 1e4)] * 3, [2.0, 2.2, 1.8]) == (0.0, pytest.approx(0.02), 0.0)
     assert Terms.fit([(100.0, 1e4)], [0.0]) == Terms()
-    measured = of_lengths(Placement.linear(2), (100, 250, 900), attention_share=0.2).per_microbatch
+    measured = of_lengths(Placement.linear(2), (100, 250, 900), attention_share=0.2).table
     assert measured is not None
     again = LengthModel.fit(measured).costs(measured.tokens)
     for name in COST_LISTS:
@@ -92,12 +91,12 @@ def test_a_fit_has_no_negative_terms_and_extrapolates_one_length_in_proportion()
     with pytest.raises(ConfigError, match="got 1 lengths and 0 values"):
         Terms.fit([(1.0, 1.0)], [])
     with pytest.raises(ConfigError, match="no microbatch has tokens"):
-        LengthModel.fit(MicrobatchCosts(**dict.fromkeys(COST_LISTS, ((1.0, 2.0),))))
+        LengthModel.fit(CostTable.of_microbatches(dict.fromkeys(COST_LISTS, ((1.0, 2.0),))))
 
 
 def test_attention_doubles_in_backward_and_is_absent_in_wgrad() -> None:
     """At twice the length, F of 3/4 linear and 1/4 attention takes 2.5 times as long; B, 3/5 and 2/5, 2.8; W 2."""
-    costs = of_lengths(Placement.linear(1), (100, 200), attention_share=0.25).per_microbatch
+    costs = of_lengths(Placement.linear(1), (100, 200), attention_share=0.25).table
     assert costs is not None
     assert costs.forward_ms[0] == (pytest.approx(1.0), pytest.approx(2.5))
     assert costs.backward_ms[0] == (pytest.approx(1.0), pytest.approx(2.8))
@@ -112,7 +111,7 @@ def test_equal_microbatches_and_links_are_the_plain_costs() -> None:
     )
     lists = {name: tuple((value,) * 7 for value in getattr(plain, name)) for name in COST_LISTS}
     links = Links(latency_ms=((0, 0.2), (0.2, 9)))
-    assert CostModel.of_microbatches(MicrobatchCosts(**lists), links=links) == plain
+    assert CostModel.of(CostTable.of_microbatches(lists), links=links) == plain
 
 
 @given(st.floats(0.1, 100), st.integers(1, 10**6), st.floats(0, 1))
@@ -129,7 +128,6 @@ def test_means_stand_for_unequal_microbatches() -> None:
     assert not costs.is_plain
     assert costs.plain.is_plain
     assert costs.plain.forward_ms == (2.0, 2.0)
-    assert costs.merged(1).per_microbatch is not None
     assert costs.merged(1).duration_ms(0, OpKind.BW, 1) == pytest.approx(12.0)
 
 
@@ -137,7 +135,7 @@ def test_two_microbatches_by_hand() -> None:
     """Tokens 100 and 200, F=B=W=1 per 100 tokens; a message takes 0.25 ms down and 0.5 ms back, and 1 ms more per 10^6 bytes."""
     plan = build_plan("zb-h1", num_ranks=2, num_microbatches=2)
     links = Links(latency_ms=((0, 0.25), (0.5, 0)), gigabytes_per_s=((1, 1), (1, 1)), message_bytes=(1e6, 2e6))
-    costs = CostModel.of_microbatches(
+    costs = CostModel.of(
         LengthModel.of(CostModel.uniform(plan.placement), tokens=100, squares=1e4).costs([100, 200]), links=links
     )
     assert text_of(plan) == "0F0 0F1 0B0 0W0 0B1 0W1\n1F0 1B0 1F1 1B1 1W0 1W1"
@@ -309,8 +307,8 @@ def uniform_json(**changes: object) -> dict[str, object]:
         (lambda: of_lengths(Placement.linear(2), (100, 0)), "microbatch 1 has 0 tokens"),
         (lambda: of_lengths(Placement.linear(2), ()), "no microbatch has tokens"),
         (lambda: of_lengths(Placement.linear(2), (1, 2), attention_share=1.5), "attention share is 1.5"),
-        (lambda: MicrobatchCosts(**dict.fromkeys(COST_LISTS, ((1.0, 2.0), (1.0,)))), "has 1 microbatches"),
-        (lambda: MicrobatchCosts(**dict.fromkeys(COST_LISTS, ((1.0, -2.0),))), "stage 0, microbatch 1 is -2.0"),
+        (lambda: CostTable.of_microbatches(dict.fromkeys(COST_LISTS, ((1.0, 2.0), (1.0,)))), "has 1 microbatches"),
+        (lambda: CostTable.of_microbatches(dict.fromkeys(COST_LISTS, ((1.0, -2.0),))), "stage 0, microbatch 1 is -2.0"),
         (lambda: Links.from_json([1]), "an object with latency_ms"),
         (lambda: CostModel.uniform(Placement.linear(2), forward_ms=10**400), r"forward_ms is 1.*finite number from 0 to 1e\+12"),
         (lambda: CostModel.uniform(Placement.linear(2), forward_ms=1.01e12), r"forward_ms is 1.*finite number from 0 to 1e\+12"),
@@ -319,7 +317,7 @@ def uniform_json(**changes: object) -> dict[str, object]:
         (lambda: CostModel.from_json(uniform_json(**{name: [] for name in COST_LISTS})), "at least one stage"),
         (lambda: CostModel.from_json([]), "costs"),
         (lambda: CostModel.from_json({"forward_ms": 1.0}), "costs"),
-        (lambda: MicrobatchCosts.from_json({}), "'forward_ms' of 'microbatches'"),
+        (lambda: CostTable.from_json({"microbatches": {}}), "'forward_ms' of 'microbatches'"),
     ],
 )
 def test_bad_input_is_refused_with_its_numbers(make: object, message: str) -> None:
@@ -336,9 +334,7 @@ def test_costs_of_another_size_are_refused() -> None:
     with pytest.raises(PlanError, match="for 3 stages and the plan has 2"):
         simulate(plan, CostModel.uniform(Placement.linear(3)))
     links = Links(latency_ms=((0, 1, 2), (1, 0, 1), (2, 1, 0)))
-    costs = CostModel.of_microbatches(
-        LengthModel.of(CostModel.uniform(plan.placement), tokens=1, squares=1).costs((1, 2, 3)), links=links
-    )
+    costs = CostModel.of(LengthModel.of(CostModel.uniform(plan.placement), tokens=1, squares=1).costs((1, 2, 3)), links=links)
     with pytest.raises(PlanError, match="matrix of links has 3 rows and the plan 2 ranks"):
         simulate(plan, costs)
 
@@ -399,5 +395,5 @@ def test_times_or_memory_that_are_all_almost_0_are_refused() -> None:
 def test_a_recomputing_stage_needs_more_memory_after_b_and_reserves_it() -> None:
     costs = CostModel.uniform(Placement.linear(2))
     assert costs.reserved is costs
-    recomputing = dataclasses.replace(costs, activation=(0.25, 1.0), activation_after_backward=(0.5, 0.75))
-    assert recomputing.reserved == dataclasses.replace(recomputing, activation=(0.5, 1.0))
+    recomputing = costs.with_lists(activation=(0.25, 1.0), activation_after_backward=(0.5, 0.75))
+    assert recomputing.reserved == recomputing.with_lists(activation=(0.5, 1.0))

@@ -18,15 +18,15 @@ HEAD = {"forward_ms": 1.0, "backward_ms": 2.0, "wgrad_ms": 4.0, "activation": 0.
 def true_costs(layers: StageLayers) -> CostModel:
     """Identical layers, with the embedding and the head on the first and the last stage."""
     last = layers.num_stages - 1
-    return CostModel(
-        comm_ms=0.3,
-        **{
+    return CostModel.of_lists(
+        {
             kind: tuple(
                 count * LAYER[kind] + EMBEDDING[kind] * (stage == 0) + HEAD[kind] * (stage == last)
                 for stage, count in enumerate(layers.per_stage)
             )
             for kind in LAYER
         },
+        comm_ms=0.3,
     )
 
 
@@ -55,7 +55,9 @@ def test_fused_passes_have_no_weight_gradient() -> None:
 def test_parts_are_never_negative() -> None:
     """A first stage that happened to run faster than its layers should; two stages, of which one is taken for layers only."""
     ones = (1.0,) * 3
-    costs = CostModel(forward_ms=(9, 10, 12), backward_ms=ones, wgrad_ms=ones, activation=ones, activation_after_backward=ones)
+    costs = CostModel.of_lists(
+        {"forward_ms": (9, 10, 12), "backward_ms": ones, "wgrad_ms": ones, "activation": ones, "activation_after_backward": ones}
+    )
     model = Model.measured(("layer",) * 3, StageLayers(per_stage=(1, 1, 1)), costs)
     assert [model.kinds[name].forward_ms for name in ("embedding", "layer", "head")] == [0.0, 10.0, 2.0]
     two = CostModel.of_lists(dict.fromkeys(LAYER, (3.0, 4.0)))

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.cost_table import COST_LISTS, CostTable
 from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.links import Links
-from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, MicrobatchCosts
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.objective import Objective
@@ -47,7 +47,7 @@ def of_lengths(placement: Placement, tokens: Sequence[int], *, comm_ms: float = 
     mean = sum(tokens) / len(tokens)
     uniform = CostModel.uniform(placement, activation_after_backward=kept)
     costs = LengthModel.of(uniform, tokens=mean, squares=mean * mean, attention_share=0.1).costs(tokens)
-    return CostModel.of_microbatches(costs, comm_ms=comm_ms)
+    return CostModel.of(costs, comm_ms=comm_ms)
 
 
 def some_lengths(m: int, seed: int, spread: float = 0.55) -> list[int]:
@@ -66,7 +66,7 @@ def problems(draw: st.DrawFn) -> tuple[Plan, CostModel, SearchOptions]:
     links = None
     if draw(st.booleans()):
         links = Links(latency_ms=tuple(tuple(random.uniform(0, 2) for _ in range(p)) for _ in range(p)))
-    costs = CostModel.of_microbatches(MicrobatchCosts(**rows), comm_ms=0.2, links=links)
+    costs = CostModel.of(CostTable.of_microbatches(rows), comm_ms=0.2, links=links)
     times = draw(st.sampled_from([None, 1.0, 1.3, 2.0, 9.0]))
     limit = None if times is None else times * smallest_memory(plan.placement, m, costs)
     objective = draw(st.sampled_from(list(Objective)))
@@ -75,8 +75,7 @@ def problems(draw: st.DrawFn) -> tuple[Plan, CostModel, SearchOptions]:
 
 def in_order(plan: Plan, costs: CostModel) -> list[Plan]:
     """The plan with the data as it comes, and sorted by length both ways."""
-    every = costs.per_microbatch
-    assert every is not None
+    every = costs.table
     work = [sum(row[i] for row in (*every.forward_ms, *every.backward_ms, *every.wgrad_ms)) for i in range(plan.num_microbatches)]
     ascending = tuple(sorted(range(plan.num_microbatches), key=work.__getitem__))
     return [plan, replace(plan, assignment=ascending), replace(plan, assignment=ascending[::-1])]
@@ -111,7 +110,7 @@ def test_equal_lengths_give_todays_plan_to_the_op(info: object) -> None:
     model = LengthModel.of(plain, tokens=128, squares=128.0**2, attention_share=0.0)
     options = SearchOptions(budget=BUDGET)
     today = build_plan(name, num_ranks=3, num_microbatches=7)
-    equal = CostModel.of_microbatches(model.costs([128] * 7), comm_ms=0.1)
+    equal = CostModel.of(model.costs([128] * 7), comm_ms=0.1)
     assert MicrobatchPlanner(spec, 7, options=options).plan(equal) == today
     searched = make_plan(name, num_ranks=3, num_microbatches=7, costs_of=lambda _: equal, options=options)
     assert equal.is_plain

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.costs.slice_costs import SliceCosts
+from megatron.zerobubble.plan.costs.cost_table import CostTable
 from megatron.zerobubble.plan.generators.building_blocks import grid_blocks, grid_order
 from megatron.zerobubble.plan.generators.zbv import zbv_pattern
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
@@ -53,13 +53,15 @@ def problems(draw: st.DrawFn) -> tuple[Placement, int, CostModel, float]:
     m = draw(st.integers(1, 3 * p))
     lists = [draw(st.lists(times, min_size=placement.num_stages, max_size=placement.num_stages)) for _ in range(4)]
     shares = draw(st.lists(st.floats(0.0, 1.0), min_size=placement.num_stages, max_size=placement.num_stages))
-    costs = CostModel(
-        forward_ms=tuple(lists[0]),
-        backward_ms=tuple(lists[1]),
-        wgrad_ms=tuple(lists[2]),
+    costs = CostModel.of_lists(
+        {
+            "forward_ms": tuple(lists[0]),
+            "backward_ms": tuple(lists[1]),
+            "wgrad_ms": tuple(lists[2]),
+            "activation": tuple(lists[3]),
+            "activation_after_backward": tuple(whole * share for whole, share in zip(lists[3], shares, strict=True)),
+        },
         comm_ms=draw(times),
-        activation=tuple(lists[3]),
-        activation_after_backward=tuple(whole * share for whole, share in zip(lists[3], shares, strict=True)),
     )
     num_slices = draw(st.sampled_from([1, 1, 2, 4]))
     if num_slices > 1:
@@ -75,7 +77,7 @@ def of_unequal_slices(draw: st.DrawFn, costs: CostModel, num_slices: int) -> Cos
     rows = {name: tuple(tuple(value * weight for weight in each) for value in values) for (name, values), each in lists}
     share = draw(st.sampled_from([0.0, 0.3]))
     keys = {name: tuple(share * value for value in costs.activation) for name in ("keys", "key_gradients")}
-    return replace(costs, slices=SliceCosts(**rows, **keys))
+    return replace(costs, table=CostTable.of_slices(rows, **keys))
 
 
 @given(problems(), st.sampled_from(list(Objective)))
@@ -150,9 +152,8 @@ def test_the_memory_of_slices_shrinks_as_that_of_1f1b(name: str, slices_beyond: 
 def test_a_limit_below_one_microbatch_with_all_its_slices_is_refused_with_the_smallest(name: str) -> None:
     placement = placement_of(name, 4, 2)
     even = CostModel.uniform(placement).divided(8)
-    assert even.slices is not None
-    keys = (0.04 / placement.num_chunks,) * placement.num_stages
-    costs = replace(even, slices=replace(even.slices, keys=keys, key_gradients=keys))
+    keys = ((0.04 / placement.num_chunks,),) * placement.num_stages
+    costs = replace(even, table=replace(even.table, keys=keys, key_gradients=keys))
 
     def within(limit: float) -> Plan:
         options = SearchOptions(memory_limit=limit, budget=0.0)

@@ -86,15 +86,9 @@ class Times:
         """Typical times of the stages, for a plan that is made for them."""
         kinds = (OpKind.F, OpKind.B, OpKind.W)
         lists = [[self.median(Op(stage, kind, 0), plan) for stage in range(plan.num_stages)] for kind in kinds]
-        even = CostModel.uniform(plan.placement)
-        return CostModel(
-            forward_ms=tuple(lists[0]),
-            backward_ms=tuple(lists[1]),
-            wgrad_ms=tuple(lists[2]),
-            activation=even.activation,
-            activation_after_backward=even.activation_after_backward,
-            comm_ms=link_ms,
-        )
+        forward, backward, wgrad = map(tuple, lists)
+        even = CostModel.uniform(plan.placement, comm_ms=link_ms)
+        return even.with_lists(forward_ms=forward, backward_ms=backward, wgrad_ms=wgrad)
 
 
 def timeline(plan: Plan, ms: Mapping[Op, Draws], link_ms: float) -> dict[Op, Span]:

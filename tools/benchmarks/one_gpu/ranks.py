@@ -11,7 +11,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -161,7 +161,7 @@ def _memory(job: Alone, rank: int, num_ranks: int, num_microbatches: int) -> Row
     activation, after = [0.0] * plan.placement.num_stages, [0.0] * plan.placement.num_stages
     for stage in plan.placement.rank_to_stages[rank]:
         activation[stage], after[stage] = profile.memory[stage].activation, profile.memory[stage].after_backward
-    costs = replace(CostModel.uniform(plan.placement), activation=tuple(activation), activation_after_backward=tuple(after))
+    costs = CostModel.uniform(plan.placement).with_lists(activation=tuple(activation), activation_after_backward=tuple(after))
     return {
         "planned_bytes": max(memory_after_ops(plan.ops[rank], costs)),
         "held_bytes": profile.peak_bytes,

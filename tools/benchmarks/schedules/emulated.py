@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -55,8 +55,7 @@ class Times:
         def slowed(values: tuple[float, ...]) -> tuple[float, ...]:
             return (*values[:-1], self.last_stage * values[-1])
 
-        return replace(
-            costs,
+        return costs.with_lists(
             forward_ms=slowed(costs.forward_ms),
             backward_ms=slowed(costs.backward_ms),
             wgrad_ms=slowed(costs.wgrad_ms),

@@ -223,13 +223,7 @@ def measured_passes(placement: Placement, iterations: Sequence[Iteration]) -> Pa
         return tuple(statistics.fmean(times[stage, kind]) if (stage, kind) in times else 0.0 for stage in stages)
 
     flat = CostModel.uniform(placement)
-    costs = CostModel(
-        forward_ms=mean(OpKind.F),
-        backward_ms=mean(OpKind.B),
-        wgrad_ms=mean(OpKind.W),
-        activation=flat.activation,
-        activation_after_backward=flat.activation_after_backward,
-    )
+    costs = flat.with_lists(forward_ms=mean(OpKind.F), backward_ms=mean(OpKind.B), wgrad_ms=mean(OpKind.W))
     outside = statistics.fmean(iteration.outside_ms for iteration in split or iterations)
     return Passes(placement=placement, costs=costs, outside_ms=outside)
 

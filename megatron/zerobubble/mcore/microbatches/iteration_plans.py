@@ -19,7 +19,7 @@ from __future__ import annotations
 import statistics
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.core import parallel_state
@@ -37,9 +37,8 @@ from megatron.zerobubble.mcore.microbatches.length_exchange import (
 from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
 from megatron.zerobubble.plan.communication import Program, place_communication
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.costs.length_model import LengthModel
+from megatron.zerobubble.plan.costs.length_model import LengthModel, Piece, Terms, slices_of_sequence
 from megatron.zerobubble.plan.costs.links import Links
-from megatron.zerobubble.plan.costs.slicing import Slicing
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.objective import Objective
@@ -48,7 +47,7 @@ from megatron.zerobubble.plan.search.assign import ITERATION_BUDGET
 from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.transforms import recut
 
-__all__ = ["Arranged", "UnequalMicrobatches", "UnequalOptions", "attention_share"]
+__all__ = ["Arranged", "UnequalMicrobatches", "UnequalOptions", "operations"]
 
 _NUM_KEPT = 4
 """Programs kept for lengths that come again."""
@@ -66,8 +65,6 @@ class UnequalOptions:
     usual_tokens: int | None
     """Tokens of a row of the usual length, to which memory limits and the costs of the schedule refer. None: the mean of the
     microbatches of the first call, for a loop that has no such length."""
-    attention_share: Callable[[int], float] = field(default=lambda tokens: 0.0)
-    """Length of a sequence -> the share of F's time that is attention; until times are measured."""
     reorders: bool = True
     """Whether microbatches may run in another order than that in which they come."""
     objective: Objective = Objective.SPAN
@@ -114,7 +111,7 @@ class UnequalMicrobatches:
         costs: of a microbatch of the usual length, until lengths and times are measured; None: F=B=W.
         plan: returns the schedule's plan for a number of equal microbatches.
         place: places the transfers of a training plan.
-        slicing: how microbatches are cut, where the schedule has slices.
+        slicing: the operations of a sequence, and how it is cut where the schedule has slices.
     """
 
     def __init__(
@@ -152,7 +149,7 @@ class UnequalMicrobatches:
     def _take_usual(self, tokens: float, squares: float) -> None:
         """Let a microbatch of these lengths cost what the schedule's equal ones do."""
         self._usual = Lengths(round(tokens), squares)
-        share = self._options.attention_share(max(1, round(squares / tokens)))
+        share = self._slicing.rule.work.attention_share(max(1, round(squares / tokens)))
         self.model = LengthModel.of(self._equal_costs, tokens=tokens, squares=squares, attention_share=share)
 
     @property
@@ -251,7 +248,7 @@ class UnequalMicrobatches:
         if self._spec.num_slices == 1:
             return (1,) * len(replicas[0])
         fewest = [min(each.tokens for each in column) for column in zip(*replicas, strict=True)]
-        return self._slicing.numbers([each.tokens for each in most_of_replicas(replicas)], self._spec.num_slices, fewest)
+        return self._slicing.rule.counts([each.tokens for each in most_of_replicas(replicas)], self._spec.num_slices, fewest)
 
     def _ranked(self, own: Sequence[Lengths], replicas: LengthsOfReplicas) -> list[int]:
         """The microbatches of a replica by length; as they come if there is no other replica to match, or nothing moves."""
@@ -271,11 +268,15 @@ class UnequalMicrobatches:
         number = len(replicas[0])
         matched = tuple(tuple(own[place] for place in self._ranked(own, replicas)) for own in replicas)
         most = most_of_replicas(matched)
-        per_microbatch = self.model.costs([each.tokens for each in most], [each.squares for each in most])
-        costs, plan = CostModel.of_microbatches(per_microbatch, comm_ms=self._comm_ms, links=self._links), base
+        links = self._links
+        pieces: list[tuple[Piece, ...]] = [(each,) for each in most]
+        plan = base
         if self._spec.num_slices > 1:
             counts = self._slices(matched)
-            costs, plan = self._cut([each.tokens for each in most], counts, costs), recut(base, counts)
+            parts = self._slicing.parts_of([each.tokens for each in most], counts)
+            pieces = [slices_of_sequence([part.length for part in own]) for own in parts]
+            plan, links = recut(base, counts), None  # searches take all links for equal
+        costs = CostModel.of(self.model.table(pieces), comm_ms=self._comm_ms, links=links)
         if self._options.reorders:
             if number not in self._planners:
                 self._planners[number] = self._planner(base)
@@ -283,13 +284,6 @@ class UnequalMicrobatches:
         program = self._place(plan, costs)
         self.exchange.check_same(program)
         return _Planned(program, plan.assignment or tuple(range(number)))
-
-    def _cut(self, tokens: Sequence[int], counts: Sequence[int], costs: CostModel) -> CostModel:
-        """The costs of slices. Searches take all links for equal, and messages are measured at the length of a slice."""
-        slicing = Slicing(tokens=max(tokens))
-        parts = self._slicing.parts_of(tokens, counts)
-        every = [slicing.costs(self.model, tuple(part.length for part in own)) for own in parts]
-        return replace(costs.with_unequal_slices(every), comm_ms=self._comm_ms, links=None)
 
     def _planner(self, base: Plan) -> MicrobatchPlanner:
         options = SearchOptions(budget=ITERATION_BUDGET, objective=self._options.objective, memory_limit=self._memory_limit)
@@ -322,12 +316,11 @@ def _read(iterator: Any, num_microbatches: int) -> list[Any]:
     return items
 
 
-def attention_share(config: Any, tokens: int) -> float:
-    """About the share of a layer's forward time that grows with the square of the length: by operations, causal attention.
+def operations(config: Any) -> Terms:
+    """About the operations of a layer's forward per token, and with causal attention per pair of tokens.
 
     Args:
         config: TransformerConfig of the model.
-        tokens: length of a sequence.
     """
     hidden, heads = config.hidden_size, config.num_attention_heads * config.kv_channels
     groups = (config.num_query_groups or config.num_attention_heads) * config.kv_channels
@@ -335,5 +328,4 @@ def attention_share(config: Any, tokens: int) -> float:
     experts = config.moe_router_topk if config.num_moe_experts else 1
     size = (config.moe_ffn_hidden_size if config.num_moe_experts else None) or config.ffn_hidden_size
     linear = hidden * (2 * heads + 2 * groups) + hidden * size * matrices * experts  # half of the operations per token
-    attention = tokens * heads  # likewise: scores and values of half of the keys
-    return attention / (attention + linear)
+    return Terms(per_token=linear, per_square=heads)  # likewise: scores and values of half of the keys

@@ -38,7 +38,6 @@ def chunk_advice(plan: Plan, layers: StageLayers, costs: CostModel, options: Sea
         costs: their profiled costs.
         options: of the search; the memory limit is that of all plans, by default the running plan's memory.
     """
-    costs = replace(costs, per_microbatch=None)
     running = simulate(plan, costs)
     limit = max(running.peak_memory) if options.memory_limit is None else options.memory_limit
 

@@ -10,7 +10,6 @@ Partition, placement and order are searched for together, within the memory of t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -83,7 +82,7 @@ def recorded_costs(schedule: PipelineSchedule) -> CostModel | None:
     times = torch.tensor([costs.forward_ms, costs.backward_ms, costs.wgrad_ms], dtype=torch.float64, device=schedule.device)
     dist.all_reduce(times, op=dist.ReduceOp.MAX)
     forward, backward, wgrad = (tuple(row) for row in times.tolist())
-    return replace(costs, forward_ms=forward, backward_ms=backward, wgrad_ms=wgrad)
+    return costs.with_lists(forward_ms=forward, backward_ms=backward, wgrad_ms=wgrad)
 
 
 def measured_parts(kinds: Sequence[str], layers: StageLayers, placement: Placement, costs: CostModel) -> str:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, CostLists, MicrobatchCosts
-from megatron.zerobubble.plan.costs.slice_costs import SliceCosts
+from megatron.zerobubble.plan.costs.cost_table import COST_LISTS, CostLists
 from megatron.zerobubble.plan.ir import Placement
 
 
@@ -30,7 +29,7 @@ class Instance:
     def _slowest(self, placement: Placement, costs: CostModel) -> Paths:
         """The paths of the microbatch whose way through all stages and back takes longest."""
         m = costs.num_microbatches
-        if m is None or costs.has_slices:
+        if m is None or costs.table.has_slices:
             return self.paths
         return max((Paths(placement, costs, i) for i in range(m)), key=lambda paths: paths.there_and_back(0) + paths.back_from(0))
 
@@ -60,16 +59,9 @@ class Items:
     """Times and memory of passes as (time, memory, count): one item per stage, or of each slice or unequal microbatch."""
 
     def __init__(self, costs: CostModel, num_microbatches: int) -> None:
-        every: list[MicrobatchCosts | SliceCosts] = [each.with_keys for each in costs.unequal_slices]
-        if costs.slices is not None:
-            every = [costs.slices.with_keys]
-        elif costs.per_microbatch is not None:
-            every = [costs.per_microbatch]
-        self.parts: list[tuple[CostLists[float], int]] = [] if every else [(costs, num_microbatches)]
-        count = 1 if costs.slices is None else num_microbatches
-        for each in every:
-            columns = zip(*(zip(*rows, strict=True) for rows in each.lists.values()), strict=True)
-            self.parts += [(CostLists(**dict(zip(COST_LISTS, lists, strict=True))), count) for lists in columns]
+        columns = zip(*(zip(*rows, strict=True) for rows in costs.table.with_keys.lists.values()), strict=True)
+        passes: list[CostLists[float]] = [CostLists(**dict(zip(COST_LISTS, lists, strict=True))) for lists in columns]
+        self.parts = [(each, num_microbatches if costs.table.is_alike else 1) for each in passes]
 
     def sum(self, name: str, stages: Sequence[int]) -> float:
         """Sum of a list of costs over stages and microbatches."""
@@ -117,8 +109,7 @@ class Paths:
             self._turn.append(self._turn[-1] + (self.down_ms[s] + self.back_ms[s]) + forward[s] + self.backward_ms[s])
         self._turn.reverse()
         self._forwards, self._backwards = (_waits(costs, name) for name in COST_LISTS[:2])
-        counts = [each.num_slices for each in costs.unequal_slices or (costs.slices,) if each is not None]
-        self._firsts = [0, *accumulate(counts[:-1])] if counts else []
+        self._firsts = costs.table.starts[:-1] if costs.table.has_slices else ()
 
     def down_to(self, stage: int) -> float:
         """From the start of F of stage 0 to the start of F of `stage`."""
@@ -156,13 +147,15 @@ class Paths:
 
 def _waits(costs: CostModel, name: str) -> list[list[float]]:
     """Per slice j and stage s, the most, over stages from s on, that the slices from j on take longer than the fastest slice."""
-    if not costs.has_slices:
+    table = costs.table
+    if not table.has_slices:
         return []
-    fastest = [min(row) for row in costs.rows(name)]
+    rows = table.lists[name]
+    fastest = list(map(min, rows))
     longer = [
-        [math.fsum(row[part:]) - least for row, least in zip(getattr(each, name), fastest, strict=True)]
-        for each in costs.unequal_slices or (costs.slices_of(0),)
-        for part in range(each.num_slices)
+        [math.fsum(row[part:end]) - least for row, least in zip(rows, fastest, strict=True)]
+        for begin, end in pairwise(table.starts)
+        for part in range(begin, end)
     ]
     return [list(accumulate(reversed(of_part), max))[::-1] for of_part in longer]
 

@@ -36,7 +36,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megatron.zerobubble.plan.bounds.instance import Instance
-from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS
+from megatron.zerobubble.plan.costs.cost_table import COST_LISTS
 
 _Terms = tuple[float, ...]
 """Milliseconds whose sum is a bound."""

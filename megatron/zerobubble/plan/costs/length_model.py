@@ -8,6 +8,7 @@ squares of one of 1,000.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,16 @@ from typing import Any, NamedTuple
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, CostLists, MicrobatchCosts, check_number, check_tokens
+from megatron.zerobubble.plan.costs.cost_table import COST_LISTS, CostLists, CostTable, check_number, check_tokens
+
+Piece = tuple[int, float]
+"""Tokens of a pass, and the squared lengths that it adds to those of its microbatch: of a whole one, all of them."""
+
+
+def slices_of_sequence(lengths: Sequence[int]) -> tuple[Piece, ...]:
+    """The pieces of a sequence that is cut into slices of these lengths."""
+    ends = itertools.accumulate(lengths)
+    return tuple((length, end * end - (end - length) * (end - length)) for length, end in zip(lengths, ends, strict=True))
 
 
 class Terms(NamedTuple):
@@ -29,6 +39,11 @@ class Terms(NamedTuple):
     def at(self, tokens: float, squares: float) -> float:
         """The value for a microbatch of `tokens` tokens whose sequences' squared lengths sum to `squares`."""
         return self.constant + self.per_token * tokens + self.per_square * squares
+
+    def attention_share(self, tokens: float) -> float:
+        """Share of the value of a sequence of `tokens` tokens that grows with the square of its length."""
+        attention = self.per_square * tokens
+        return attention / (attention + self.per_token) if attention else 0.0
 
     def scaled(self, factor: float) -> Terms:
         """All terms times a factor."""
@@ -116,23 +131,47 @@ class LengthModel(CostLists[Terms]):
         return LengthModel(**{name: terms(values, shares.get(name, 0.0)) for name, values in costs.lists.items()})
 
     @staticmethod
-    def fit(costs: MicrobatchCosts, squares: Sequence[float] = ()) -> LengthModel:
-        """The model closest to the measured costs of microbatches, each list of each stage by itself (`Terms.fit`).
+    def fit(costs: CostTable, squares: Sequence[float] = ()) -> LengthModel:
+        """The model closest to the measured costs of passes, each list of each stage by itself (`Terms.fit`).
 
         Args:
             costs: measured, with tokens.
-            squares: as for `costs`.
+            squares: of every pass; empty: passes are the slices of one sequence, or whole microbatches of one each.
 
         Raises:
             ConfigError: the costs have no tokens.
         """
         check_tokens(costs.tokens)
-        lengths = list(zip(costs.tokens, squares or [float(count) * count for count in costs.tokens], strict=True))
-        fitted = {name: tuple(Terms.fit(lengths, row) for row in rows) for name, rows in costs.lists.items()}
-        return LengthModel(**fitted)
+        lengths: Sequence[Piece] = slices_of_sequence(costs.tokens)
+        if squares or not costs.has_slices:
+            lengths = list(zip(costs.tokens, squares or [float(count) * count for count in costs.tokens], strict=True))
+        return LengthModel(**{name: tuple(Terms.fit(lengths, row) for row in rows) for name, rows in costs.lists.items()})
 
-    def costs(self, tokens: Sequence[int], squares: Sequence[float] = ()) -> MicrobatchCosts:
-        """The costs of microbatches with these lengths; what a fit makes negative is 0.
+    def table(self, pieces: Sequence[Sequence[Piece]], *, key_share: float = 0.0) -> CostTable:
+        """The costs of an iteration; what a fit makes negative is 0.
+
+        Args:
+            pieces: of every microbatch: one, or that of each of its slices.
+            key_share: part of the activation memory of F that is keys and values, which the slices of a microbatch share. Those
+                of a whole one are freed with its other activations.
+        """
+        passes = [piece for own in pieces for piece in own]
+        lists = {
+            name: tuple(tuple(max(0.0, terms.at(*piece)) for piece in passes) for terms in stages)
+            for name, stages in self.lists.items()
+        }
+        tokens = tuple(tokens for tokens, _ in passes)
+        table = CostTable(slices=tuple(map(len, pieces)), tokens=tokens, **lists)
+        if not key_share:
+            return table
+        shares = [key_share if count > 1 else 0.0 for count in table.counts]
+        keys = tuple(tuple(share * value for share, value in zip(shares, row, strict=True)) for row in table.whole.activation)
+        rest = [1 - share for share, count in zip(shares, table.counts, strict=True) for _ in range(count)]
+        activation = tuple(tuple(share * value for share, value in zip(rest, row, strict=True)) for row in table.activation)
+        return replace(table, activation=activation, keys=keys, key_gradients=keys)
+
+    def costs(self, tokens: Sequence[int], squares: Sequence[float] = ()) -> CostTable:
+        """The costs of whole microbatches with these lengths.
 
         Args:
             tokens: tokens of every microbatch, 1 or more.
@@ -144,12 +183,7 @@ class LengthModel(CostLists[Terms]):
         check_tokens(tokens)
         if squares and len(squares) != len(tokens):
             raise ConfigError(f"{len(tokens)} microbatches have tokens and {len(squares)} have squared lengths")
-        pairs = list(zip(tokens, squares or [float(count) * count for count in tokens], strict=True))
-        lists = {
-            name: tuple(tuple(max(0.0, terms.at(*pair)) for pair in pairs) for terms in stages)
-            for name, stages in self.lists.items()
-        }
-        return MicrobatchCosts(**lists, tokens=tuple(tokens))
+        return self.table([[piece] for piece in zip(tokens, squares or [float(count) * count for count in tokens], strict=True)])
 
     def within(self, scales: Sequence[float]) -> LengthModel:
         """The model with the activation memory of each stage times a factor: in units of which a limit per rank is 1.

@@ -58,20 +58,15 @@ class Unequal:
         Raises:
             ConfigError: the costs are of unequal microbatches already.
         """
-        if self.tokens and self.model is not None:
-            every = self.model.costs(self.tokens)
-            costs = CostModel.of_microbatches(every, comm_ms=costs.comm_ms, links=costs.links)
-            if every.is_uniform:
-                costs = replace(costs, per_microbatch=None)
-        elif self.tokens:
-            if costs.per_microbatch is not None:
-                raise ConfigError("the costs are those of every microbatch; drop the lengths (--microbatch-tokens)")
-            mean = sum(self.tokens) / len(self.tokens)
-            squares = sum(count * count for count in self.tokens) / len(self.tokens)
-            model = LengthModel.of(costs, tokens=mean, squares=squares, attention_share=self.attention_share)
-            if len(set(self.tokens)) > 1:  # else the model gives these costs, but for the last digits
-                costs = replace(costs, per_microbatch=model.costs(self.tokens))
-        return costs if self.links is None else replace(costs, links=self.links)
+        if self.tokens and not costs.table.is_alike and self.model is None:
+            raise ConfigError("the costs are those of every microbatch; drop the lengths (--microbatch-tokens)")
+        table, tokens = costs.table, self.tokens
+        if tokens and self.model is not None:
+            table = self.model.costs(tokens)
+        elif len(set(tokens)) > 1:  # else the model gives these costs, but for the last digits
+            mean, squares = (sum(count**power for count in tokens) / len(tokens) for power in (1, 2))
+            table = LengthModel.of(costs, tokens=mean, squares=squares, attention_share=self.attention_share).costs(tokens)
+        return CostModel.of(table, comm_ms=costs.comm_ms, links=costs.links if self.links is None else self.links)
 
     def cut(self, costs: CostModel, slicing: Slicing, num_slices: int) -> CostModel:
         """`applied`, of microbatches that are cut into slices of about equal work, the longest into `num_slices`.

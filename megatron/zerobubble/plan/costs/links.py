@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.messages import quoted
-from megatron.zerobubble.plan.costs.microbatch_costs import check_number
+from megatron.zerobubble.plan.costs.cost_table import check_number
 
 _BYTES_PER_MS = 1e6
 """Bytes per millisecond in 1 GB/s."""

@@ -14,17 +14,20 @@ import bisect
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.costs.length_model import LengthModel, Terms
-from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS
-from megatron.zerobubble.plan.costs.slice_costs import SliceCosts, numbers_of_slices
+from megatron.zerobubble.plan.costs.cost_table import COST_LISTS, numbers_of_slices
+from megatron.zerobubble.plan.costs.length_model import LengthModel, Terms, slices_of_sequence
 
 NUMBERS_OF_SLICES = (1, 2, 4, 8, 16)
 """Of which `auto` chooses one."""
+TILE = 128
+"""Tokens of a tile in kernels for matrix products and attention."""
+_STEPS = 8
+"""Multiples that a slice has at least, so that rounding to them changes the work of a slice by a sixteenth at most."""
 _AROUND = 2
 """How many multiples around the place of equal work cuts are looked for."""
 
@@ -72,28 +75,6 @@ def slice_lengths(work: Terms, tokens: int, num_slices: int, *, multiple: int = 
     return tuple((after - at) * multiple for at, after in itertools.pairwise(cuts))
 
 
-def lengths_of_microbatches(
-    work: Terms, microbatch_tokens: Sequence[int], num_slices: int, *, multiple: int = 1
-) -> list[tuple[int, ...]]:
-    """Per microbatch the tokens of its slices: `num_slices` of the longest, of the others as many as have about the same work.
-
-    Args:
-        work: time of a pass by tokens and squared lengths, some above 0; its constant does not count.
-        microbatch_tokens: length of every microbatch.
-        num_slices: n.
-        multiple: of which every length is one.
-
-    Raises:
-        ConfigError: see `slice_lengths`.
-    """
-    longest = max(microbatch_tokens)
-    counts = numbers_of_slices([work.at(each, each * each) - work.constant for each in microbatch_tokens], num_slices)
-    return [
-        slice_lengths(work, each, count if each == longest else min(count, max(1, each // multiple)), multiple=multiple)
-        for each, count in zip(microbatch_tokens, counts, strict=True)
-    ]
-
-
 def check_slice_lengths(lengths: Sequence[int], tokens: int, *, multiple: int = 1) -> None:
     """Check the lengths of slices that were planned.
 
@@ -112,12 +93,6 @@ def check_slice_lengths(lengths: Sequence[int], tokens: int, *, multiple: int = 
     wrong = next((length for length in lengths if length < 1 or length % multiple), None)
     if wrong is not None:
         raise ConfigError(f"slices of {list(lengths)} tokens: {wrong} is not a positive multiple of {multiple}")
-
-
-def _parts(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """The tokens of every slice, and of the sequence's squared length what the slice adds to that of its prefix."""
-    ends = itertools.accumulate(lengths)
-    return [(length, end * end - (end - length) * (end - length)) for length, end in zip(lengths, ends, strict=True)]
 
 
 def unlike_lengths(tokens: int, *, multiple: int = 1) -> tuple[int, ...]:
@@ -149,19 +124,57 @@ def costs_of_other_slices(costs: CostModel, num_slices: int, *, multiple: int = 
     Raises:
         ConfigError: see `slice_lengths`.
     """
-    measured = costs.slices
-    assert measured is not None
-    assert measured.lengths
-    parts = _parts(measured.lengths)
-    fits = {name: tuple(Terms.fit(parts, row) for row in rows) for name, rows in measured.lists.items()}
-    model = LengthModel(**fits)
-    slicing = Slicing(tokens=sum(measured.lengths), multiple=multiple)
-    found = slicing.costs(model, slicing.lengths(model, num_slices))
-    found = replace(found, keys=measured.keys, key_gradients=measured.key_gradients)
-    whole = CostModel.of_lists(found.sums() | {"activation": costs.whole.activation})
-    longer = max(1.0, max(found.lengths) / max(measured.lengths))
+    measured = costs.table
+    model = LengthModel.fit(measured)
+    rule = CutRule(work=_work(model), multiple=multiple)
+    lengths = rule.lengths(sum(measured.tokens), num_slices)
+    table = replace(model.table([slices_of_sequence(lengths)]).of(0), keys=measured.keys, key_gradients=measured.key_gradients)
+    if num_slices == 1:
+        table = replace(table, activation=measured.whole.activation, keys=(), key_gradients=(), tokens=())
+    longer = max(1.0, max(lengths) / max(measured.tokens))
     links = None if costs.links is None else costs.links.divided(1 / longer)
-    return replace(whole, slices=found if num_slices > 1 else None, comm_ms=costs.comm_ms * longer, links=links)
+    return CostModel.of(table, comm_ms=costs.comm_ms * longer, links=links)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutRule:
+    """Which slices microbatches are cut into, in a plan and in a run."""
+
+    work: Terms = field(default_factory=lambda: Terms(per_token=1.0))
+    """Time or operations of a pass by tokens and squared lengths; its constant does not count."""
+    multiple: int = 1
+    """What the length of each slice is a multiple of."""
+    tile: int = 1
+    """Where sequences are long enough, lengths are multiples of this many tokens, or of a power of two up to it."""
+
+    def lengths(self, tokens: int, num_slices: int) -> tuple[int, ...]:
+        """Tokens of every slice of a sequence. Raises ConfigError as `slice_lengths`."""
+        return slice_lengths(self.work, tokens, num_slices, multiple=self.multiple_of(tokens, num_slices))
+
+    def pieces(self, tokens: Sequence[int], num_slices: int, fewest: Sequence[int] = ()) -> list[tuple[int, ...]]:
+        """Tokens of the slices of microbatches: `num_slices` of the longest, of the others as many as have about the same work.
+
+        Args:
+            tokens: of every microbatch.
+            num_slices: n.
+            fewest: of every microbatch, tokens of the shortest that is cut into as many slices; empty: its own.
+
+        Raises:
+            ConfigError: see `slice_lengths`.
+        """
+        return [self.lengths(*each) for each in zip(tokens, self.counts(tokens, num_slices, fewest), strict=True)]
+
+    def counts(self, tokens: Sequence[int], num_slices: int, fewest: Sequence[int] = ()) -> tuple[int, ...]:
+        """Slices of every microbatch; arguments are those of `pieces`."""
+        counts = numbers_of_slices([self.work.at(each, each * each) - self.work.constant for each in tokens], num_slices)
+        return tuple(min(count, max(1, each // self.multiple)) for count, each in zip(counts, fewest or tokens, strict=True))
+
+    def multiple_of(self, tokens: int, num_slices: int) -> int:
+        """`multiple` times a power of two, up to a tile, with a few steps for each slice."""
+        best = self.multiple
+        while best * 2 <= self.tile and tokens % (best * 2) == 0 and tokens >= best * 2 * num_slices * _STEPS:
+            best *= 2
+        return best
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,35 +218,17 @@ class Slicing:
         """
         if num_slices == 1:
             return costs
-        if costs.per_microbatch is not None:
+        if not costs.table.is_alike:
             raise ConfigError("costs of every microbatch do not say what its slices cost; give lengths, or 1 slice")
-        model = self._model(costs, microbatch_tokens)
+        model = self.of_lengths(costs, microbatch_tokens)
+        rule = CutRule(work=_work(model), multiple=self.multiple)
+        longest = rule.lengths(self.tokens if not microbatch_tokens else max(microbatch_tokens), num_slices)  # raises
         if len(set(microbatch_tokens)) <= 1:
-            return costs.with_slices(self.costs(model, self.lengths(model, num_slices)))
-        lengths = lengths_of_microbatches(_work(model), microbatch_tokens, num_slices, multiple=self.multiple)
-        return costs.with_unequal_slices([self.costs(model, each) for each in lengths])
+            return costs.with_table(model.table([slices_of_sequence(longest)], key_share=self.key_share).of(0))
+        pieces = map(slices_of_sequence, rule.pieces(microbatch_tokens, num_slices))
+        return costs.with_table(model.table(list(pieces), key_share=self.key_share))
 
-    def lengths(self, model: LengthModel, num_slices: int) -> tuple[int, ...]:
-        """Tokens of every slice: F, B and W of all stages together take the same time for each.
-
-        By the FLOPs of a transformer layer B and W together are twice F for any share of attention, so that F and the fused
-        backward are each the same for all slices, too. B alone is longer for later slices, and W shorter.
-        """
-        return slice_lengths(_work(model), self.tokens, num_slices, multiple=self.multiple)
-
-    def costs(self, model: LengthModel, lengths: tuple[int, ...]) -> SliceCosts:
-        """The costs of slices with these lengths. The keys of one alone are freed with its other activations."""
-        parts, key_share = _parts(lengths), self.key_share if len(lengths) > 1 else 0.0
-        lists = {
-            name: tuple(tuple(max(0.0, terms.at(*part)) for part in parts) for terms in stages)
-            for name, stages in model.lists.items()
-        }
-        whole = [math.fsum(row) for row in lists["activation"]]
-        lists["activation"] = tuple(tuple((1 - key_share) * value for value in row) for row in lists["activation"])
-        keys = tuple(key_share * value for value in whole)
-        return SliceCosts(lengths=lengths, keys=keys, key_gradients=keys, **lists)
-
-    def _model(self, costs: CostModel, microbatch_tokens: Sequence[int] = ()) -> LengthModel:
+    def of_lengths(self, costs: CostModel, microbatch_tokens: Sequence[int] = ()) -> LengthModel:
         """How costs follow from the length, those of microbatches of these lengths being the means."""
         if self.model is not None:
             return self.model
@@ -256,7 +251,11 @@ class Slicing:
 
 
 def _work(model: LengthModel) -> Terms:
-    """Time of F, B and W of all stages by tokens and squared lengths; where none takes time, as if by tokens."""
+    """Time of F, B and W of all stages by tokens and squared lengths; where none takes time, as if by tokens.
+
+    By the FLOPs of a transformer layer B and W together are twice F for any share of attention, so that F and the fused backward
+    are each the same for all slices of equal work, too. B alone is longer for later slices, and W shorter.
+    """
     passes = [*model.forward_ms, *model.backward_ms, *model.wgrad_ms]
     work = Terms(0.0, math.fsum(terms.per_token for terms in passes), math.fsum(terms.per_square for terms in passes))
     return work if work.per_token or work.per_square else Terms(per_token=1.0)

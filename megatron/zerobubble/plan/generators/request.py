@@ -106,9 +106,9 @@ class Request:
 
     def _more_keys(self, stages: Sequence[int], memory_limit: float) -> float:
         """Memory of keys and values besides their share: a microbatch has all of them while any of its slices is in memory."""
-        slices, n = self.stage_costs.slices, self.num_slices
-        if slices is None:
+        table, n = self.stage_costs.table, self.num_slices
+        if not table.has_slices:
             return 0.0
         unit = min(self.num_ranks, self.num_microbatches)
         begun = 1 + (round(memory_limit * unit * n) + n - 2) // n
-        return (begun / unit - memory_limit) * math.fsum(slices.keys[s] + slices.key_gradients[s] for s in stages)
+        return (begun / unit - memory_limit) * math.fsum(table.keys[s][0] + table.key_gradients[s][0] for s in stages)

@@ -33,8 +33,8 @@ from typing import Any
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.messages import parse_json, quoted
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.cost_table import check_number
 from megatron.zerobubble.plan.costs.length_model import least_squares
-from megatron.zerobubble.plan.costs.microbatch_costs import check_number
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 
 __all__ = ["EMBEDDING", "FORMAT", "HEAD", "LETTERS", "MTP", "LayerCosts", "Model"]

@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.cost_table import COST_LISTS
 from megatron.zerobubble.plan.costs.links import Links
-from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.layer_costs import Model
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
@@ -143,7 +143,7 @@ def costs_of_placements(
     def costs_of(placement: Placement) -> CostModel:
         try:
             layout = Layout(model=model, placement=placement, per_stage=layers_of(placement).per_stage)
-            return replace(layout.costs(), links=links)
+            return CostModel.of(layout.costs().table, comm_ms=model.comm_ms, links=links)
         except ConfigError as error:
             raise PlanError(f"{placement.num_stages} stages: {error}") from None
 

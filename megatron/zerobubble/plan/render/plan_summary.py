@@ -44,7 +44,7 @@ def lengths(simulation: Simulation, came: Simulation | None = None) -> list[str]
         came: of the schedule's own order with the data as it came, to compare with.
     """
     costs, plan, lines = simulation.costs, simulation.plan, []
-    if costs.per_microbatch is not None or costs.unequal_slices:
+    if not costs.table.is_alike:
         tokens = [costs.tokens[plan.batch_index(i)] for i in range(plan.num_microbatches)] if costs.tokens else []
         mean = f" (mean {sum(tokens) / len(tokens):.0f})" if tokens else ""
         lines.append(
@@ -57,8 +57,8 @@ def lengths(simulation: Simulation, came: Simulation | None = None) -> list[str]
             lines.append(f"with tokens: {_joined(tokens)}")
         if plan.slice_counts:
             lines.append(f"in slices: {_joined(plan.slice_counts)}")
-    if costs.slices is not None and costs.slices.lengths:
-        lines.append(f"slices of {_joined(costs.slices.lengths)} tokens")
+    elif costs.table.has_slices and costs.table.tokens:
+        lines.append(f"slices of {_joined(costs.table.tokens)} tokens")
     if costs.links is not None:
         times = costs.links.neighbors
         lines.append(f"links of {min(times):.3f} to {max(times):.3f} ms per mean message between neighboring ranks")
@@ -72,7 +72,7 @@ def lengths(simulation: Simulation, came: Simulation | None = None) -> list[str]
 
 def slots(plan: Plan, costs: CostModel) -> list[dict[str, int]]:
     """Per slot of the plan its microbatch of the data, and its tokens if they are known; empty if all microbatches are equal."""
-    if costs.per_microbatch is None and not costs.unequal_slices and not plan.assignment:
+    if costs.table.is_alike and not plan.assignment:
         return []
     indices = map(plan.batch_index, range(plan.num_microbatches))
     tokens = costs.tokens

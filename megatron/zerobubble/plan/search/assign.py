@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS
+from megatron.zerobubble.plan.costs.cost_table import COST_LISTS
 from megatron.zerobubble.plan.ir import OpKind, Plan
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.search.core import Core
@@ -114,7 +114,7 @@ class _Search:
         )
         self._came = list(self._base.assignment) or list(range(self._m))
         self._ascending = sorted(range(self._m), key=self._work_ms)
-        self._slices = [costs.slices_of(i).num_slices if costs.has_slices else 1 for i in range(self._m)]
+        self._slices = [costs.table.counts[costs.table.column(i)] for i in range(self._m)]
         self._reserved = costs if self._fused else costs.reserved
         limit = options.memory_limit
         self._limit = max(self._peaks(self._reserved)) if limit is None else float(limit)
@@ -124,7 +124,7 @@ class _Search:
 
     def _work_ms(self, microbatch: int) -> float:
         stages = range(self._base.num_stages)
-        return math.fsum(self._costs.of_microbatch(name, stage, microbatch) for name in COST_LISTS[:3] for stage in stages)
+        return math.fsum(self._costs.table.of_microbatch(name, stage, microbatch) for name in COST_LISTS[:3] for stage in stages)
 
     def _given(self) -> list[Plan]:
         """The base with the data in the order in which it came, and sorted by length both ways."""
@@ -132,7 +132,7 @@ class _Search:
 
     def _assigned(self, plan: Plan, assignment: Sequence[int]) -> Plan:
         """A plan with another assignment, and the slices of these microbatches."""
-        if self._costs.has_slices:
+        if self._costs.table.has_slices:
             plan = recut(plan, [self._slices[index] for index in assignment])
         return replace(plan, assignment=tuple(assignment))
 
@@ -142,7 +142,7 @@ class _Search:
 
     def _orders(self, plan: Plan, assignments: Sequence[Sequence[int]]) -> list[Order]:
         """The order of each assignment: the same of all where no microbatch has slices."""
-        if not self._costs.has_slices:
+        if not self._costs.table.has_slices:
             return [self._order(plan, self._came)] * len(assignments)
         return [self._order(plan, each) for each in assignments]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS
+from megatron.zerobubble.plan.costs.cost_table import COST_LISTS
 from megatron.zerobubble.plan.ir import Placement
 
 Order = list[bytes]
@@ -63,7 +63,7 @@ class Problem(NamedTuple):
         excess_ms: float = 0.0,
     ) -> Problem:
         """That of these costs; with `fused`, of F and BW only, which need no memory after B."""
-        counts = [each.num_slices for each in costs.unequal_slices]
+        counts = costs.slice_counts
         width = sum(counts) or (costs.num_slices if costs.num_microbatches is None else num_microbatches)
         ranks, last = placement.stage_to_rank, placement.num_stages - 1
         links, busy = list[float](), list[float]()

@@ -179,7 +179,7 @@ _CHOSEN = ("wait_weight", "memory_share")
 
 
 def _views(costs: CostModel, *, fused: bool) -> list[tuple[tuple[float, ...], float]]:
-    true = tuple(value / costs.num_slices for value in flat_durations(replace(costs, slices=None), fused=fused))
+    true = tuple(value / costs.num_slices for value in flat_durations(costs.whole, fused=fused))
     mean = math.fsum(true) / max(1, sum(duration > 0 for duration in true))
     even = tuple(mean if duration > 0 else 0.0 for duration in true)
     longer = tuple(value + (costs.comm_ms if index % 3 < 2 else 0.0) for index, value in enumerate(true))

@@ -61,13 +61,12 @@ def smallest_memory(placement: Placement, num_microbatches: int, costs: CostMode
 def memory_of_microbatches(placement: Placement, costs: CostModel) -> list[float]:
     """Activation memory of each microbatch alone on the rank that needs most, in the unit of the costs; one if all are equal."""
     costs = costs.reserved
-    own = range(1 if costs.per_microbatch is None and not costs.unequal_slices else costs.num_microbatches or 1)
     return [
         max(
-            math.fsum(costs.of_microbatch("activation", stage, microbatch) for stage in stages)
+            math.fsum(costs.table.of_microbatch("activation", stage, microbatch) for stage in stages)
             for stages in placement.rank_to_stages
         )
-        for microbatch in own
+        for microbatch in range(len(costs.table.counts))
     ]
 
 
