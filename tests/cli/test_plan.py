@@ -87,8 +87,9 @@ def test_auto_chooses_the_best_and_pareto_never_rises(tmp_path: Path, capsys: py
     assert "drop them" in capsys.readouterr().err
     assert main(["plan", "--schedule", "auto", *SMALL, "--memory-limit", "1"]) == 0
     expected = (
-        r"^auto chose zb-interleaved with 2 virtual stages \(VPP\) per rank: [\d.]+ ms per iteration with the synchronous "
-        r"optimizer \(makespan\); runner-up .*: [\d.]+ ms \([\d.]+ % slower\)$"
+        r"^auto chose zbv with 2 virtual stages \(VPP\) per rank: 12.500 ms per iteration with the synchronous optimizer "
+        r"\(makespan\); equal: zb-interleaved with 2 virtual stages \(VPP\) per rank \(24 messages, not 16\); runner-up zb: "
+        r"13.000 ms \(4.0 % slower\)$"
     )
     shown = capsys.readouterr().out
     assert re.search(expected, shown, re.MULTILINE)

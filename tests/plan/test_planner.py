@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan import planner
 from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
+from megatron.zerobubble.plan.communication import num_messages
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.cost_table import COST_LISTS
 from megatron.zerobubble.plan.costs.links import Links
@@ -53,14 +54,15 @@ def full_first(placement: Placement) -> CostModel:
 
 
 def auto(monkeypatch: pytest.MonkeyPatch, costs_of: CostsOf, limit: float | None) -> tuple[Result, Searched]:
-    """The result of `auto`, and its searches in order as (schedule, limit, share of the budget)."""
+    """The result of `auto`, and its searches beyond hand-written orders, as (schedule, limit, share of the budget)."""
     searched: Searched = []
 
     def build(spec: ScheduleSpec, *arguments: Any, options: SearchOptions | None = None, **others: Any) -> Any:
         if spec.name in planner._SEARCHED:
             assert options is not None
             assert options.memory_limit is not None
-            searched.append((spec.name, options.memory_limit, options.budget / BUDGET))
+            if options.budget > 0:
+                searched.append((spec.name, options.memory_limit, options.budget / BUDGET))
         return plan_of(spec, *arguments, options=options, **others)
 
     monkeypatch.setattr(planner, "plan_of", build)
@@ -100,6 +102,60 @@ def test_the_best_is_searched_longer_and_others_where_they_are_close(monkeypatch
         assert len({name for name, _, share in searched if share == 1.0}) == places
         assert result.runner_up is not None
         assert result.simulation.span_ms <= result.runner_up.simulation.span_ms
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_microbatches", "objective", "chosen", "messages", "equal", "runner_up"),
+    [
+        (4, 8, Objective.MAKESPAN, "zbv", 96, {"zb-interleaved"}, "zb"),
+        (1, 3, Objective.MAKESPAN, "1f1b", 0, {"interleaved-1f1b", "1f1b-v", "zb", "zb-interleaved", "zbv"}, None),
+    ],
+)
+def test_of_equally_fast_schedules_auto_takes_the_one_of_fewer_messages(
+    num_ranks: int,
+    num_microbatches: int,
+    objective: Objective,
+    chosen: str,
+    messages: int,
+    equal: set[str],
+    runner_up: str | None,
+) -> None:
+    options = SearchOptions(memory_limit=1.0, objective=objective, budget=1e6)
+    sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
+    result = make_plan(AUTO, **sizes, costs_of=CostModel.uniform, options=options)
+    assert (result.name, num_messages(result.simulation.plan)) == (chosen, messages)
+    assert {each.name for each in result.equal} == equal
+    verdict = result.verdict(objective)
+    if runner_up is None:
+        assert result.runner_up is None
+        assert verdict.endswith("equal: " + ", ".join(f"{each.titled(each.name)} (as many messages)" for each in result.equal))
+        return
+    assert (
+        f"; equal: zb-interleaved with 2 virtual stages (VPP) per rank ({num_messages(result.equal[0].simulation.plan)} "
+        in verdict
+    )
+    assert result.runner_up is not None
+    assert result.runner_up.name == runner_up
+    others = [make_plan(name, **sizes, costs_of=CostModel.uniform, options=options) for name in ("zb", "1f1b-v")]
+    best = min(objective.of(each.simulation) for each in others)
+    assert objective.of(result.runner_up.simulation) == pytest.approx(best), "nothing that was passed over is faster"
+
+
+def test_the_curve_is_searched_until_more_memory_gains_nothing() -> None:
+    asked: list[tuple[float, float]] = []
+
+    def within(limit: float, share: float) -> Result:
+        asked.append((limit, share))
+        options = SearchOptions(memory_limit=limit, objective=Objective.SPAN, budget=share * BUDGET)
+        return make_plan(AUTO, num_ranks=4, num_microbatches=8, costs_of=slow_links, options=options)
+
+    points = list(planner.pareto([0.5, 1.0, 2.0, 3.0, 4.0, 6.0], within, Objective.SPAN))
+    at = [Objective.SPAN.of(result.simulation) for _, result in points if result is not None]
+    assert at == sorted(at, reverse=True)
+    stop = next(i for i, (_, share) in enumerate(asked) if share == 0.0)
+    assert at[stop - 2] == at[stop - 1] == at[stop], "after the first limit that gained nothing"
+    assert max(points[stop - 1][1].simulation.peak_memory) <= points[stop - 2][0]
+    assert asked[stop:] == [(limit, 0.0) for limit, _ in points[stop:]]
 
 
 @pytest.mark.parametrize("seed", range(24))

@@ -16,8 +16,9 @@ from typing import Any
 
 from megatron.zerobubble.cli.cost_flags import GivenCosts, add_slice_flags, add_unequal_flags, read_costs
 from megatron.zerobubble.cli.layout_of_run import add_layout_flags, run_layout
-from megatron.zerobubble.cli.output_files import columns, has_colors, write_text, write_whole
+from megatron.zerobubble.cli.output_files import columns, has_colors, write_text
 from megatron.zerobubble.cli.parser import add_search_flags, workers_of
+from megatron.zerobubble.cli.plan_files import run_export, run_import, run_show, write_pictures
 from megatron.zerobubble.cli.plan_layers import (
     MICROBATCHES_PER_RANK,
     add_layer_flags,
@@ -27,13 +28,10 @@ from megatron.zerobubble.cli.plan_layers import (
 )
 from megatron.zerobubble.cli.progress_bar import stoppable, track
 from megatron.zerobubble.errors import ConfigError, PlanError
-from megatron.zerobubble.files import read_given
 from megatron.zerobubble.flags.memory_limit import bytes_of
 from megatron.zerobubble.flags.require import installed
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.communication import num_messages
-from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.objective import DEFAULT_OBJECTIVE, Objective
 from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT, Result, hand_written, make_plan, pareto
 from megatron.zerobubble.plan.registry import (
@@ -42,12 +40,10 @@ from megatron.zerobubble.plan.registry import (
     schedule_info,
     schedule_spec,
 )
-from megatron.zerobubble.plan.render.plan_summary import plan_svg, plan_trace, summary
+from megatron.zerobubble.plan.render.plan_summary import summary
 from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from megatron.zerobubble.plan.search.search_progress import Progress
-from megatron.zerobubble.plan.simulate import Simulation, read_plan
-from megatron.zerobubble.plan.torch_csv import from_torch_csv, to_torch_csv
-from megatron.zerobubble.plan.validate import validate
+from megatron.zerobubble.plan.simulate import Simulation
 
 EXAMPLES = {
     "plan": """
@@ -58,7 +54,7 @@ EXAMPLES = {
   zerobubble pareto -p 4 -m 16 --memory-limits 0.5,1,1.5 --comm-ms 0.1 --json -""",
     "layout": """
   zerobubble layout --layers layers.json -p 8 -m 32 --memory 70GiB
-  zerobubble layout --schedule interleaved-1f1b --memory 70GiB -- pretrain_gpt.py ITS FLAGS""",
+  zerobubble layout --schedule interleaved-1f1b --memory 70GiB -- /path/to/Megatron-LM/pretrain_gpt.py ITS FLAGS""",
     "show": """
   zerobubble show plan.json --svg plan.svg
   zerobubble plan --schedule zb-h1 -p 4 -m 12 --json - | zerobubble show -""",
@@ -195,8 +191,14 @@ def _with_default(args: argparse.Namespace, given: GivenCosts, memory_limit: flo
     return memory_limit
 
 
-def _result(args: argparse.Namespace, given: GivenCosts, memory_limit: float | None, progress: Progress | None = None) -> Result:
-    """The hand-written pattern without a limit and an effort, otherwise the best plan found."""
+def _result(
+    args: argparse.Namespace,
+    given: GivenCosts,
+    memory_limit: float | None,
+    progress: Progress | None = None,
+    share: float = 1.0,
+) -> Result:
+    """The hand-written pattern without a limit and an effort, otherwise the best plan found with a share of the budget."""
     name = args.schedule
     effort = Effort(args.effort or "default")
     options = SearchOptions(
@@ -205,7 +207,7 @@ def _result(args: argparse.Namespace, given: GivenCosts, memory_limit: float | N
         seed=args.seed,
         workers=workers_of(args),
         progress=progress,
-        budget=effort.budget,
+        budget=share * effort.budget,
     )
     pending = args.max_pending_backward
     pending = None if pending is None else parse_max_pending_backward(pending, args.num_ranks)
@@ -263,7 +265,7 @@ def _write(args: argparse.Namespace, simulation: Simulation, text: str, lines: S
     """Write the files that are asked for, and print the lines unless a file is printed."""
     if args.json is not None:
         write_text(args.json, text)
-    _write_pictures(args, simulation)
+    write_pictures(args, simulation)
     if args.json != "-":
         print("\n".join(lines))
 
@@ -279,7 +281,13 @@ def run_pareto(args: argparse.Namespace) -> None:
     args.schedule, args.num_chunks, args.max_pending_backward = AUTO, None, None
     objective, given = Objective(args.objective), read_costs(args)
     points: list[dict[str, Any]] = []
-    for limit, best in pareto(track(limits, "memory limits"), lambda limit: _result(args, given, limit), objective):
+    shares: dict[float, float] = {}
+
+    def within(limit: float, share: float) -> Result:
+        shares[limit] = share
+        return _result(args, given, limit, share=share)
+
+    for limit, best in pareto(track(limits, "memory limits"), within, objective):
         assert best is not None, "a limit that no plan fits is an error"
         of_objective = {
             "objective": objective.value,
@@ -299,6 +307,8 @@ def run_pareto(args: argparse.Namespace) -> None:
                 f"{point['memory_limit']:<6.3f}  {point['schedule']:17} {point['iteration_ms']:17.3f}"
                 f"  {100 * point['bubble']:6.2f} %  {100 * point['bound_bubble']:5.2f} %"
             )
+        if least := [limit for limit, share in shares.items() if not share]:
+            print(f"from {least[0]:g} on hand-written orders alone were tried, since more memory gained nothing before")
         print("".join(f"{line}\n" for line in given.source), end="")
 
 
@@ -397,38 +407,6 @@ def _compared(row: dict[str, Any]) -> str:
         f"{row['schedule']:24} {row['iteration_ms']:12.3f} {row['speed_up']:9.3f} {100 * row['bubble']:7.2f} % "
         f"{row['peak_memory']:7.3f} {row['num_messages']:9}"
     )
-
-
-def run_export(args: argparse.Namespace) -> None:
-    """`export`: write a plan as torch's action table."""
-    plan = Plan.from_json(read_given(args.file))
-    validate(plan)
-    write_text(args.torch_csv, to_torch_csv(plan).rstrip("\n"))
-    if plan.assignment:
-        print("the table has the order of ops, not the plan's assignment: its microbatches are slots", file=sys.stderr)
-
-
-def run_import(args: argparse.Namespace) -> None:
-    """`import`: read torch's action table as a plan."""
-    plan = from_torch_csv(read_given(args.file), schedule=args.schedule)
-    validate(plan)
-    write_text(args.json, plan.to_json())
-
-
-def run_show(args: argparse.Namespace) -> None:
-    """`show`: read and validate a plan file, simulate it under its own costs, and show it."""
-    plan, costs = read_plan(read_given(args.file))
-    validate(plan)
-    result = Result.of(plan, costs or CostModel.uniform(plan.placement))
-    _write_pictures(args, result.simulation)
-    print(summary(result, columns(args.width), is_colored=has_colors()))
-
-
-def _write_pictures(args: argparse.Namespace, simulation: Simulation) -> None:
-    if args.svg is not None:
-        write_whole(args.svg, plan_svg(simulation))
-    if args.trace is not None:
-        write_whole(args.trace, plan_trace(simulation))
 
 
 MEANINGS = {

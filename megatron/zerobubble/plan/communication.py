@@ -163,8 +163,12 @@ def links_of(placement: Placement) -> tuple[tuple[int, int], ...]:
 
 def num_messages(plan: Plan) -> int:
     """Messages per iteration over all links: an activation and its gradient per slice and pair of stages on two ranks."""
-    crossings = sum(here != there for here, there in itertools.pairwise(plan.placement.stage_to_rank))
-    return 2 * len(plan.passes) * crossings
+    return 2 * len(plan.passes) * num_crossings(plan.placement)
+
+
+def num_crossings(placement: Placement) -> int:
+    """Pairs of consecutive stages that are on two ranks."""
+    return sum(here != there for here, there in itertools.pairwise(placement.stage_to_rank))
 
 
 def longest_messages(placement: Placement, output_lengths: Sequence[int]) -> dict[tuple[int, int], int]:

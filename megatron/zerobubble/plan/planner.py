@@ -1,9 +1,9 @@
 """The planner's entry point: from a schedule name, or `auto`, to a plan with its simulation and its lower bound.
 
 `auto` plans every schedule family within the memory limit and returns the best plan of all: first each family with a small share
-of the budget, except those whose lower bound shows that they cannot win; then the leader and all families close to it as if each
-was asked for by name, so that their plans are not better. `auto` mostly spends one to two times its budget, at most 4.3 times.
-The families include interleaved 1F1B.
+of the budget, and with its hand-written orders alone where the lower bound shows that it cannot win; then the leader and all
+families close to it as if each was asked for by name, so that their plans are not better. `auto` mostly spends one to two times
+its budget, at most 4.3 times. The families include interleaved 1F1B. `best_of` says which of equally fast plans is the best.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.bounds.schedule_bound import Bound, lower_bound
+from megatron.zerobubble.plan.communication import num_crossings, num_messages
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
@@ -76,7 +77,9 @@ class Result:
     bound: Bound
     """Lower bound under the requested memory limit, or else under the plan's own peak memory. For `auto`: over all placements."""
     runner_up: Result | None = None
-    """For `auto`: the best of the other schedules that were tried; None if the lower bounds rule all of them out."""
+    """For `auto`: the fastest of the schedules that are slower than the chosen one; None if there is none."""
+    equal: tuple[Result, ...] = ()
+    """For `auto`: other schedules that take the same time, see `best_of`."""
     above_limit: Simulation | None = None
     """For `auto`: 1F1B or interleaved 1F1B, if it is faster by 1 % or more and only the memory limit rules it out."""
 
@@ -109,14 +112,21 @@ class Result:
     def verdict(self, objective: Objective) -> str:
         """For `auto`, one line: the chosen schedule, its iteration time, and by how much the runner-up is slower."""
         mine = objective.of(self.simulation)
-        chosen = f"auto chose {self.titled(self.name)}: {mine:.3f} ms per iteration {objective.label}"
-        if self.runner_up is None:
-            line = f"{chosen}; the lower bounds of all others are above it"
-        else:
+        parts = [f"auto chose {self.titled(self.name)}: {mine:.3f} ms per iteration {objective.label}"]
+        if self.equal:
+            parts.append("equal: " + ", ".join(each.titled(each.name) + self._difference(each) for each in self.equal))
+        if self.runner_up is not None:
             second = objective.of(self.runner_up.simulation)
             other = self.runner_up.titled(self.runner_up.name)
-            line = f"{chosen}; runner-up {other}: {second:.3f} ms ({100 * (second / mine - 1):.1f} % slower)"
-        return line if self.above_limit is None else f"{line}; {above_limit_text(self.above_limit, mine, objective)}"
+            parts.append(f"runner-up {other}: {second:.3f} ms ({100 * (second / mine - 1):.1f} % slower)")
+        if self.above_limit is not None:
+            parts.append(above_limit_text(self.above_limit, mine, objective))
+        return "; ".join(parts)
+
+    def _difference(self, other: Result) -> str:
+        """What an equally fast plan has more of than this one, in parentheses."""
+        mine, theirs = num_messages(self.simulation.plan), num_messages(other.simulation.plan)
+        return f" ({theirs} messages, not {mine})" if theirs != mine else " (as many messages)"
 
     def titled(self, name: str) -> str:
         """A name of the schedule, with the virtual stages and the slices of its plan."""
@@ -199,25 +209,44 @@ def hand_written(spec: ScheduleSpec, num_microbatches: int, costs_of: CostsOf, o
 
 
 def pareto(
-    limits: Iterable[float], plan_within: Callable[[float], Result | None], objective: Objective
+    limits: Iterable[float], plan_within: Callable[[float, float], Result | None], objective: Objective
 ) -> Iterator[tuple[float, Result | None]]:
     """The best plan for each of some ascending memory limits, None if nothing fits. What fits a limit fits any larger one.
 
+    Once a larger limit gained nothing, and its plan fits the limit before, only hand-written orders are tried, until one gains.
+
     Args:
         limits: in units of 1F1B on rank 0.
-        plan_within: the plan found for a limit; None: nothing fits it.
+        plan_within: the plan found for a limit and a share of the budget; None: nothing fits the limit.
         objective: which iteration time to minimize; it never grows with the limit.
     """
     best: Result | None = None
+    before, share = 0.0, 1.0
     for limit in limits:
-        found = plan_within(limit)
+        found = plan_within(limit, share)
         if found is None:
             yield limit, None
             continue
-        if best is None or objective.of(found.simulation) < objective.of(best.simulation):
-            best = found
-        best = replace(best, bound=found.bound)
+        gains = best is None or objective.of(found.simulation) < objective.of(best.simulation) * (1 - _ROUNDING)
+        if share == 0.0 and gains:
+            found = plan_within(limit, 1.0) or found
+        share = 1.0 if gains or max(found.simulation.peak_memory) > before else 0.0
+        best, before = replace(found if best is None else best_of((best, found), objective), bound=found.bound), limit
         yield limit, best
+
+
+def best_of(results: Iterable[Result], objective: Objective) -> Result:
+    """The fastest plan; of equals that with the fewest messages, then the least memory, then the least other time."""
+    results = list(results)
+    least = min(result.time_ms(objective) for result in results)
+    equal = [result for result in results if result.time_ms(objective) <= least * (1 + _ROUNDING)]
+
+    def preference(result: Result) -> tuple[int, float, float]:
+        simulation = result.simulation
+        both = simulation.span_ms + simulation.makespan_ms
+        return num_messages(simulation.plan), round(max(simulation.peak_memory), 6), both
+
+    return min(equal, key=preference)
 
 
 def _one(spec: ScheduleSpec, num_microbatches: int, costs_of: _CostsOfSpec, options: SearchOptions) -> Result:
@@ -254,25 +283,28 @@ def _auto(
 
     tried: list[tuple[_Family, Result]] = []
     for family in families:
-        if not family.may_beat(min(map(time_of, tried), default=math.inf), options.objective):
-            continue
+        may_win = not tried or family.may_win(min(tried, key=time_of), math.inf, options.objective)
         with suppress(PlanError):  # its hand-written pattern exceeds the limit
-            tried.append((family, search(family, _FIRST_SHARE * whole_share, family.limit)))
+            tried.append((family, search(family, _FIRST_SHARE * whole_share if may_win else 0.0, family.limit)))
     if not tried:
         raise _too_little_memory(options, least)
     tried.sort(key=time_of)
     close = [found for found in tried if time_of(found) <= (1 + _CLOSE) * time_of(tried[0])]
     for place, (family, _) in enumerate(close):
         for limit in sorted({family.limit, most}):
-            best = min(map(time_of, tried[: place + 1]))
-            if family.spec.name in _SEARCHED and options.budget > 0 and family.may_beat(best, options.objective):
+            best, own = min(tried[: place + 1], key=time_of), time_of(tried[place])
+            if family.spec.name in _SEARCHED and options.budget > 0 and family.may_win(best, own, options.objective):
                 tried[place] = min(tried[place], (family, search(family, whole_share, limit)), key=time_of)
-    tried.sort(key=time_of)
-    best_ms = time_of(tried[0])
+    results = [result for _, result in sorted(tried, key=time_of)]
+    chosen = best_of(results, options.objective)
+    best_ms = chosen.time_ms(options.objective)
+    others = [result for result in results if result is not chosen]
+    slower = [result for result in others if result.time_ms(options.objective) > best_ms * (1 + 2 * _ROUNDING)]
     return replace(
-        tried[0][1],
+        chosen,
         bound=Bound.of_any([family.bound for family in families]),
-        runner_up=tried[1][1] if len(tried) > 1 else None,
+        runner_up=slower[0] if slower else None,
+        equal=tuple(result for result in others if result not in slower),
         above_limit=_above_limit(num_ranks, num_microbatches, costs_of, options, best_ms),
     )
 
@@ -345,9 +377,16 @@ class _Family(NamedTuple):
     bound: Bound
     """Lower bound of its placement under `limit`, no higher than under the requested one."""
 
-    def may_beat(self, best_ms: float, objective: Objective) -> bool:
-        """Whether its lower bound is below `best_ms`."""
-        return self.bound_ms(objective) < best_ms * (1 - _ROUNDING)
+    def may_win(self, best: tuple[_Family, Result], own_ms: float, objective: Objective) -> bool:
+        """Whether its lower bound is below the best time found, or equal to it, with no more messages, and its own time above."""
+        bound, best_ms = self.bound_ms(objective), best[1].time_ms(objective)
+        ties = bound <= best_ms * (1 + _ROUNDING) < own_ms and self.num_messages <= best[0].num_messages
+        return ties or bound < best_ms * (1 - _ROUNDING)
+
+    @property
+    def num_messages(self) -> int:
+        """Activations that are sent per microbatch."""
+        return num_crossings(self.spec.placement) * self.spec.num_slices
 
     def bound_ms(self, objective: Objective) -> float:
         """The lower bound by which families are compared, see `_TIE`."""

@@ -16,7 +16,7 @@ from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan import planner
 from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
 from megatron.zerobubble.plan.objective import Objective
-from megatron.zerobubble.plan.planner import AUTO, Result, hand_written, make_plan
+from megatron.zerobubble.plan.planner import AUTO, Result, best_of, hand_written, make_plan
 from megatron.zerobubble.plan.registry import schedule_info, schedule_spec
 from megatron.zerobubble.plan.search.assign import ITERATION_BUDGET
 from megatron.zerobubble.plan.search.search import evaluations_per_second
@@ -117,13 +117,14 @@ def pareto(problem: PlanRequest) -> Iterator[tuple[float, Result | None]]:
     """Yield the best plan of all schedules for every memory limit, None if no schedule fits.
 
     The iteration time never grows with the limit: a plan within a lower limit is kept if none better is found. A point takes as
-    long as a search with the problem's effort; without effort only the first policies of each schedule are tried.
+    long as a search with the problem's effort, less once more memory gains nothing; without effort only the first policies of
+    each schedule are tried.
     """
 
-    def plan_within(limit: float) -> Result | None:
+    def plan_within(limit: float, share: float) -> Result | None:
         asked = replace(problem, schedule=AUTO, num_chunks=None, max_pending_backward=None, memory_limit=limit)
         with suppress(ConfigError):  # too little memory for any schedule
-            return _searched(asked, budgets_of(asked)[-1])
+            return _searched(asked, share * budgets_of(asked)[-1])
         return None
 
     return planner.pareto(problem.memory_limits, plan_within, problem.objective)
@@ -160,7 +161,8 @@ def _hand_written(problem: PlanRequest) -> Result | None:
             results.append(_hand_written_one(replace(problem, schedule=name)))
         except PlanError:
             continue  # the table of costs is for another number of stages
-    return min(filter(None, results), key=lambda result: problem.objective.of(result.simulation), default=None)
+    drawn = [result for result in results if result is not None]
+    return best_of(drawn, problem.objective) if drawn else None
 
 
 def _hand_written_one(problem: PlanRequest) -> Result | None:
