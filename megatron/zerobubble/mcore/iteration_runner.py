@@ -52,6 +52,8 @@ class IterationHooks:
     token_count: TokenCount | None = None
     """Sends the number of tokens from the last stage's last F to all ranks, in training iterations."""
     on_failure: Callable[[Exception], None] | None = None
+    on_results: Callable[[], None] | None = None
+    """Called on the rank with the last stage behind its last F: the results of the loss function are complete."""
     """Called on the rank with the last stage before it raises the error of a loss function, in calls with forward passes only."""
     watch: Watch | None = None
     """Records what this rank does, for a watchdog that looks after ranks that hang."""
@@ -184,6 +186,7 @@ class IterationRunner:
             dispatchers=self._dispatchers,
             slices=None if self.sliced is None else self.sliced.current,
             deferred=self._deferred,
+            on_results=hooks.on_results,
             side_streams=self._side_streams,
         )
 

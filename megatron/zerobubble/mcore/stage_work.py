@@ -85,6 +85,7 @@ class ChunkWork:
         device: of activations and gradients.
         wgrad_group_size: number of microbatches whose Ws run together; they must be adjacent in the plan.
         on_counted: called with `num_tokens` once it is complete, behind the last F of the last stage.
+        on_results: called there, too, once `losses` is complete.
         dispatchers: the `token_dispatchers` of each chunk; empty: no chunk has any.
         slices: the slice that the chunks run, with the keys and values of those in flight; None: microbatches are not cut.
         deferred: the weights of each chunk whose gradients W computes; empty: no chunk has any.
@@ -103,6 +104,7 @@ class ChunkWork:
         wgrad_group_size: int = 1,
         on_counted: Callable[[Tensor], None] | None = None,
         dispatchers: Sequence[Sequence[Any]] = (),
+        on_results: Callable[[], None] | None = None,
         slices: CurrentSlice | None = None,
         deferred: Sequence[Sequence[FinalGradient]] = (),
         side_streams: Sequence[Sequence[Any]] = (),
@@ -121,6 +123,7 @@ class ChunkWork:
         self._dispatchers = dispatchers
         self._slices = slices
         self._deferred = deferred or [()] * len(chunks)
+        self._on_results = on_results
         self._side_streams = side_streams or [()] * len(chunks)
         rows = [shape[1] for shape in iteration.tensor_shapes]
         self._sliced_losses = SlicedLosses(iteration.parts, rows, per_token=config.calculate_per_token_loss)
@@ -217,6 +220,8 @@ class ChunkWork:
             sent = None
         else:
             self._check_output(op, output)
+            if last and self._on_results is not None:
+                self._on_results()
             sent = output.detach()
         if not iteration.forward_only:
             self._inflight[chunk, op.microbatch, op.slice] = activation, output
