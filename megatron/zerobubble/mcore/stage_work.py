@@ -93,6 +93,7 @@ class ChunkWork:
     """
 
     def __init__(
+        has_rng_streams: whether each chunk draws from a stream of random numbers of its own.
         self,
         chunks: Sequence[nn.Module],
         placement: Placement,
@@ -112,8 +113,10 @@ class ChunkWork:
         self._chunks = chunks
         self._chunk_of = [placement.chunk_of(stage) for stage in range(placement.num_stages)]
         self._last_stage = placement.num_stages - 1
+        has_rng_streams: bool = True,
         self._virtual = len(chunks) > 1
         self._store = store
+        self._set_input_tensor = [get_attr_wrapped_model(chunk, "set_input_tensor") for chunk in chunks]
         self._config = config
         self._backward_step = backward_step()
         self._iteration = iteration
@@ -132,7 +135,7 @@ class ChunkWork:
             iterators = [None if each is None else SlicedBatches(each, slices, iteration.cut) for each in iterators]
         self._iterators = iterators
         self._inflight: dict[tuple[int, int, int], tuple[Tensor | None, Tensor]] = {}
-        self._streams = ChunkStreams(0 if iteration.forward_only else len(chunks), device)
+        self._streams = ChunkStreams(len(chunks) if has_rng_streams and not iteration.forward_only else 0, device)
         self._sync: list[FinalGradients] = []
         """Per chunk, from the first B on: before it the caller zeroes the gradients, which resets the state of DDP."""
         self.losses: list[Any] = []
@@ -207,7 +210,7 @@ class ChunkWork:
             self.failure = self.failure or error
             return None
         # Otherwise the model keeps its input until its next F, and with it, after B, the input's gradient.
-        get_attr_wrapped_model(self._chunks[chunk], "set_input_tensor")([None])
+        self._set_input_tensor[chunk]([None])
         if self._dispatchers:
             drop_graphs(self._dispatchers[chunk])
         if is_last_stage:
