@@ -128,6 +128,33 @@ def test_the_host_waits_once_in_an_iteration_and_never_in_the_passes(run: Any, n
     assert all("mean_losses" in wait or "progress_line" in wait for wait in line)
 
 
+IN_THE_LOOP = {
+    "core/utils.py in local_multi_tensor_l2_norm",  # megatron-core's norm without apex and Transformer Engine, and its one read
+    "optimizer/clip_grads.py in get_grad_norm_fp32",
+    "profiling/marks.py in synchronize",  # before the first op of a recorded iteration
+    "examples/stock_megatron_core.py in batches",  # the loop uploads its data
+}
+
+
+@pytest.mark.sampled(0.5)
+def test_results_travel_to_the_last_rank_of_a_v_without_a_wait(tmp_path: Path) -> None:
+    """`install` in the example's loop: the host waits where megatron-core's optimizer and the loop do, and nowhere else."""
+    flags = ["example", "--pipeline-model-parallel-size", "2", "--num-layers", "4", "--train-iters", "3"]
+    logged = []
+    for schedule in (["--enable-zero-bubble"], ["--virtual-pipeline-model-parallel-size", "2", "--zero-bubble-v-schedule"]):
+        done = launch_warm([tmp_path, *flags, *schedule], num_ranks=2, script=SCRIPT)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+        logged.append([json.loads(line)["losses"] for line in done.stdout.splitlines() if line.startswith("{")])
+    assert logged[0] == logged[1]
+    assert len(logged[0]) == 3
+    for rank in range(2):
+        syncs = [sync for sync in json.loads((tmp_path / f"syncs_{rank}.json").read_text()) if sync["iteration"] > 1]
+        waits = {re.sub(r":\d+", "", sync["caller"]) for sync in syncs if not sync["part"].startswith("<")}
+        own = "<listcomp>" if rank == 1 else "loss_function"  # reads the losses; uploads the number of tokens
+        assert waits == {*IN_THE_LOOP, f"examples/stock_megatron_core.py in {own}"}
+        assert [sync["call"] for sync in syncs if sync["part"].startswith("<")] == ["Event.synchronize"] * (2 - 2 * rank)
+
+
 def test_no_other_thread_waits_for_the_device(run: Any) -> None:
     assert not [sync for sync in run("zbv, bf16").syncs if sync["part"].startswith("<")]
 

@@ -1,11 +1,13 @@
 """Measure the overhead of the executor: Python time per op beyond the op's own work.
 
 One process plays each rank of the pipeline in turn. Nothing is computed and nothing is transferred; what remains is overhead.
-There are five layers, each a line of the result, in microseconds per op:
+There are six layers, each a line of the result, in microseconds per op:
 
   executor       the walk over the ops; links and work do nothing
   timed          the same while passes are timed for planning
-  watched        the same with the reports that the watchdog reads, which is on in pretrain_gpt.py and under zerobubble run
+  watched        "executor" with the reports that the watchdog reads, which is on in pretrain_gpt.py and under zerobubble run
+  run            "watched" with the store of weight gradients: B puts one linear's, W takes it, and the kernel does nothing. What
+                 this package adds to each op of a run
   process group  the same through ProcessGroupLinks, over torch's backend "fake": adds the Python of isend and irecv
   model          the same as "executor", with ops that run a tiny linear through megatron-core's own forward_step and
                  backward_step, less the time of those two for the unsplit linear without an executor
@@ -31,13 +33,16 @@ from torch import Tensor
 from megatron.zerobubble.cli.progress_bar import track
 from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.plan.communication import Message, Program, place_communication
-from megatron.zerobubble.plan.ir import Op
+from megatron.zerobubble.plan.ir import Op, OpKind, Placement
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.profiling.profiler import Profiler
-from megatron.zerobubble.runtime.executor import Executor
+from megatron.zerobubble.runtime.executor import Executor, StageWork
 from megatron.zerobubble.runtime.p2p import P2PLinks, ProcessGroupLinks
 from megatron.zerobubble.runtime.recording import Recorder
 from megatron.zerobubble.runtime.watch import Watch
+from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel
+from megatron.zerobubble.wgrad.split_weight import SplitWeight
+from megatron.zerobubble.wgrad.store import WeightGradStore
 from tools.benchmarks.reports import origin, write_json
 
 FORMAT = "zerobubble-executor-benchmark/1"
@@ -95,6 +100,29 @@ class EmptyWork:
         return self.tensor
 
 
+class StoredWork(EmptyWork):
+    """`EmptyWork` with the store: each B leaves the weight gradient of one linear, and its W takes it."""
+
+    def __init__(self, placement: Placement) -> None:
+        super().__init__()
+        self.store = WeightGradStore(WgradKernel(KernelKind.PLAIN, lambda *_: None))
+        self.placement, self.rows = placement, self.tensor.view(-1, SHAPE[-1])
+        weights = (torch.nn.Parameter(torch.zeros(SHAPE[-1], SHAPE[-1])) for _ in range(placement.num_chunks))
+        self.splits = [SplitWeight("weight", weight) for weight in weights]
+
+    def backward(self, op: Op, gradient: Tensor | None, last: bool) -> Tensor:
+        """Leave a weight gradient; with BW compute it."""
+        chunk = self.placement.chunk_of(op.stage)
+        self.store.begin(chunk, op.microbatch, fused=op.kind is OpKind.BW)
+        self.store.put(self.splits[chunk], self.rows, self.rows)
+        self.store.end()
+        return self.tensor
+
+    def weight_gradient(self, op: Op, last: bool) -> None:
+        """Take the weight gradient that B left."""
+        self.store.run(self.placement.chunk_of(op.stage), op.microbatch)
+
+
 def timed(run: Callable[[], Any], repeats: int) -> list[float]:
     """CPU time of each of `repeats` calls in microseconds, after one call that does not count."""
     run()
@@ -107,10 +135,16 @@ def timed(run: Callable[[], Any], repeats: int) -> list[float]:
 
 
 def measure_executor(
-    program: Program, rank: int, links: P2PLinks, layer: str, repeats: int, recorder: Recorder | None = None
+    program: Program,
+    rank: int,
+    links: P2PLinks,
+    layer: str,
+    repeats: int,
+    recorder: Recorder | None = None,
+    work: StageWork | None = None,
 ) -> Measurement:
     """Measure the executor with empty ops; with `recorder`, what that takes for each of them, too."""
-    executor = Executor(program, rank, links, EmptyWork(), recorder)
+    executor = Executor(program, rank, links, work or EmptyWork(), recorder)
     num_ops = len(program.steps[rank])
     return summary(program, layer, rank, [sample / num_ops for sample in timed(executor.run, repeats)])
 
@@ -262,6 +296,10 @@ def benchmark(schedule: str, args: argparse.Namespace) -> list[Measurement]:
     results = [measure_executor(program, rank, InstantLinks(), "executor", args.repeats) for rank in ranks]
     results += [measure_executor(program, rank, InstantLinks(), "timed", args.repeats, timing_profiler()) for rank in ranks]
     results += [measure_executor(program, rank, InstantLinks(), "watched", args.repeats, Watch(CPU)) for rank in ranks]
+    placement = program.plan.placement
+    results += [
+        measure_executor(program, rank, InstantLinks(), "run", args.repeats, Watch(CPU), StoredWork(placement)) for rank in ranks
+    ]
     results += measure_process_group(program, args.repeats)
     last = program.plan.num_stages - 1
     inner = [rank for rank in ranks if not {0, last} & set(program.plan.placement.rank_to_stages[rank])]

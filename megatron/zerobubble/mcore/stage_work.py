@@ -85,6 +85,7 @@ class ChunkWork:
         device: of activations and gradients.
         wgrad_group_size: number of microbatches whose Ws run together; they must be adjacent in the plan.
         on_counted: called with `num_tokens` once it is complete, behind the last F of the last stage.
+        on_results: called there, too, once `losses` is complete.
         dispatchers: the `token_dispatchers` of each chunk; empty: no chunk has any.
         slices: the slice that the chunks run, with the keys and values of those in flight; None: microbatches are not cut.
         deferred: the weights of each chunk whose gradients W computes; empty: no chunk has any.
@@ -92,6 +93,7 @@ class ChunkWork:
     """
 
     def __init__(
+        has_rng_streams: whether each chunk draws from a stream of random numbers of its own.
         self,
         chunks: Sequence[nn.Module],
         placement: Placement,
@@ -103,6 +105,7 @@ class ChunkWork:
         wgrad_group_size: int = 1,
         on_counted: Callable[[Tensor], None] | None = None,
         dispatchers: Sequence[Sequence[Any]] = (),
+        on_results: Callable[[], None] | None = None,
         slices: CurrentSlice | None = None,
         deferred: Sequence[Sequence[FinalGradient]] = (),
         side_streams: Sequence[Sequence[Any]] = (),
@@ -110,8 +113,10 @@ class ChunkWork:
         self._chunks = chunks
         self._chunk_of = [placement.chunk_of(stage) for stage in range(placement.num_stages)]
         self._last_stage = placement.num_stages - 1
+        has_rng_streams: bool = True,
         self._virtual = len(chunks) > 1
         self._store = store
+        self._set_input_tensor = [get_attr_wrapped_model(chunk, "set_input_tensor") for chunk in chunks]
         self._config = config
         self._backward_step = backward_step()
         self._iteration = iteration
@@ -121,6 +126,7 @@ class ChunkWork:
         self._dispatchers = dispatchers
         self._slices = slices
         self._deferred = deferred or [()] * len(chunks)
+        self._on_results = on_results
         self._side_streams = side_streams or [()] * len(chunks)
         rows = [shape[1] for shape in iteration.tensor_shapes]
         self._sliced_losses = SlicedLosses(iteration.parts, rows, per_token=config.calculate_per_token_loss)
@@ -129,7 +135,7 @@ class ChunkWork:
             iterators = [None if each is None else SlicedBatches(each, slices, iteration.cut) for each in iterators]
         self._iterators = iterators
         self._inflight: dict[tuple[int, int, int], tuple[Tensor | None, Tensor]] = {}
-        self._streams = ChunkStreams(0 if iteration.forward_only else len(chunks), device)
+        self._streams = ChunkStreams(len(chunks) if has_rng_streams and not iteration.forward_only else 0, device)
         self._sync: list[FinalGradients] = []
         """Per chunk, from the first B on: before it the caller zeroes the gradients, which resets the state of DDP."""
         self.losses: list[Any] = []
@@ -204,7 +210,7 @@ class ChunkWork:
             self.failure = self.failure or error
             return None
         # Otherwise the model keeps its input until its next F, and with it, after B, the input's gradient.
-        get_attr_wrapped_model(self._chunks[chunk], "set_input_tensor")([None])
+        self._set_input_tensor[chunk]([None])
         if self._dispatchers:
             drop_graphs(self._dispatchers[chunk])
         if is_last_stage:
@@ -217,6 +223,8 @@ class ChunkWork:
             sent = None
         else:
             self._check_output(op, output)
+            if last and self._on_results is not None:
+                self._on_results()
             sent = output.detach()
         if not iteration.forward_only:
             self._inflight[chunk, op.microbatch, op.slice] = activation, output

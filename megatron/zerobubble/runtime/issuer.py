@@ -10,13 +10,21 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from megatron.zerobubble.runtime.threads import start_thread
+
+
+class Begun(Protocol):
+    """What a call has started: a `dist.Work`, or several."""
+
+    def wait(self, timeout: timedelta = ..., /) -> object:
+        """Return when it is done."""
 
 
 class Issued:
@@ -24,9 +32,9 @@ class Issued:
 
     __slots__ = ("_begin", "_error", "_is_made", "_work")
 
-    def __init__(self, begin: Callable[[], dist.Work]) -> None:
-        self._begin: Callable[[], dist.Work] | None = begin
-        self._work: dist.Work | None = None
+    def __init__(self, begin: Callable[[], Begun]) -> None:
+        self._begin: Callable[[], Begun] | None = begin
+        self._work: Begun | None = None
         self._error: Exception | None = None
         self._is_made = threading.Lock()  # held until the call is made: the cheapest thing a thread can wait for
         self._is_made.acquire()
@@ -50,6 +58,13 @@ class Issued:
         assert work is not None
         work.wait()
 
+    def wait_at_most(self, limit: timedelta) -> None:
+        """`wait` for this long, or twice: for the call, and for the transfer. Raises RuntimeError after that."""
+        if self._is_made.acquire(timeout=limit.total_seconds()):
+            self._is_made.release()
+            if self._work is not None:
+                self._work.wait(limit)
+
 
 class Issuer:
     """A thread that makes calls one after another. It ends with `close`, or when the issuer is garbage-collected.
@@ -63,7 +78,7 @@ class Issuer:
         self._thread = start_thread(partial(_serve, self._queue), name="transfers", device=device)
         self._end = weakref.finalize(self, self._queue.put, None)
 
-    def __call__(self, begin: Callable[[], dist.Work]) -> Issued:
+    def __call__(self, begin: Callable[[], Begun]) -> Issued:
         """Queue `begin` behind all earlier calls; returns at once."""
         issued = Issued(begin)
         self._queue.put(issued)

@@ -1,17 +1,19 @@
 """What a rank is doing right now, for a watchdog thread to read.
 
 The main thread reports to a `Watch` what it begins: each op and transfer of the passes, and the phases around them, from joining
-the job to the end. A watchdog checks now and then whether that changes. A report costs no more than making a small object.
+the job to the end. A watchdog checks now and then whether that changes. A report of an op or a transfer makes one small object,
+which refers to the op or message; it becomes a `Doing`, with its text, when somebody reads it.
 
 The time of the ops of all passes is summed, without what the rank waits between them, so that a slow rank can be found.
 
 On the CPU the rank is doing what was reported last. On CUDA the host runs ahead: it has issued an op long before the device
 reaches it, and while the device waits for a message that never comes, the host may already be in the optimizer. So a CUDA event
 is recorded with reports, and the device is doing what was reported before the first event that has not completed. The host's
-own position is the last report; both are the same when the device has caught up. Ops that the host begins within `APART_S` of
-the last event, with no wait between them, share it: short passes do not pay for events, and what the device is doing is known
-to within these ops. Querying an event does not synchronize, but is not allowed while a CUDA graph is being captured; nothing
-here captures one. The thread that queries has the rank's GPU as its current device (`threads`).
+own position is the last report; both are the same when the device has caught up. A wait that follows the end of an op shares its
+event: the device does nothing between the two. Ops that the host begins within `APART_S` of the last event, with no wait between
+them, share it, too: short passes do not pay for events, and what the device is doing is known to within these ops. Querying an
+event does not synchronize, but is not allowed while a CUDA graph is being captured; nothing here captures one. The thread that
+queries has the rank's GPU as its current device (`threads`).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 
 import torch
 
@@ -30,8 +33,6 @@ from megatron.zerobubble.runtime.p2p import message_text
 from megatron.zerobubble.runtime.recording import Recorder, op_text
 
 __all__ = ["APART_S", "Doing", "Watch"]
-
-_UP_TO = ", or an op behind it, up to "
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -55,6 +56,48 @@ class Doing:
     """Whether other ranks take part, so that it may last because of them."""
 
 
+class _Event(Enum):
+    BEGUN = auto()
+    ENDED = auto()
+    AWAITED = auto()
+    RETIRING = auto()
+
+
+class _Report:
+    """An event of the passes, as the thread that runs them stores it. Each event has an object of its own."""
+
+    __slots__ = ("doing", "event", "is_first", "of", "until")
+
+    def __init__(self, event: _Event, of: Op | Message, is_first: bool, until: Op | None = None) -> None:
+        self.event, self.of, self.is_first = event, of, is_first
+        self.until = until
+        """The last op that shares the event of this one."""
+        self.doing: Doing | None = None
+        """What was read before."""
+
+    def read(self, pipeline: Sequence[int] | None) -> Doing:
+        """In words; the same object every time."""
+        if self.doing is None:
+            self.doing = self._of_op(self.of) if isinstance(self.of, Op) else self._of_message(self.of, pipeline)
+        return self.doing
+
+    def _of_op(self, op: Op) -> Doing:
+        if self.event is _Event.ENDED:
+            return Doing(text=f"has run {op} and hands on its result", is_first=self.is_first)
+        more = "" if self.until is None else f", or an op behind it, up to {self.until}"
+        return Doing(text=f"runs {op_text(op)}{more}", is_first=self.is_first, is_op=True)
+
+    def _of_message(self, message: Message, pipeline: Sequence[int] | None) -> Doing:
+        rank = message.source if self.event is _Event.AWAITED else message.target
+        text = f"waits until it has sent {message_text(message)}"
+        if self.event is _Event.AWAITED:
+            kind = OpKind.F if message.payload is Payload.ACTIVATION else OpKind.B
+            op = Op(message.stage, kind, message.microbatch, message.slice)
+            text = f"waits, before {op}, to receive {message_text(message)}"
+        peer = rank if pipeline is None else pipeline[rank]
+        return Doing(text=text, is_first=self.is_first, is_waiting=True, waits_for=peer)
+
+
 APART_S = 1e-3
 """Seconds of the host between two events of ops. Creating and recording an event takes it a few microseconds."""
 
@@ -71,9 +114,10 @@ class Watch(Recorder):
         self.device = device
         self._apart_s = apart_s
         self._event_s = 0.0
-        self._position: Doing | None = None
+        self._position: Doing | _Report | None = None
         self._is_cuda = device.type == "cuda"
-        self._reported: deque[tuple[Doing | None, torch.cuda.Event | None]] = deque([(None, None)])
+        self._reported: deque[tuple[Doing | _Report | None, torch.cuda.Event | None]] = deque([(None, None)])
+        """On CUDA what was reported and is not over on the device, each with the event that was recorded before it."""
         self._phase: Doing | None = None
         self._begun = {False: 0, True: 0}
         self._is_first = True
@@ -127,7 +171,7 @@ class Watch(Recorder):
 
     def last(self) -> Doing | None:
         """The last report: the host's position; None outside of the passes and of all phases."""
-        return self._position or self._phase
+        return self._read(self._position) or self._phase
 
     @contextmanager
     def waits(self, text: str, peer: int | None = None) -> Iterator[None]:
@@ -137,7 +181,7 @@ class Watch(Recorder):
             text: see `Doing.text`.
             peer: the global rank that it waits for, if it is one.
         """
-        before = self._position
+        before = self._read(self._position)
         self._enter(Doing(text=text, is_first=self._is_first, is_waiting=True, is_limited=before is not None, waits_for=peer))
         yield
         self._enter(None if before is None else replace(before))  # not after an error, as in `doing`
@@ -148,60 +192,75 @@ class Watch(Recorder):
 
     def start(self, op: Op) -> None:
         """An op begins."""
-        self._enter(Doing(text=f"runs {op_text(op)}", is_first=self._is_first, is_op=True), op)
+        self._enter_passes(_Event.BEGUN, op)
         self._op_began_s = time.perf_counter()
 
     def end(self, op: Op) -> None:
         """An op has ended."""
         if not self._is_cuda:
             self.busy_s += time.perf_counter() - self._op_began_s
-        self._enter(Doing(text=f"has run {op} and hands on its result", is_first=self._is_first), op)
+        self._enter_passes(_Event.ENDED, op)
 
     def awaited(self, message: Message) -> None:
         """The rank begins to wait for the next op's input."""
-        kind = OpKind.F if message.payload is Payload.ACTIVATION else OpKind.B
-        op = Op(message.stage, kind, message.microbatch, message.slice)
-        self._wait(f"waits, before {op}, to receive {message_text(message)}", message.source)
+        self._enter_passes(_Event.AWAITED, message)
 
     def retiring(self, message: Message) -> None:
         """The rank begins to wait for the end of a send."""
-        self._wait(f"waits until it has sent {message_text(message)}", message.target)
+        self._enter_passes(_Event.RETIRING, message)
 
     def rewind(self) -> None:
         """The rank rolls back: its first forwards are discarded and run again."""
         self.report("begins its first forwards again")
 
-    def _wait(self, text: str, rank: int) -> None:
-        peer = rank if self._pipeline is None else self._pipeline[rank]
-        self._enter(Doing(text=text, is_first=self._is_first, is_waiting=True, waits_for=peer))
+    def _enter_passes(self, event: _Event, of: Op | Message) -> None:
+        report = _Report(event, of, self._is_first)
+        if not self._is_cuda:
+            self._position = report
+        elif not self._shares(report):
+            self._enter(report)
 
-    def _enter(self, doing: Doing | None, op: Op | None = None) -> None:
-        """Report `doing`; `op` is the one that begins or ends with it."""
+    def _shares(self, report: _Report) -> bool:
+        """Give an event of the passes the CUDA event of the one before, if they may share it."""
+        first, event = self._reported[-1]  # which the other thread leaves where it is
+        if not isinstance(first, _Report):
+            return False
+        if isinstance(report.of, Message):
+            if first.event is not _Event.ENDED:
+                return False
+            self._position = report
+            self._reported[-1] = report, event
+            return True
+        if first.event is not _Event.BEGUN or time.perf_counter() - self._event_s >= self._apart_s:
+            return False
+        self._position = report
+        if report.event is _Event.BEGUN:
+            self._reported[-1] = _Report(_Event.BEGUN, first.of, first.is_first, report.of), event
+        return True
+
+    def _enter(self, doing: Doing | _Report | None) -> None:
+        """Report `doing`."""
         self._position = doing
         if not self._is_cuda:
-            self._reported[0] = doing, None
             return
-        now = time.perf_counter()
-        if doing is not None and op is not None and now - self._event_s < self._apart_s:
-            first, event = self._reported[-1]  # which the other thread leaves where it is
-            if first is not None and first.is_op:
-                if doing.is_op:
-                    self._reported[-1] = replace(first, text=f"{first.text.partition(_UP_TO)[0]}{_UP_TO}{op}"), event
-                return
-        self._event_s = now
+        self._event_s = time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         self._reported.append((doing, event))
+
+    def _read(self, reported: Doing | _Report | None) -> Doing | None:
+        return reported.read(self._pipeline) if isinstance(reported, _Report) else reported
 
     # -- called by the watchdog's threads, one at a time ------------------------------------------------------------------
 
     def current(self) -> Doing | None:
         """What the device is doing now; None outside of the passes and of all phases. A new object for every report."""
         while len(self._reported) > 1:
-            (doing, begin), (_, end) = self._reported[0], self._reported[1]
+            (reported, begin), (_, end) = self._reported[0], self._reported[1]
             if end is not None and not end.query():
                 break
-            if doing is not None and doing.is_op and begin is not None and end is not None:
+            is_op = isinstance(reported, _Report) and reported.event is _Event.BEGUN
+            if is_op and begin is not None and end is not None:
                 self.busy_s += begin.elapsed_time(end) / 1000.0
             self._reported.popleft()
-        return self._reported[0][0] or self._phase
+        return self._read(self._reported[0][0] if self._is_cuda else self._position) or self._phase

@@ -15,9 +15,9 @@ ascending order, to the same bits, and its hooks are called in its W as always.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -187,11 +187,13 @@ class WeightGradStore:
     def run(self, chunk: int, microbatch: int, slice: int = 0) -> None:
         """W: compute what B of the same chunk, microbatch and slice left, free it, and call each weight's hooks once."""
         key = WgradKey(chunk, microbatch, slice)
-        gemms = sorted(self._take(key), key=lambda gemm: gemm.split.position)
-        left = {id(gemm.split) for gemm in gemms}
-        for split in {id(each): each for each in self._ahead.pop(key, ())}.values():
-            if id(split) not in left:
-                split.notify()
+        gemms = self._take(key)
+        gemms.sort(key=_position)
+        if key in self._ahead:
+            left = {id(gemm.split) for gemm in gemms}
+            for split in {id(each): each for each in self._ahead.pop(key)}.values():
+                if id(split) not in left:
+                    split.notify()
         self._run(gemms)
         self._compute_modules(key)
 
@@ -220,21 +222,22 @@ class WeightGradStore:
 
     def _run(self, gemms: list[DeferredGemm]) -> None:
         """Compute GEMMs in their order, and call each weight's hooks after its last one. Empties the list."""
-        left = Counter(id(gemm.split) for gemm in gemms)
+        last = {id(gemm.split): number for number, gemm in enumerate(gemms)}
         prepared: set[int] = set()
+        number = 0
         gemms.reverse()
         upcoming = _started(gemms)
         while upcoming is not None:  # one by one, so that each one's tensors are free before the GEMM after the next
             split, grad_output, input_ = upcoming
             upcoming = _started(gemms)  # its gather overlaps with this GEMM
-            if id(split) not in prepared:
+            if split.before and id(split) not in prepared:
                 prepared.add(id(split))
                 split.prepare()
             self._accumulate(split, grad_output, input_.wait() if isinstance(input_, Gathered) else input_)
             del grad_output, input_
-            left[id(split)] -= 1
-            if not left[id(split)]:
+            if last[id(split)] == number:
                 split.notify()
+            number += 1
 
     def _compute_modules(self, key: WgradKey) -> None:
         for module in self._modules.pop(key, ()):
@@ -293,6 +296,9 @@ class WeightGradStore:
 
     def _where(self, key: WgradKey) -> str:
         return f"rank {self.rank}, {key.where}"
+
+
+_position = attrgetter("split.position")
 
 
 def _started(gemms: list[DeferredGemm]) -> tuple[SplitWeight, Tensor, Tensor | Gathered] | None:

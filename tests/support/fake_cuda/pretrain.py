@@ -1,9 +1,11 @@
 """The reference trainer on the fake CUDA: its flags behind a folder for the record of host synchronizations, a file per rank.
 
     torchrun --nproc-per-node 2 tests/support/fake_cuda/pretrain.py FOLDER --pipeline-model-parallel-size 2 ...
+    torchrun --nproc-per-node 2 tests/support/fake_cuda/pretrain.py FOLDER example --pipeline-model-parallel-size 2 ...
 
-The kernel of the weight gradients is the CPU's (`PLAIN`), and one generator serves host and device, so that a run gives the bits
-of a run on the CPU. `ZB_FAKE_CUDA_FAULT` names a fault to put in: see `FAULTS`.
+The second is the loop of `examples/stock_megatron_core.py` with its flags, which `install` makes run a schedule. The kernel of
+the weight gradients is the CPU's (`PLAIN`), and one generator serves host and device, so that a run gives the bits of a run on
+the CPU. `ZB_FAKE_CUDA_FAULT` names a fault to put in: see `FAULTS`.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import importlib
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,21 +40,35 @@ def main(folder: str, argv: list[str], fault: str | None) -> None:
         if fault is not None:
             FAULTS[fault]()
         try:
-            run(model_provider, forward_step_provider, argv=argv)
+            if argv[0] == "example":
+                _run_example(argv[1:])
+            else:
+                run(model_provider, forward_step_provider, argv=argv)
         finally:
             Path(folder, f"syncs_{os.environ['RANK']}.json").write_text(json.dumps(fake.log.to_json()))
 
 
 def _count_iterations(log: Any) -> None:
+    from megatron.zerobubble.mcore.stock_loop.stock_loop import StockLoop
     from megatron.zerobubble.training.step import Trainer
 
-    iterate = Trainer.iterate
+    def counted(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            log.iteration += 1
+            return function(*args, **kwargs)
 
-    def counted(self: Trainer, data_iterator: Any) -> Any:
-        log.iteration += 1
-        return iterate(self, data_iterator)
+        return call
 
-    Trainer.iterate = counted  # type: ignore[method-assign]
+    Trainer.iterate = counted(Trainer.iterate)  # type: ignore[method-assign]
+    StockLoop.run = counted(StockLoop.run)  # type: ignore[method-assign]
+
+
+def _run_example(argv: list[str]) -> None:
+    from tests.support.stock import example
+
+    example().main(argv)
+    leftover = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    assert not leftover, f"threads outlive uninstall: {leftover}"
 
 
 def _compute_as_on_cpu() -> None:

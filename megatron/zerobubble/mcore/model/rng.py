@@ -6,7 +6,8 @@ generators at the start of the iteration and on the chunk, not on how the plan i
 
 A stream is seeded by a hash of the rank's RNG state and the chunk's number. So tensor-parallel ranks, which share some generators
 and not others, share the same ones of the streams, and there is no further state to keep between iterations or to save. Nothing
-is copied from the device: a CUDA generator's state (seed and offset) is on the host.
+is copied from the device: a CUDA generator's state (seed and offset) is on the host. On CUDA a model without dropout (`draws`)
+uses the rank's generators as they are: there is nothing to keep apart, and a switch costs the host time in every other F.
 """
 
 from __future__ import annotations
@@ -16,10 +17,21 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import random as mcore_random
-from torch import Tensor
+from torch import Tensor, nn
+
+_DRAWS = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
+"""Options of a TransformerConfig with which F draws random numbers, if they are neither 0 nor None."""
 
 States = tuple[Any, Any, dict[str, Any]]
 """megatron-core's RNG states: of the CPU generator, of the device's generator, and of its tracker's generators by name."""
+
+
+def draws(chunk: nn.Module) -> bool:
+    """Whether F of a chunk draws random numbers: by its config, or by a layer of torch's. A layer of somebody else's that calls
+    torch's functions is not seen."""
+    configs = {id(config): config for each in chunk.modules() if (config := getattr(each, "config", None)) is not None}
+    by_config = any(getattr(config, name, None) for config in configs.values() for name in _DRAWS)
+    return by_config or any(getattr(each, "p", 0) for each in chunk.modules() if "Dropout" in type(each).__name__)
 
 
 class ChunkStreams:

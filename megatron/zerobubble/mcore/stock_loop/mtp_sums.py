@@ -28,7 +28,7 @@ class AddedMtpSums:
 
     def __init__(self) -> None:
         self.added: dict[str, Tensor] = {}
-        """By name, [MTP layers]; after the passes."""
+        """By name, [MTP layers]; from `note` on."""
         self._before: dict[str, Tensor] = {}
 
     def __enter__(self) -> AddedMtpSums:
@@ -37,9 +37,12 @@ class AddedMtpSums:
             values.zero_()
         return self
 
+    def note(self) -> None:
+        """The last pass that adds has been issued."""
+        self.added = {name: values.clone() for name, values in mtp_sums().items()}
+
     def __exit__(self, *_: Any) -> None:
         for name, values in mtp_sums().items():
-            self.added[name] = values.clone()
             if name in self._before:
                 values.add_(self._before[name])
 

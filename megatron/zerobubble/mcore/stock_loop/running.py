@@ -21,6 +21,7 @@ from megatron.zerobubble.mcore.run_options import RunOptions
 from megatron.zerobubble.mcore.state_memory import state_bytes
 from megatron.zerobubble.mcore.stock_loop.adoption import Adopted
 from megatron.zerobubble.mcore.stock_loop.megatron_lm import cut_megatron_lm_batch, megatron_lm_args
+from megatron.zerobubble.mcore.stock_loop.mtp_sums import AddedMtpSums, add_mtp_sums
 from megatron.zerobubble.mcore.stock_loop.optimistic_steps import OptimisticSteps
 from megatron.zerobubble.mcore.stock_loop.result_relay import ResultRelay
 from megatron.zerobubble.mcore.stock_loop.same_options import check_same_options
@@ -54,6 +55,27 @@ class Running:
     def chunks(self) -> list[nn.Module]:
         """This rank's model chunks, wrapped by DDP."""
         return self.engine.chunks
+
+    def relayed(self, call: Callable[[], list[Any]]) -> list[Any]:
+        """What one call of the schedule returns; under V what it has of losses on the first rank, also on the last one.
+
+        Every rank must call it.
+        """
+        relay = self.relay
+        if relay is None:
+            return call()
+
+        def on_results() -> None:
+            mtp.note()
+            relay.mark()
+
+        with AddedMtpSums() as mtp:
+            self.engine.schedule.hooks.on_results = on_results
+            results = call()
+        results, added = relay([results, mtp.added])
+        if relay.is_last:
+            add_mtp_sums(added)
+        return results
 
     def closers(self) -> list[Callable[[], None]]:
         """What destroys the process groups that exist so far when the model is gone, without a reference to it.

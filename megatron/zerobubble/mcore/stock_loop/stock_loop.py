@@ -19,7 +19,8 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -41,7 +42,6 @@ from megatron.zerobubble.mcore.stock_loop.adoption import AdoptedChunks
 from megatron.zerobubble.mcore.stock_loop.layers import DividedLayers
 from megatron.zerobubble.mcore.stock_loop.lifetime import RunningModels
 from megatron.zerobubble.mcore.stock_loop.megatron_lm import megatron_lm_args, sliced_batches
-from megatron.zerobubble.mcore.stock_loop.mtp_sums import AddedMtpSums, add_mtp_sums
 from megatron.zerobubble.mcore.stock_loop.optimistic_steps import StepOutcome, trains
 from megatron.zerobubble.mcore.stock_loop.running import Running, start, start_forward_only
 from megatron.zerobubble.mcore.stock_loop.stage_questions import StageQuestions
@@ -225,21 +225,17 @@ class StockLoop:
             forward_step_func = sliced_batches(forward_step_func, lambda: engine.schedule.slice_part, args)
         if self.options.is_v:
             forward_step_func = self.questions.answering(forward_step_func, chunks)
-        mtp = AddedMtpSums()
-        with nullcontext() if running.relay is None else mtp:
-            results = engine.schedule.forward_backward_func(
-                model=model,
-                num_microbatches=num_microbatches,
-                forward_step_func=forward_step_func,
-                forward_only=forward_only,
-                **given,
-            )
+        passes = partial(
+            engine.schedule.forward_backward_func,
+            model=model,
+            num_microbatches=num_microbatches,
+            forward_step_func=forward_step_func,
+            forward_only=forward_only,
+            **given,
+        )
+        results = running.relayed(passes)
         if running.trace is not None:
             running.trace.finished = engine.schedule.recordings.begun
-        if running.relay is not None:
-            results, added = running.relay([results, mtp.added])
-            if running.relay.is_last:
-                add_mtp_sums(added)
         if not forward_only:
             running.has_new_plan = engine.is_due
             engine.end(num_microbatches=num_microbatches)
