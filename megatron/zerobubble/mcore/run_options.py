@@ -11,10 +11,11 @@ from megatron.zerobubble.mcore.microbatches.length_exchange import TokensOf
 from megatron.zerobubble.mcore.slices.batches import Cut, CutDimensions
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.objective import Objective
+from megatron.zerobubble.plan.partition.stage_layers import regrouped_text
 from megatron.zerobubble.plan.registry import placement_of, schedule_info
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 
-__all__ = ["RunOptions"]
+__all__ = ["RunOptions", "fields"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +67,13 @@ class RunOptions:
         """Stage -> rank, where that follows from the schedule's name: `is_v`."""
         return placement_of(self.flags.family(1), num_ranks=num_ranks)
 
-    def spec(self, *, num_ranks: int, num_chunks: int | None) -> ScheduleSpec:
+    def spec(self, *, num_ranks: int, num_chunks: int | None, layout: str | None = None) -> ScheduleSpec:
         """The schedule for a pipeline of this size.
 
         Args:
             num_ranks: p.
             num_chunks: v, as the loop chose it; None is 1.
+            layout: the text of a pipeline_model_parallel_layout that the loop chose, for the message.
 
         Raises:
             ConfigError: the schedule cannot run with these sizes; the message names those that the loop must be started with.
@@ -87,11 +89,29 @@ class RunOptions:
         if given != wanted:
             raise ConfigError(
                 f"schedule {self.schedule} has {wanted} model chunk(s) per rank, the loop was started with "
-                f"virtual_pipeline_model_parallel_size {num_chunks}: give {wanted if wanted > 1 else None} there and in "
-                "initialize_model_parallel, and build the chunks as for megatron-core's interleaved schedule (a V has two chunks "
-                "per rank, zb-w four, zb-interleaved any number from two)"
+                f"virtual_pipeline_model_parallel_size {num_chunks}: {fields(num_ranks, wanted, layout)}, and the first also in "
+                "initialize_model_parallel, and build the chunks as for megatron-core's interleaved schedule (a V has two "
+                "chunks per rank, zb-w four, zb-interleaved any number from two)"
             )
         limit = self.flags.memory_limit
         return self.flags.schedule_spec(
             num_ranks=num_ranks, num_chunks=wanted, memory_limit=None if limit is None else limit.relative
         )
+
+
+def fields(num_ranks: int, num_chunks: int, layout: str | None) -> str:
+    """What to set in a configuration for so many chunks per rank.
+
+    Args:
+        num_ranks: p.
+        num_chunks: v.
+        layout: the text of the layout for another number of stages that it has; None: none.
+    """
+    text = None
+    if layout is not None:
+        try:
+            text = regrouped_text(layout, num_ranks * num_chunks)
+        except ConfigError:
+            text = None  # megatron-core's division, or that of `DividedLayers`
+    chunks = num_chunks if num_chunks > 1 else None
+    return f"set virtual_pipeline_model_parallel_size={chunks} and pipeline_model_parallel_layout={text!r} in its configuration"

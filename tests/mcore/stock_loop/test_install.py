@@ -483,7 +483,8 @@ def test_a_loop_that_breaks_the_contract_gets_a_helpful_error(four_ranks: RankPo
         )
         assert "a V has two chunks per rank, zb-w four, zb-interleaved any number from two" in messages["one chunk"]
         assert (
-            "1 model chunk(s) per rank, the loop was started with virtual_pipeline_model_parallel_size 2"
+            "1 model chunk(s) per rank, the loop was started with virtual_pipeline_model_parallel_size 2: set "
+            "virtual_pipeline_model_parallel_size=None and pipeline_model_parallel_layout=None in its configuration"
             in messages["two chunks"]
         )
         assert "schedule zb-w has 4 model chunk(s) per rank" in messages["two Vs"]

@@ -24,8 +24,10 @@ from megatron.core.utils import get_attr_wrapped_model
 
 import megatron.zerobubble
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.mcore.build import check_config
 from megatron.zerobubble.mcore.model.stage_layout import StageLayout, output_lengths
+from megatron.zerobubble.mcore.run_options import RunOptions
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.registry import schedule_spec
@@ -181,10 +183,34 @@ def test_other_schedules_have_megatron_cores_own_division(
     assert sum(count for _, count, _ in actual) == num_layers
 
 
+SET = (
+    r": set virtual_pipeline_model_parallel_size=2 and pipeline_model_parallel_layout='Ett\|\(tt\|\)\*2ttL' in its configuration"
+)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "layout", "message"),
+    [
+        ("zbv", None, "Etttt|ttttL", SET),
+        ("zbv", 3, None, "size 3: set virtual_pipeline_model_parallel_size=2 and pipeline_model_parallel_layout=None in"),
+        ("zb-h1", 2, "Ett|tt|tt|ttL", r"size=None and pipeline_model_parallel_layout='Etttt\|ttttL' in its configuration"),
+        ("zb-h1", 2, "no layout", "size=None and pipeline_model_parallel_layout=None in its configuration"),
+    ],
+)
+def test_a_refusal_names_the_fields_and_their_values(schedule: str, chunks: int | None, layout: str | None, message: str) -> None:
+    options = RunOptions(flags=ZeroBubbleConfig(zero_bubble_schedule=schedule))
+    with pytest.raises(ConfigError, match=message):
+        options.spec(num_ranks=2, num_chunks=chunks, layout=layout)
+
+
 @pytest.mark.parametrize(
     ("num_layers", "given", "message"),
     [
-        (8, {"pipeline_model_parallel_layout": "Etttt|ttttL"}, r"layout 'Etttt\|ttttL' has 2 stages, .* zbv on 2 .* needs 4"),
+        (
+            8,
+            {"pipeline_model_parallel_layout": "Etttt|ttttL"},
+            rf"layout 'Etttt\|ttttL' has 2 stages, .* zbv on 2 .* needs 4.*{SET}",
+        ),
         (8, {"pipeline_model_parallel_layout": _listed([4, 4])}, r"layout 'Etttt\|ttttL' has 2 stages"),
         (9, {"pipeline_model_parallel_layout": "Ett|tt|tt|ttL"}, "pipeline_model_parallel_layout .* has 8 of .* num_layers=9"),
         (6, MTP | {"pipeline_model_parallel_layout": "Ett|ttm|tt|L"}, "^pipeline_model_parallel_layout: .* has an m .* in"),

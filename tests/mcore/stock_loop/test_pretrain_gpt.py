@@ -48,6 +48,16 @@ def test_a_command_line_trains_under_every_schedule(four_ranks: RankPool, name: 
     assert float(in_v[0][0]) == pytest.approx(float(expected[0][0]), rel=0.02)
 
 
+@pytest.mark.sampled(0.3)
+def test_a_layout_of_other_stages_is_that_of_the_schedule(four_ranks: RankPool) -> None:
+    """Stages of 1, 1, 1 and 1 layers become 2 and 2, and 3 and 1 become 2, 1, 1 and 0."""
+    line = f"{on_cpu(EVERYDAY['llama-3'])} --pipeline-model-parallel-layout"
+    expected = losses(four_ranks, f"{line} Ett|ttL", "stock")
+    assert losses(four_ranks, f"{line} Et|t|t|tL --enable-zero-bubble", "zb-h1") == expected
+    in_v = losses(four_ranks, f"{line} Ettt|tL --zero-bubble-v-schedule", "zbv")
+    assert float(in_v[0][0]) == pytest.approx(float(expected[0][0]), rel=0.02)
+
+
 def start(*words: str) -> subprocess.CompletedProcess[str]:
     """Run a command as a user does, in an environment like that of Python 3.12."""
     variables = environment()

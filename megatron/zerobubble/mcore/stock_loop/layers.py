@@ -30,12 +30,13 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.compat import has_hybrid_model
 from megatron.zerobubble.mcore.model.stage_layout import StageLayout
+from megatron.zerobubble.mcore.run_options import fields
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 
-__all__ = ["DividedLayers"]
+__all__ = ["DividedLayers", "layout_text"]
 
 _log = logging.getLogger(__name__)
 
@@ -51,10 +52,10 @@ class DividedLayers:
     """Gives the configurations of a loop a layout for the V placement.
 
     Args:
-        spec_of: (pipeline ranks, chunks per rank or None) -> the schedule. Raises ConfigError.
+        spec_of: (pipeline ranks, chunks per rank or None, the layout's text or None) -> the schedule. Raises ConfigError.
     """
 
-    def __init__(self, spec_of: Callable[[int, int | None], ScheduleSpec]) -> None:
+    def __init__(self, spec_of: Callable[[int, int | None, str | None], ScheduleSpec]) -> None:
         self._spec_of = spec_of
         self._logged: set[str] = set()
         """Layouts that stages of unequal size got by default: a loop may make a configuration per microbatch."""
@@ -76,18 +77,19 @@ class DividedLayers:
             return {}  # megatron-core's check, which comes next, says that they exclude each other
         num_chunks = config.virtual_pipeline_model_parallel_size
         if layout is None:
-            spec = self._spec_of(num_ranks, num_chunks)
+            spec = self._spec_of(num_ranks, num_chunks, None)
             layers, mtp_stage = self._divided(config, on, spec), None
         else:
-            text = _text_of(layout)
+            text = layout_text(layout)
             layers, mtp_stage = _parsed(text, config)
             if num_chunks is None and layers.num_stages > num_ranks and layers.num_stages % num_ranks == 0:
                 num_chunks = layers.num_stages // num_ranks  # as megatron-core takes it from the layout
-            spec = self._spec_of(num_ranks, num_chunks)
+            spec = self._spec_of(num_ranks, num_chunks, text)
             if layers.num_stages != spec.placement.num_stages:
                 raise ConfigError(
                     f"{_LAYOUT} {quoted(text)} has {layers.num_stages} stages, and schedule {spec.name} on {num_ranks} pipeline "
-                    f"ranks needs {spec.placement.num_stages}, {spec.num_chunks} per rank in the order data flows"
+                    f"ranks needs {spec.placement.num_stages}, {spec.num_chunks} per rank in the order data flows: "
+                    f"{fields(num_ranks, spec.num_chunks, text)}"
                 )
         try:
             divided = StageLayout(
@@ -171,7 +173,7 @@ def _parsed(text: str, config: Any) -> tuple[StageLayers, int | None]:
     return layers, None if mtp is None or mtp[0] == layers.num_stages - 1 else mtp[0]
 
 
-def _text_of(layout: Any) -> str:
+def layout_text(layout: Any) -> str:
     """The text of a layout in any form that megatron-core takes."""
     if isinstance(layout, str):
         return layout

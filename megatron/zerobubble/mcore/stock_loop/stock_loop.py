@@ -72,7 +72,9 @@ class StockLoop:
         """With a memory limit in bytes: megatron-core's optimizers that were made since, without chains of them."""
         self.questions = StageQuestions(self.ends)
         """Which chunk runs, under V."""
-        self._layers = DividedLayers(lambda ranks, chunks: options.spec(num_ranks=ranks, num_chunks=chunks))
+        self._layers = DividedLayers(
+            lambda ranks, chunks, layout: options.spec(num_ranks=ranks, num_chunks=chunks, layout=layout)
+        )
         self._configs: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         """By identity, those that still exist: a loop may make one per microbatch, and they cannot be hashed."""
         self.turned_off: set[str] = set()

@@ -92,11 +92,19 @@ class HybridPattern:
         if self.names_stages:
             return self
         try:
-            counts = StageLayers.spread(self.num_layers, placement).per_stage
+            return self._cut(StageLayers.spread(self.num_layers, placement))
         except ConfigError as error:
             raise ConfigError(f"hybrid layer pattern {self.text!r}: {error}; or write | between its stages") from None
-        ends = itertools.accumulate(counts)
-        return HybridPattern(segments=tuple(self.layers[end - count : end] for count, end in zip(counts, ends, strict=True)))
+
+    def regrouped(self, num_stages: int) -> HybridPattern:
+        """This pattern with another number of segments, see `StageLayers.regrouped`; a text without bars is cut evenly."""
+        return self._cut(self.stage_layers.regrouped(num_stages))
+
+    def _cut(self, layers: StageLayers) -> HybridPattern:
+        ends = itertools.accumulate(layers.per_stage)
+        return HybridPattern(
+            segments=tuple(self.layers[end - count : end] for count, end in zip(layers.per_stage, ends, strict=True))
+        )
 
     def first_layer(self, stage: int) -> int:
         """Number of layers in all stages before `stage`."""

@@ -16,13 +16,14 @@ A stage without layers passes on what it gets: ``Et||tL``.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from dataclasses import dataclass
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.ir import Placement
 
-__all__ = ["StageLayers"]
+__all__ = ["StageLayers", "regrouped_text"]
 
 _REPEATED = re.compile(r"(?:\((?P<group>[^()]+)\)(?=\*)|(?P<part>[EtmL|]))(?:\*(?P<times>[1-9][0-9]{0,3})(?![0-9]))?")
 """A letter or a group with its repetition count. A group without a count does not match, as Megatron cannot parse it."""
@@ -173,6 +174,62 @@ class StageLayers:
         for stage in (-1, 0)[:missing]:
             per_stage[stage] -= 1
         return StageLayers(per_stage=tuple(per_stage))
+
+    def regrouped(self, num_stages: int) -> StageLayers:
+        """The same layers over another number of stages: neighbours are merged, and stages cut, until there are so many.
+
+        What the first and the last stage have less than the largest is what the embedding and the head count for: their parts
+        have so much less, and the others are equal, or have one layer more on the first ones. So ranks stay as even under a V as
+        they were, because it has stages i and 2p-1-i on one rank.
+
+        Raises:
+            ConfigError: a stage that had layers would be left without one.
+        """
+        common = math.gcd(self.num_stages, num_stages)
+        merged, parts = self.num_stages // common, num_stages // common
+        counts = [sum(self.per_stage[start : start + merged]) for start in range(0, self.num_stages, merged)]
+        if parts == 1:
+            return StageLayers(per_stage=tuple(counts))
+        most, cut = max(counts), []
+        for stage, count in enumerate(counts):
+            before = most - count if stage == 0 else 0
+            behind = most - count if stage == common - 1 > 0 else 0
+            sizes = [(before + count + behind + parts - 1 - part) // parts for part in range(parts)]
+            cut += _less(_less(sizes, before)[::-1], behind)[::-1]
+        empty = [stage for stage, size in enumerate(cut[1:-1], start=1) if not size and counts[stage // parts]]
+        if empty:
+            raise ConfigError(
+                f"{self.text!r} cut into {num_stages} stages leaves stage {empty[0]} without a layer; use fewer pipeline ranks"
+            )
+        return StageLayers(per_stage=tuple(cut))
+
+
+def regrouped_text(text: str, num_stages: int) -> str:
+    """A layout text over another number of stages (`StageLayers.regrouped`); MTP layers stay behind the same layers.
+
+    Raises:
+        ConfigError: `StageLayers.parse` cannot read it, or a stage would be left without layers.
+    """
+    given = StageLayers.parse(text)
+    layers, mtp = given.regrouped(num_stages), StageLayers.mtp_layers(text)
+    if mtp is None:
+        return layers.text
+    common = math.gcd(given.num_stages, num_stages)
+    stages = _unrolled(layers.text, text).split("|")
+    stage = (mtp[0] * common // given.num_stages + 1) * num_stages // common - 1
+    if stage == num_stages - 1:
+        return layers.text[:-1] + "m" * mtp[1] + "L"
+    stages[stage] += "m" * mtp[1]
+    return "|".join(stages)
+
+
+def _less(sizes: list[int], missing: int) -> list[int]:
+    """Sizes from which a number is taken, from the first ones on."""
+    left = []
+    for size in sizes:
+        left.append(max(0, size - missing))
+        missing = max(0, missing - size)
+    return left
 
 
 def _layers_text(count: int) -> str:
