@@ -63,13 +63,14 @@ def run_script(
             check_targets(flags_of(zero_bubble).written, tries=launch.rank == 0)
         install(zero_bubble, microbatch_tokens=microbatch_tokens)
         from megatron.zerobubble.job.failure import JobGuard
+        from megatron.zerobubble.mcore.stock_faults import warned_of_wrong_gradients
         from megatron.zerobubble.mcore.stock_loop.patches import finish, supervise_by
 
         connection = connect(launch, hosts_store=False)
         connection.use_for_process_group(launch)
         guard = JobGuard(connection.of(), launch.rank, error_file=launch.error_file)
         supervise_by(guard)
-        with guard:
+        with guard, warned_of_wrong_gradients(is_logging=launch.rank == 0):
             given = argparse.Namespace(**vars(zero_bubble) | {"cpu": on_cpu})
             runpy.run_path(script, init_globals={"__zero_bubble__": given}, run_name="__main__")
             finish()
