@@ -6,13 +6,32 @@ import argparse
 import runpy
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from megatron.zerobubble.flags.targets import check_targets
 from megatron.zerobubble.job.launch import Launch, is_turned_off
 from megatron.zerobubble.job.rendezvous import connect
 from megatron.zerobubble.overlay import flags_of, install
 
-__all__ = ["run_script"]
+__all__ = ["put_folder_first", "run_script"]
+
+
+def put_folder_first(script: str) -> None:
+    """Put the script's folder first on the path, as `python SCRIPT` does. Call it before anything imports megatron.core.
+
+    It replaces the entry that Python made for this process' own program: what a wrapper or PYTHONPATH put first stays.
+    """
+    program = sys.modules["__main__"]
+    if sys.flags.safe_path:
+        own = None
+    elif program.__spec__ is not None:  # python -m
+        own = str(Path.cwd())
+    else:
+        file = getattr(program, "__file__", None)
+        own = "" if file is None else str(Path(file).resolve().parent)
+    if sys.path[0] == own:
+        del sys.path[0]
+    sys.path.insert(0, str(Path(script).resolve().parent))
 
 
 def run_script(
@@ -44,13 +63,14 @@ def run_script(
             check_targets(flags_of(zero_bubble).written, tries=launch.rank == 0)
         install(zero_bubble, microbatch_tokens=microbatch_tokens)
         from megatron.zerobubble.job.failure import JobGuard
+        from megatron.zerobubble.mcore.stock_faults import warned_of_wrong_gradients
         from megatron.zerobubble.mcore.stock_loop.patches import finish, supervise_by
 
         connection = connect(launch, hosts_store=False)
         connection.use_for_process_group(launch)
         guard = JobGuard(connection.of(), launch.rank, error_file=launch.error_file)
         supervise_by(guard)
-        with guard:
+        with guard, warned_of_wrong_gradients(is_logging=launch.rank == 0):
             given = argparse.Namespace(**vars(zero_bubble) | {"cpu": on_cpu})
             runpy.run_path(script, init_globals={"__zero_bubble__": given}, run_name="__main__")
             finish()

@@ -128,7 +128,14 @@ def test_of_documents_nothing_is_claimed_that_differs_by_iteration(tmp_path: Pat
             assert row[name] is None, name
 
 
-_SCRIPT = ["--", ROOT / "examples" / "stock_megatron_core.py", "--pipeline-model-parallel-size", "2", "--train-iters", "100"]
+_SCRIPT: list[Any] = [
+    "--",
+    ROOT / "examples" / "stock_megatron_core.py",
+    "--pipeline-model-parallel-size",
+    "2",
+    "--train-iters",
+    "100",
+]
 _CHUNKS = "--virtual-pipeline-model-parallel-size 2"
 
 
@@ -167,6 +174,21 @@ def test_a_script_runs_unedited_under_every_contender(tmp_path: Path) -> None:
     assert found["zbv+pv"]["note"] == f"with {_CHUNKS}"
     flags = "--zero-bubble-schedule zbv --enable-optimizer-post-validation"
     assert found["zbv+pv"]["use"] == f"zerobubble run {flags} {_SCRIPT[1]} ... {_CHUNKS}"
+
+
+@pytest.mark.sampled(0.07, group="whole jobs")
+def test_a_baseline_with_wrong_gradients_is_a_row_that_says_so(tmp_path: Path) -> None:
+    """The script of the others, with transfers in one batch, which megatron-core mixes up between two ranks."""
+    script = tmp_path / "batched.py"
+    script.write_text(_SCRIPT[1].read_text().replace("p2p_comm=interleaves", "p2p_comm=False").replace("not interleaves", "True"))
+    options = ["--contenders", "interleaved-1f1b:2,zbv", "--rounds", "1", "--timed-iters", "2"]
+    words = ["--contender-flags", f"interleaved-1f1b:2,zbv={_CHUNKS}", "--", script, *_SCRIPT[2:]]
+    done = on_script(tmp_path, *options, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found, line = rows(tmp_path), "megatron-core's interleaved 1F1B trains on wrong gradients here: with 2 pipeline ranks"
+    assert found["interleaved-1f1b:2"]["note"].startswith(f"with {_CHUNKS}; {line}")
+    assert f"interleaved-1f1b:2: {line}" in done.stderr
+    assert found["zbv"]["note"] == f"with {_CHUNKS}"
 
 
 @pytest.mark.sampled(0.07, group="whole jobs")

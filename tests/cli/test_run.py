@@ -110,6 +110,30 @@ def test_the_script_runs_as_by_python(script: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("python", "given"),
+    [
+        (["-m", "megatron.zerobubble.run"], [str(ROOT)]),
+        (["-P", "-m", "megatron.zerobubble.run"], [str(ROOT)]),
+        (["-c", "from megatron.zerobubble.cli.run import main; main()"], [str(ROOT)]),
+        (["WRAPPER"], ["/of-the-wrapper", "FOLDER", str(ROOT)]),
+    ],
+)
+def test_the_scripts_folder_replaces_only_the_one_that_python_put_first(
+    script: Path, python: list[str], given: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("wrapper")
+    wrapper = folder / "wrapper.py"
+    wrapper.write_text("import sys\nsys.path.insert(0, '/of-the-wrapper')\nfrom megatron.zerobubble.cli.run import main\nmain()")
+    script.write_text("import sys; print(*sys.path, sep='\\n')")
+    words = [str(wrapper) if word == "WRAPPER" else word for word in python]
+    command = [sys.executable, *words, "--cpu", "--enable-zero-bubble", str(script)]
+    done = subprocess.run(command, env=environment(), cwd=script.parent.parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    expected = [str(script.parent), *(str(folder) if entry == "FOLDER" else entry for entry in given)]
+    assert done.stdout.splitlines()[: len(expected)] == expected
+
+
 def test_zero_bubble_0_in_the_environment(
     script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

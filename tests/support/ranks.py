@@ -195,8 +195,8 @@ def _forget_groups() -> None:
     Some are in cycles, and megatron-core caches what its rotary embeddings computed, with the modules and so their groups.
     """
     modules = [module for name, module in sys.modules.items() if name.startswith("megatron.")]
-    owners = {owner for module in modules for owner in (module, *filter(inspect.isclass, vars(module).values()))}
-    for owner in owners:
+    owners = {id(owner): owner for module in modules for owner in (module, *filter(inspect.isclass, vars(module).values()))}
+    for owner in owners.values():  # by id: some classes of frameworks refuse to be hashed
         for value in vars(owner).values():
             if isinstance(value, functools._lru_cache_wrapper):
                 value.cache_clear()

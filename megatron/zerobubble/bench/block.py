@@ -37,6 +37,7 @@ from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.mcore.replanner import Measured, Replanner, measured_costs
 from megatron.zerobubble.mcore.state_memory import state_bytes
+from megatron.zerobubble.mcore.stock_faults import wrong_gradients
 from megatron.zerobubble.mcore.stock_loop.patches import ALL_SCHEDULES
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.costs.cost_model import CostModel
@@ -133,6 +134,8 @@ class BlockResult:
     """The recorded iteration; None where nothing was recorded, and on ranks other than 0."""
     measured: Measurements | None
     """None, except in a first block."""
+    warning: str | None = None
+    """Why the losses are not to be compared with; one line."""
 
 
 def run_block(request: BlockRequest, launch: Launch, *, tick: Callable[[], None], end: Callable[[BlockResult], None]) -> None:
@@ -358,7 +361,8 @@ class _Block:
                 costs=self._costs,
                 unit_bytes=self._unit_bytes,
             )
-        sizes = _sizes(get_model_config(model[0]), given)
+        config = get_model_config(model[0])
+        sizes = _sizes(config, given)
         return BlockResult(
             seconds=float(most[0]),
             overhead=float(most[1] / most[0]),
@@ -369,6 +373,7 @@ class _Block:
             plan=None if schedule.spec.is_stock else schedule.plan(sizes.num_microbatches).to_json(),
             timeline=self._timeline,
             measured=measured,
+            warning=wrong_gradients(config, len(model)) if schedule.spec.is_stock else None,
         )
 
 

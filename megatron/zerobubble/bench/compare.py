@@ -119,6 +119,9 @@ class _Comparison:
             outcome.allocated_bytes = result.measured.allocated_bytes
             if contender.schedule == AUTO:
                 outcome.ran = self._first[contender.text].plan().schedule
+            if result.warning is not None:
+                outcome.note = "; ".join(filter(None, (outcome.note, result.warning)))
+                self._progress.say(f"{contender.text}: {result.warning}")
         if result.timeline is not None:
             self._first[contender.text].recorded.append(result.timeline)
         self._progress.say(f"{contender.text}, round {number + 1}: {1000.0 * seconds:.1f} ms per iteration")

@@ -16,7 +16,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 from megatron.zerobubble.bench.bench_options import Options, parse_options
 from megatron.zerobubble.bench.bench_progress import BenchProgress
@@ -26,6 +25,7 @@ from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.job.exit import exit_with_error
 from megatron.zerobubble.job.launch import read_launch
 from megatron.zerobubble.job.rendezvous import announce_exit, share_store
+from megatron.zerobubble.script import put_folder_first
 
 _PROG = "zerobubble bench"
 
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         exit_with_error(error, rank=launch.rank, prog=_PROG, before_exit=partial(announce_exit, launch))
     if isinstance(options.job, ScriptJob):
-        sys.path[0] = str(Path(options.job.script).resolve().parent)  # before anything imports megatron.core
+        put_folder_first(options.job.script)
     with BenchProgress(options.num_iterations, is_quiet=launch.rank != 0) as progress:
         names = ", ".join(options.programs)
         progress.say(f"{len(options.programs)} contenders ({names}) x {options.rounds} rounds on {launch.world_size} ranks")

@@ -38,7 +38,7 @@ from megatron.zerobubble.job.exit import exit_with_error
 from megatron.zerobubble.job.launch import Launch, is_turned_off, read_launch
 from megatron.zerobubble.job.rendezvous import announce_exit
 from megatron.zerobubble.overlay import READY_LENGTHS, add_flags, chunks_of, schedule_of
-from megatron.zerobubble.script import run_script
+from megatron.zerobubble.script import put_folder_first, run_script
 
 __all__ = ["build_parser", "main", "run_itself"]
 
@@ -170,7 +170,7 @@ def _parse(words: Sequence[str], *, is_ours: bool = False) -> argparse.Namespace
 def _run(args: argparse.Namespace, launch: Launch) -> int:
     for note in filter(None, args.notes if launch.rank == 0 else ()):
         print(note, file=sys.stderr)
-    sys.path[0] = str(Path(args.script).resolve().parent)  # before anything imports megatron.core
+    put_folder_first(args.script)
     run_script(args.script, args.arguments, launch, zero_bubble=args, on_cpu=args.cpu, microbatch_tokens=args.microbatch_tokens)
     return 0
 

@@ -10,6 +10,7 @@ and quantizers.
 `extension`       the module `transformer_engine_torch`; a name that is not answered raises when it is called
 `gemm`            GEMMs, of quantized operands too
 `norms`           LayerNorm and RMSNorm, forward and backward
+`rope`            rotary position embeddings, forward and backward
 `float8`          casts to and from float8, with torch's own dtypes
 `multi_tensor`    the kernels of its optimizers
 `userbuffers`     buffers that all layers of a name share (`tp_comm_overlap`)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from tests.support.transformer_engine import float8, gemm, multi_tensor, norms
+from tests.support.transformer_engine import float8, gemm, multi_tensor, norms, rope
 
 __all__ = ["Extension"]
 
@@ -60,7 +60,9 @@ def _attention_backends(version: str) -> type[enum.IntEnum]:
 
 
 class _Member(int):
-    """A member of an enumeration that is only compared."""
+    """A member of an enumeration that is only compared, or asked for its name."""
+
+    name: str
 
 
 class _Enumeration:
@@ -73,7 +75,9 @@ class _Enumeration:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self._members.setdefault(name, _Member(len(self._members)))
+        member = self._members.setdefault(name, _Member(len(self._members)))
+        member.name = name
+        return member
 
 
 _ANSWERS: dict[str, Any] = {
@@ -88,6 +92,8 @@ _ANSWERS: dict[str, Any] = {
     "layernorm_bwd": norms.layernorm_bwd,
     "rmsnorm_fwd": norms.rmsnorm_fwd,
     "rmsnorm_bwd": norms.rmsnorm_bwd,
+    "fused_rope_forward": rope.fused_rope_forward,
+    "fused_rope_backward": rope.fused_rope_backward,
     "quantize": float8.quantize,
     "dequantize": float8.dequantize,
     "split_quantize": float8.split_quantize,
@@ -97,6 +103,7 @@ _ANSWERS: dict[str, Any] = {
     "fused_amax_and_scale_update_after_reduction": float8.fused_amax_and_scale_update_after_reduction,
     "multi_tensor_adam": multi_tensor.adam,
     "multi_tensor_scale": multi_tensor.scale,
+    "multi_tensor_scale_tensor": multi_tensor.scale,
     "multi_tensor_l2norm": multi_tensor.l2norm,
     "get_num_cublas_streams": lambda: 1,
     "get_cublasLt_version": lambda: 130000,

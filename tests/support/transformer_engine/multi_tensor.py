@@ -53,7 +53,7 @@ def adam(
 
 
 @torch.no_grad()
-def scale(_chunk_size: int, noop: Tensor, lists: Lists, factor: float) -> None:
+def scale(_chunk_size: int, noop: Tensor, lists: Lists, factor: float | Tensor) -> None:
     """Write `factor` times the first list's tensors into the second's; `noop` becomes 1 where one is not finite."""
     for source, target in zip(*lists, strict=True):
         if not bool(torch.isfinite(source).all()):
