@@ -18,8 +18,8 @@ from torch import nn
 
 from megatron.zerobubble.mcore.ddp.wrap import start_first_gathers
 from megatron.zerobubble.mcore.model.dispatchers import token_dispatchers
-from megatron.zerobubble.mcore.model.shared_experts import side_streams
 from megatron.zerobubble.mcore.model.rng import draws
+from megatron.zerobubble.mcore.model.shared_experts import side_streams
 from megatron.zerobubble.mcore.model.wgrad_split import driven_modules, split_weights
 from megatron.zerobubble.mcore.post_validation.rewind import Habits, Replayed, Rewind
 from megatron.zerobubble.mcore.post_validation.token_count import TokenCount
@@ -53,9 +53,9 @@ class IterationHooks:
     token_count: TokenCount | None = None
     """Sends the number of tokens from the last stage's last F to all ranks, in training iterations."""
     on_failure: Callable[[Exception], None] | None = None
+    """Called on the rank with the last stage before it raises the error of a loss function, in calls with forward passes only."""
     on_results: Callable[[], None] | None = None
     """Called on the rank with the last stage behind its last F: the results of the loss function are complete."""
-    """Called on the rank with the last stage before it raises the error of a loss function, in calls with forward passes only."""
     watch: Watch | None = None
     """Records what this rank does, for a watchdog that looks after ranks that hang."""
 
@@ -191,12 +191,12 @@ class IterationRunner:
             deferred=self._deferred,
             on_results=hooks.on_results,
             side_streams=self._side_streams,
+            has_rng_streams=self._has_rng_streams,
         )
 
     def _executor(self, program: Program, work: ChunkWork, recorder: Recorder | None, hooks: IterationHooks) -> Executor:
         recorders = fan_out([each for each in (recorder, hooks.watch) if each is not None])
         return self._executor_of(program, self._rank, self._links, work, recorders)
-            has_rng_streams=self._has_rng_streams,
 
     def _recorder_of(self, plan: Plan, hooks: IterationHooks) -> Recorder | None:
         """What records this training iteration, for any kind of work."""

@@ -90,10 +90,10 @@ class ChunkWork:
         slices: the slice that the chunks run, with the keys and values of those in flight; None: microbatches are not cut.
         deferred: the weights of each chunk whose gradients W computes; empty: no chunk has any.
         side_streams: the streams of each chunk's shared experts; empty: none has one.
+        has_rng_streams: whether each chunk draws from a stream of random numbers of its own.
     """
 
     def __init__(
-        has_rng_streams: whether each chunk draws from a stream of random numbers of its own.
         self,
         chunks: Sequence[nn.Module],
         placement: Placement,
@@ -109,11 +109,11 @@ class ChunkWork:
         slices: CurrentSlice | None = None,
         deferred: Sequence[Sequence[FinalGradient]] = (),
         side_streams: Sequence[Sequence[Any]] = (),
+        has_rng_streams: bool = True,
     ) -> None:
         self._chunks = chunks
         self._chunk_of = [placement.chunk_of(stage) for stage in range(placement.num_stages)]
         self._last_stage = placement.num_stages - 1
-        has_rng_streams: bool = True,
         self._virtual = len(chunks) > 1
         self._store = store
         self._set_input_tensor = [get_attr_wrapped_model(chunk, "set_input_tensor") for chunk in chunks]

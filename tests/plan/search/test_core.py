@@ -15,11 +15,11 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, MicrobatchCosts
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.links import Links
-from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, MicrobatchCosts
 from megatron.zerobubble.plan.costs.slicing import Slicing
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.registry import build_plan
