@@ -16,7 +16,8 @@ from megatron.zerobubble.errors import ConfigError, TransferError
 from megatron.zerobubble.plan.communication import Message, Payload, color_links, links_of
 from megatron.zerobubble.plan.costs.links import LinkTime
 from megatron.zerobubble.plan.ir import Placement
-from megatron.zerobubble.runtime.link_groups import chosen_ctas, link_group
+from megatron.zerobubble.runtime import link_groups
+from megatron.zerobubble.runtime.link_groups import chosen_ctas, is_on_one_host, link_group
 from megatron.zerobubble.runtime.p2p import ProcessGroupLinks
 from tests.runtime.delays import links_over_the_world
 from tests.support.ranks import RankPool
@@ -265,6 +266,28 @@ def test_ctas_are_four_on_one_host_and_a_number_that_nccl_rounds_up_is_a_warning
     assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
         f"{each} for a transfer" for each in warnings
     ]
+
+
+def _hosts(rank: int, names: str, is_eager: bool) -> bool:
+    """Pipelines of ranks 0 and 2, 1 and 3."""
+    with mock.patch.object(link_groups, "_opens_eagerly", return_value=is_eager):
+        return is_on_one_host([rank % 2, rank % 2 + 2], names[rank])
+
+
+@pytest.mark.parametrize(
+    ("names", "is_eager", "expected"),
+    [
+        ("aaaa", False, [True] * 4),
+        ("abab", False, [True] * 4),
+        ("aabb", False, [False] * 4),
+        ("abac", False, [True, False, True, False]),
+        ("abac", True, [False] * 4),
+        ("abab", True, [True] * 4),
+    ],
+)
+def test_ctas_follow_from_the_hosts_of_a_pipeline(four_ranks: RankPool, names: str, is_eager: bool, expected: list[bool]) -> None:
+    """Eagerly one communicator serves all pipelines, and its ranks must have the same options."""
+    assert four_ranks.run(_hosts, names, is_eager) == expected
 
 
 @pytest.mark.parametrize("max_ctas", [None, 2])

@@ -83,8 +83,8 @@ class ZeroBubbleConfig:
     profiling and search."""
     zero_bubble_p2p_max_ctas: int | None = None
     """Most CTAs (thread blocks) of a transfer between stages on NCCL: what a waiting receive takes from the kernels beside it.
-    Give a power of two; NCCL rounds others up. Default: 4 if all ranks are on one host, otherwise NCCL's choice (not timed
-    on several GPUs; the reasons: docs/benchmarks/settled.md)."""
+    Give a power of two; NCCL rounds others up. Default: 4 if all ranks of the pipeline are on one host, otherwise NCCL's choice
+    (not timed on several GPUs; the reasons: docs/benchmarks/settled.md)."""
     zero_bubble_batch_p2p_comm: bool = False
     """To find out why a run hangs on GPUs: send and receive what the plan has between two ops in one batch_isend_irecv, on one
     communicator, and wait for it before the next op, as megatron-core's 1F1B does. No transfer then runs beside an op, and

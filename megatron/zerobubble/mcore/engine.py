@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from torch import nn
 
 from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.job.heartbeats import this_process
 from megatron.zerobubble.mcore.agreement import refusing_together
 from megatron.zerobubble.mcore.microbatches.iteration_plans import UnequalOptions, operations
 from megatron.zerobubble.mcore.model.layout_dropout import LayoutDropout, check_layout_dropout
@@ -39,7 +40,7 @@ from megatron.zerobubble.plan.search.core import library
 from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.profiling.report import PipelineReport
 from megatron.zerobubble.profiling.trace_report import report_pipeline
-from megatron.zerobubble.runtime.link_groups import chosen_ctas
+from megatron.zerobubble.runtime.link_groups import chosen_ctas, is_on_one_host
 from megatron.zerobubble.wgrad.store import WeightGradStore
 
 __all__ = ["Engine"]
@@ -95,13 +96,20 @@ class Engine:
         if unequal is not None or (trains and flags.timed_iterations is not None):
             with refusing_together():
                 library()  # searches begin in the middle of the run
+        pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+        # Links of other backends have no such option, and a number that was given holds everywhere.
+        is_one_host = (
+            dist.get_backend() == "nccl"
+            and flags.zero_bubble_p2p_max_ctas is None
+            and is_on_one_host(pipeline, this_process().host)
+        )
         self.schedule = PipelineSchedule(
             spec,
             chunks,
             store=store,
             config=config,
             timeout=options.timeout,
-            p2p_max_ctas=chosen_ctas(flags.zero_bubble_p2p_max_ctas, is_one_host=dist.get_world_size() == options.ranks_on_host),
+            p2p_max_ctas=chosen_ctas(flags.zero_bubble_p2p_max_ctas, is_one_host=is_one_host),
             batch_p2p_comm=flags.zero_bubble_batch_p2p_comm,
             unequal=unequal,
             slicing=SliceOptions(

@@ -9,12 +9,13 @@ reasons for the default, docs/benchmarks/one_gpu.md what passes lose beside held
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["chosen_ctas", "link_group"]
+__all__ = ["chosen_ctas", "is_on_one_host", "link_group"]
 
 _ON_ONE_HOST = 4
 """Most CTAs of a transfer on NVLink, by default. NCCL takes up to 16 for a large message."""
@@ -27,7 +28,7 @@ def chosen_ctas(given: int | None, *, is_one_host: bool) -> int | None:
 
     Args:
         given: the user's; None: the default.
-        is_one_host: whether all ranks are on one host. Between hosts NCCL takes a few per NIC.
+        is_one_host: whether all ranks of the pipeline are on one host. Between hosts NCCL takes a few per NIC.
     """
     if given is None:
         return _ON_ONE_HOST if is_one_host else None
@@ -35,6 +36,31 @@ def chosen_ctas(given: int | None, *, is_one_host: bool) -> int | None:
         used = 1 << given.bit_length()
         _log.warning("--zero-bubble-p2p-max-ctas is %d, no power of two: NCCL takes %d CTAs for a transfer", given, used)
     return given
+
+
+def is_on_one_host(pipeline: Sequence[int], host: str) -> bool:
+    """Whether all ranks of this rank's pipeline are on one host. Every rank of the world must call it.
+
+    Where communicators are opened eagerly, one of the whole world serves a link of every pipeline, and its ranks need the same
+    options: then it is whether every pipeline is on one host.
+
+    Args:
+        pipeline: the global ranks of the pipeline.
+        host: this rank's host, by a name that no other host has.
+    """
+    hosts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, host)
+    is_own = len({hosts[rank] for rank in pipeline}) == 1
+    if not _opens_eagerly():
+        return is_own
+    everybody: list[bool] = [False] * dist.get_world_size()
+    dist.all_gather_object(everybody, is_own)
+    return all(everybody)
+
+
+def _opens_eagerly() -> bool:
+    """Whether torch opens the communicator of a group when it is made."""
+    return getattr(dist.group.WORLD, "bound_device_id", None) is not None
 
 
 def link_group(*, timeout: timedelta | None, max_ctas: int | None) -> dist.ProcessGroup | None:
