@@ -12,7 +12,7 @@ import pytest
 
 from megatron.zerobubble.cli.main import main
 from megatron.zerobubble.plan.costs.length_model import LengthModel, Terms
-from megatron.zerobubble.plan.costs.lengths_and_links import Unequal
+from megatron.zerobubble.plan.costs.lengths_and_links import LengthsAndLinks
 from megatron.zerobubble.profiling.report import report, reports_to_json
 from tests.profiling.support import as_recorded
 
@@ -81,14 +81,14 @@ def test_without_lengths_the_last_iteration_counts(file: str, tmp_path: Path, ca
     assert "costs by length" not in capsys.readouterr().out
     without = written(tmp_path, json.loads(reports_to_json([report(as_recorded("zb-h1", 4, 6)), SEEN])))
     assert planned(capsys, *equal, without)["costs"] == SEEN.simulation.costs.to_json()
-    scaled = Unequal(TOKENS, 0.1).applied(SEEN.simulation.costs).to_json()
+    scaled = LengthsAndLinks(TOKENS, 0.1).applied(SEEN.simulation.costs).to_json()
     assert planned(capsys, *LENGTHS, "--attention-share", "0.1", "--costs", without)["costs"] == scaled
 
 
 def test_a_run_of_unequal_microbatches_has_costs_of_its_own_that_do_not_count(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    unequal = Unequal((96, 1024, 512, 640)).applied(SEEN.simulation.costs)
+    unequal = LengthsAndLinks((96, 1024, 512, 640)).applied(SEEN.simulation.costs)
     seen = replace(SEEN, simulation=replace(SEEN.simulation, costs=unequal))
     file = written(tmp_path, json.loads(reports_to_json([seen], None, MODEL)))
     assert planned(capsys, *LENGTHS, "--costs", file)["costs"]["microbatches"] == MODEL.costs(TOKENS).to_json()["microbatches"]

@@ -11,7 +11,8 @@ import pytest
 from megatron.zerobubble.cli.main import main
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.length_model import slices_of_sequence
-from megatron.zerobubble.plan.costs.slicing import Slicing, unlike_lengths
+from megatron.zerobubble.plan.costs.lengths_and_links import LengthsAndLinks
+from megatron.zerobubble.plan.costs.slicing import unlike_lengths
 from megatron.zerobubble.plan.ir import Placement, Plan
 
 LONG = ["--num-ranks", "4", "--num-microbatches", "4", "--effort", "fast", "--forward-ms", "8", "--backward-ms", "9"]
@@ -47,9 +48,9 @@ def test_auto_takes_no_more_slices_than_pay(capsys: pytest.CaptureFixture[str]) 
 def test_slices_that_a_run_measured_say_what_others_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As in the plan file of a run with --zero-bubble-slices auto."""
     costs = CostModel.uniform(Placement.linear(4), forward_ms=8.0, backward_ms=9.0, wgrad_ms=7.0)
-    slicing = Slicing(tokens=8192, attention_share=0.3, key_share=0.1, overhead_ms=0.2)
+    slicing = LengthsAndLinks(sequence_length=8192, attention_share=0.3, key_share=0.1, overhead_ms=0.2)
     pieces = slices_of_sequence(unlike_lengths(8192))
-    measured = costs.with_table(slicing.of_lengths(costs).table([pieces], key_share=slicing.key_share).of(0))
+    measured = costs.with_table(slicing.by_length(costs, slicing.overhead_ms).table([pieces], key_share=slicing.key_share).of(0))
     file = tmp_path / "costs.json"
     file.write_text(json.dumps({"costs": measured.to_json()}))
     given = ["--schedule", "1f1b", "--costs", str(file)]

@@ -14,7 +14,8 @@ from megatron.zerobubble.plan.communication import num_messages, place_communica
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.cost_table import CostTable
 from megatron.zerobubble.plan.costs.length_model import LengthModel, Terms, slices_of_sequence
-from megatron.zerobubble.plan.costs.slicing import Slicing, costs_of_other_slices, slice_lengths, unlike_lengths
+from megatron.zerobubble.plan.costs.lengths_and_links import LengthsAndLinks
+from megatron.zerobubble.plan.costs.slicing import costs_of_other_slices, slice_lengths, unlike_lengths
 from megatron.zerobubble.plan.deadlock import stuck_ranks
 from megatron.zerobubble.plan.ir import Op, OpKind, Passes, Placement, Plan
 from megatron.zerobubble.plan.registry import build_plan, schedule_spec
@@ -87,7 +88,9 @@ def test_a_plan_of_slices_is_a_file_of_version_3() -> None:
 
 def test_costs_of_slices_are_in_the_file() -> None:
     plan = build_plan("1f1b", num_ranks=2, num_microbatches=3, num_slices=2)
-    costs = Slicing(tokens=64, attention_share=0.3, key_share=0.1).applied(CostModel.uniform(plan.placement, comm_ms=1.0), 2)
+    costs = LengthsAndLinks(sequence_length=64, attention_share=0.3, key_share=0.1).applied(
+        CostModel.uniform(plan.placement, comm_ms=1.0), 2
+    )
     found, read = read_plan(plan.to_json(costs=costs.to_json()))
     assert (found, read) == (plan, costs)
     assert read is not None
@@ -167,9 +170,11 @@ def test_plain_costs_are_divided_and_those_of_other_slices_refused() -> None:
 
 
 def test_stages_are_merged_with_their_slices() -> None:
-    costs = Slicing(tokens=64, attention_share=0.2, key_share=0.1).applied(CostModel.uniform(Placement.v(2)), 4)
+    costs = LengthsAndLinks(sequence_length=64, attention_share=0.2, key_share=0.1).applied(CostModel.uniform(Placement.v(2)), 4)
     merged = costs.merged(2)
-    whole = Slicing(tokens=64, attention_share=0.2, key_share=0.1).applied(CostModel.uniform(Placement.linear(2)), 4)
+    whole = LengthsAndLinks(sequence_length=64, attention_share=0.2, key_share=0.1).applied(
+        CostModel.uniform(Placement.linear(2)), 4
+    )
     for name, rows in whole.table.lists.items():
         for row, other in zip(rows, getattr(merged.table, name), strict=True):
             assert row == pytest.approx(other)
@@ -216,9 +221,9 @@ def test_slices_to_measure_have_unlike_lengths(tokens: int, multiple: int) -> No
 def test_costs_of_any_slices_follow_from_measured_ones_of_unlike_lengths() -> None:
     """What a pass takes besides its tokens, attention, and memory, in one fit."""
     costs = replace(CostModel.uniform(Placement.linear(2), forward_ms=8.0, backward_ms=9.0, wgrad_ms=7.0), comm_ms=2.0)
-    slicing = Slicing(tokens=4096, attention_share=0.4, key_share=0.25, overhead_ms=0.5)
+    slicing = LengthsAndLinks(sequence_length=4096, attention_share=0.4, key_share=0.25, overhead_ms=0.5)
     pieces = slices_of_sequence(unlike_lengths(4096))
-    measured = costs.with_table(slicing.of_lengths(costs).table([pieces], key_share=slicing.key_share).of(0))
+    measured = costs.with_table(slicing.by_length(costs, slicing.overhead_ms).table([pieces], key_share=slicing.key_share).of(0))
     measured = replace(measured, comm_ms=1.0)
     for n in (2, 4, 8):
         found, expected = costs_of_other_slices(measured, n), slicing.applied(costs, n)
@@ -238,19 +243,19 @@ def test_costs_of_any_slices_follow_from_measured_ones_of_unlike_lengths() -> No
 
 def test_costs_of_slices_sum_to_those_of_the_microbatch_and_the_overhead_of_each() -> None:
     costs = CostModel.uniform(Placement.linear(2), forward_ms=8.0, backward_ms=9.0, wgrad_ms=7.0)
-    plain = Slicing(tokens=4096, attention_share=0.4, key_share=0.25).applied(costs, 4)
+    plain = LengthsAndLinks(sequence_length=4096, attention_share=0.4, key_share=0.25).applied(costs, 4)
     assert plain.forward_ms == pytest.approx(costs.forward_ms)
     assert plain.activation == pytest.approx([0.75, 0.75])
     assert plain.table.keys == ((0.25,), (0.25,))
     total = [math.fsum(column) for column in zip(*(rows[0] for rows in list(plain.table.lists.values())[:3]), strict=True)]
     assert total == pytest.approx([6.0] * 4, rel=2e-3), "of equal work"
-    costly = Slicing(tokens=4096, overhead_ms=1.0).applied(costs, 4)
+    costly = LengthsAndLinks(sequence_length=4096, overhead_ms=1.0).applied(costs, 4)
     assert costly.forward_ms == pytest.approx([8.0 + 3 * 1.0] * 2)
-    assert Slicing(tokens=4096, overhead_ms=1.0).applied(costs, 1) == costs
+    assert LengthsAndLinks(sequence_length=4096, overhead_ms=1.0).applied(costs, 1) == costs
     with pytest.raises(ConfigError, match="overhead_ms is 8 and a pass takes 7 ms"):
-        Slicing(tokens=4096, overhead_ms=8.0).applied(costs, 4)
+        LengthsAndLinks(sequence_length=4096, overhead_ms=8.0).applied(costs, 4)
     with pytest.raises(ConfigError, match="key_share is 1"):
-        Slicing(tokens=4096, key_share=1.5)
+        LengthsAndLinks(sequence_length=4096, key_share=1.5)
 
 
 def test_measured_costs_by_length_count() -> None:
@@ -258,6 +263,6 @@ def test_measured_costs_by_length_count() -> None:
     terms = (Terms(constant=0.5, per_token=0.25),)
     lists = dict.fromkeys(("forward_ms", "backward_ms", "wgrad_ms", "activation", "activation_after_backward"), terms)
     model = LengthModel(**lists)  # type: ignore[arg-type]
-    found = Slicing(tokens=64, model=model).applied(costs, 2)
+    found = LengthsAndLinks(sequence_length=64, model=model).applied(costs, 2)
     assert found.table.tokens == (32, 32)
     assert found.table.forward_ms == ((8.5, 8.5),)

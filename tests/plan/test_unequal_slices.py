@@ -19,7 +19,7 @@ from megatron.zerobubble.plan.communication import num_messages, place_communica
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.cost_table import CostTable, numbers_of_slices
 from megatron.zerobubble.plan.costs.length_model import LengthModel
-from megatron.zerobubble.plan.costs.slicing import Slicing
+from megatron.zerobubble.plan.costs.lengths_and_links import LengthsAndLinks
 from megatron.zerobubble.plan.deadlock import stuck_ranks
 from megatron.zerobubble.plan.ir import Op, OpKind, Passes, Placement, Plan
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
@@ -45,7 +45,7 @@ def cut_plan(name: str, p: int, counts: Sequence[int]) -> Plan:
 def of_tokens(placement: Placement, tokens: Sequence[int], n: int, *, kept: float = 0.5, comm_ms: float = 0.1) -> CostModel:
     """F=B=W per rank at the mean length, with attention, and with keys and values."""
     costs = CostModel.uniform(placement, activation_after_backward=kept, comm_ms=comm_ms)
-    return Slicing(tokens=max(tokens), attention_share=0.2, key_share=0.1).applied(costs, n, tokens)
+    return LengthsAndLinks(tuple(tokens), 0.2, sequence_length=max(tokens), key_share=0.1).applied(costs, n)
 
 
 def some_tokens(m: int, seed: int) -> list[int]:
@@ -195,7 +195,8 @@ def test_costs_of_whole_microbatches_are_cut_evenly() -> None:
 def test_equal_microbatches_one_by_one_cost_what_they_cost_together() -> None:
     for name in HAND_WRITTEN:
         plan = build_plan(name, num_ranks=3, num_microbatches=4, num_slices=3)
-        alike = Slicing(tokens=4096, attention_share=0.3, key_share=0.1).applied(CostModel.uniform(plan.placement), 3)
+        lengths = LengthsAndLinks(sequence_length=4096, attention_share=0.3, key_share=0.1)
+        alike = lengths.applied(CostModel.uniform(plan.placement), 3)
         each = replace(alike, table=CostTable.joined([alike.table] * 4))
         one, other = simulate(plan, alike), simulate(plan, each)
         assert one.rows == other.rows

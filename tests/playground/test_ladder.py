@@ -13,12 +13,12 @@ from megatron.zerobubble.plan.planner import AUTO_MEMORY_LIMIT, make_plan
 from megatron.zerobubble.plan.registry import build_plan, known_schedules
 from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from megatron.zerobubble.playground.ladder import Rung, climb, for_other_objective, pareto, seconds_by_effort, share_of_climb
-from megatron.zerobubble.playground.problem import PlanRequest, read_problem
+from megatron.zerobubble.playground.problem import PageRequest, read_problem
 
 TIMES = {"forward_ms": 18.5, "backward_ms": 18.1, "wgrad_ms": 9.3, "comm_ms": 0.6, "activation_after_backward": 0.37}
 
 
-def problem(schedule: str, p: int = 4, m: int = 8, **changes: Any) -> PlanRequest:
+def problem(schedule: str, p: int = 4, m: int = 8, **changes: Any) -> PageRequest:
     body = {"num_ranks": p, "num_microbatches": m, "schedule": schedule, "times": TIMES, "objective": "makespan"}
     return read_problem(json.dumps(body | changes).encode())
 

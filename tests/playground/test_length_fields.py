@@ -23,7 +23,7 @@ from megatron.zerobubble.plan.validate import validate
 from megatron.zerobubble.playground.exports import Export, export
 from megatron.zerobubble.playground.length_fields import as_it_came, log_normal_lengths
 from megatron.zerobubble.playground.opened_files import open_file, plan_result
-from megatron.zerobubble.playground.problem import PlanRequest, read_problem
+from megatron.zerobubble.playground.problem import PageRequest, read_problem
 from megatron.zerobubble.playground.tasks import run_task
 
 pytestmark = pytest.mark.claims(
@@ -40,7 +40,7 @@ LINKS = {"latency_ms": [[0, 0.5], [1.0, 0]]}
 FASTER = LINKS | {"gigabytes_per_s": [[0, 1], [2, 0]]}
 
 
-def read(**changes: Any) -> PlanRequest:
+def read(**changes: Any) -> PageRequest:
     return read_problem(json.dumps(GOOD | changes).encode())
 
 
@@ -89,7 +89,7 @@ def test_equal_lengths_and_links_are_the_plain_problem() -> None:
 
 def test_log_normal_lengths_are_drawn_from_a_seed() -> None:
     given = {"mean": 2000, "variation": 0.6, "seed": 7}
-    lengths = read(num_microbatches=512, microbatch_tokens=given).unequal.tokens
+    lengths = read(num_microbatches=512, microbatch_tokens=given).lengths.tokens
     assert lengths == log_normal_lengths(512, mean=2000, variation=0.6, seed=7)
     assert lengths != log_normal_lengths(512, mean=2000, variation=0.6, seed=8)
     assert statistics.fmean(lengths) == pytest.approx(2000, rel=0.1)

@@ -44,7 +44,7 @@ def test_slices_of_a_model_have_equal_work_and_others_equal_parts() -> None:
     *_, done = (event for event in run_task("search", json.dumps(GOOD | {"num_slices": 4})) if "drawing" in event)
     assert done["drawing"]["costs"]["slices"]["forward_ms"] == [[0.125] * 4] * 8
     model = {"seq_length": 65536}
-    whole, cut = (read(model=model).costs_of(Placement.v(4), n) for n in (1, 4))
+    whole, cut = (read(model=model, num_slices=n).costs_of(Placement.v(4), n) for n in (1, 4))
     lengths = cut.table.tokens
     assert sum(lengths) == 65536
     assert lengths[0] > 1.3 * lengths[3]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.costs.lengths_and_links import Unequal
+from megatron.zerobubble.plan.costs.lengths_and_links import LengthsAndLinks
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.playground.length_fields import log_normal_lengths
 from tests.playground.pages import SMALL, Open, cells, drop
@@ -70,7 +70,7 @@ def test_log_normal_lengths_follow_the_form_and_become_a_list(opened: Open) -> N
     with opened("p=2&m=6&effort=drawn&s=auto&lengths=log-normal&mean=1000&seed=3") as page:
         drawn = log_normal_lengths(6, mean=1000, variation=0.6, seed=3)
         page.wait_for_selector(f".lengths:has-text('microbatches of {min(drawn)} to {max(drawn)} tokens')")
-        limit = Unequal(drawn).auto_memory_limit(2)
+        limit = LengthsAndLinks(drawn).auto_memory_limit(2)
         assert page.locator(".slot output").inner_text() == f"{limit:.2f}", "1F1B's memory for the longest ones"
         page.fill("[name=m]", "7")
         more = log_normal_lengths(7, mean=1000, variation=0.6, seed=3)

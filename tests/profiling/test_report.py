@@ -10,7 +10,7 @@ import pytest
 from megatron.zerobubble.plan.communication import links_of
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.length_model import LengthModel
-from megatron.zerobubble.plan.costs.lengths_and_links import Unequal
+from megatron.zerobubble.plan.costs.lengths_and_links import LengthsAndLinks
 from megatron.zerobubble.plan.costs.links import LinkTime
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.profiling.report import FORMAT, report, reports_to_json
@@ -37,7 +37,7 @@ def test_unequal_microbatches_that_ran_as_planned_are_reported_so(name: str) -> 
     """The prediction counts each at its own length, in the order of the data; medians would be off by a quarter."""
     plan = build_plan(name, num_ranks=3, num_microbatches=6)
     plan = replace(plan, assignment=(5, 0, 2, 3, 1, 4))
-    costs = Unequal((512, 4096, 700, 1800, 1024, 96), 0.1).applied(CostModel.uniform(plan.placement, comm_ms=0.25))
+    costs = LengthsAndLinks((512, 4096, 700, 1800, 1024, 96), 0.1).applied(CostModel.uniform(plan.placement, comm_ms=0.25))
     seen = report(run_as_simulated(plan, costs))
     assert seen.simulation.span_ms == pytest.approx(seen.span_ms)
     assert seen.simulation.makespan_ms == pytest.approx(seen.makespan_ms)

@@ -21,7 +21,7 @@ from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.cli.progress_bar import track
 from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.costs.slicing import Slicing
+from megatron.zerobubble.plan.costs.lengths_and_links import LengthsAndLinks
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.planner import make_plan
@@ -53,10 +53,10 @@ REAL = (
 CONTENDERS = ("stock-1f1b", "zbv", "1f1b:slices=4", "1f1b:slices=8", "zb-h1:slices=8", "zbv:slices=4")
 
 
-def slicing(seq_length: int, key_share: float) -> Slicing:
+def slicing(seq_length: int, key_share: float) -> LengthsAndLinks:
     """How the costs of a sequence of this length divide among slices."""
     share = 4 * seq_length / (24 * HIDDEN_SIZE + 4 * seq_length)
-    return Slicing(tokens=seq_length, attention_share=share, key_share=key_share, multiple=seq_length // PARTS)
+    return LengthsAndLinks(sequence_length=seq_length, attention_share=share, key_share=key_share, multiple=seq_length // PARTS)
 
 
 def costs_of(seq_length: int, placement: Placement, num_slices: int, key_share: float, total_ms: float = 60.0) -> CostModel:

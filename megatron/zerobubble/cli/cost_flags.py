@@ -8,21 +8,25 @@ list of lengths is planned with those.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron.zerobubble.cli.parser import workers_of
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.files import read_given
 from megatron.zerobubble.messages import parse_json, quoted, shown
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.cost_table import check_tokens
 from megatron.zerobubble.plan.costs.length_model import LengthModel
-from megatron.zerobubble.plan.costs.lengths_and_links import Unequal, with_sizes
+from megatron.zerobubble.plan.costs.lengths_and_links import LengthsAndLinks, with_sizes
 from megatron.zerobubble.plan.costs.links import Links
-from megatron.zerobubble.plan.costs.slicing import NUMBERS_OF_SLICES, Slicing, costs_of_other_slices
+from megatron.zerobubble.plan.costs.slicing import NUMBERS_OF_SLICES, costs_of_other_slices
 from megatron.zerobubble.plan.ir import Placement
-from megatron.zerobubble.plan.registry import parse_num_slices
+from megatron.zerobubble.plan.objective import Objective
+from megatron.zerobubble.plan.planner import AUTO
+from megatron.zerobubble.plan.registry import parse_max_pending_backward, parse_num_slices
+from megatron.zerobubble.plan.request import SCALARS, PlanRequest
+from megatron.zerobubble.plan.search.search_options import Effort
 from megatron.zerobubble.profiling.report import COSTS_BY_LENGTH, FORMAT, last_iteration
 
 
@@ -78,42 +82,30 @@ def add_unequal_flags(command: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GivenCosts:
-    """What to plan for, on any placement."""
+class FlagsRequest(PlanRequest):
+    """What the flags ask for."""
 
-    unequal: Unequal
-    """Lengths and their costs if they were measured, and links of ranks."""
-    num_microbatches: int
-    """Microbatches per iteration, m."""
-    of_file: CostModel | None
-    """Per stage; None: the scalars."""
-    scalars: Mapping[str, float]
-    """Per rank and microbatch, by the names of the arguments of `CostModel.uniform`."""
     file: str | None
     """The file of --costs, if it was given."""
-    slicing: Slicing | None = None
-    """How costs divide among slices; None: microbatches are whole."""
-    num_slices: tuple[int, ...] = (1,)
-    """Numbers of slices per microbatch to plan for."""
 
     @property
     def source(self) -> list[str]:
         """A line about measured costs by length, if they count."""
-        model, tokens = self.unequal.model, self.unequal.tokens
-        return [] if model is None else [f"costs by length as measured in {shown(self.file)}: {model.text(max(tokens))}"]
+        model, tokens = self.lengths.model, self.lengths.tokens
+        if model is None or not tokens:
+            return []
+        return [f"costs by length as measured in {shown(self.file)}: {model.text(max(tokens))}"]
 
-    def of(self, placement: Placement, num_slices: int = 1) -> CostModel:
-        """The costs on a placement. Raises PlanError if those of the file are for other stages or microbatches."""
-        costs = CostModel.uniform(placement, **self.scalars) if self.of_file is None else self.of_file
-        costs = self.unequal.applied(costs) if self.slicing is None else self.unequal.cut(costs, self.slicing, num_slices)
-        costs.check_fits(placement, self.num_microbatches)
-        if self.slicing is not None or not costs.table.has_slices or num_slices == costs.num_slices:
+    def costs_of(self, placement: Placement, num_slices: int = 1) -> CostModel:
+        """The costs on a placement, of other slices than those that a run measured if need be."""
+        costs = super().costs_of(placement, num_slices)
+        if self.lengths.sequence_length is not None or not costs.table.has_slices or num_slices == costs.num_slices:
             return costs
         return costs_of_other_slices(costs, num_slices)
 
 
-def read_costs(args: argparse.Namespace, *, more_slices: tuple[int, ...] = ()) -> GivenCosts:
-    """Read the flags for costs, lengths and links, and take the number of microbatches from the lengths if it is not given.
+def read_request(args: argparse.Namespace, *, more_slices: tuple[int, ...] = ()) -> FlagsRequest:
+    """Read the flags of a planning command; the number of microbatches follows from the lengths if it is not given.
 
     Args:
         args: parsed.
@@ -125,7 +117,7 @@ def read_costs(args: argparse.Namespace, *, more_slices: tuple[int, ...] = ()) -
             links that are not given or measured.
         PlanError: a file that is not JSON, has no costs, or is not an object of matrices of links.
     """
-    unequal, of_file, model = _read_unequal(args), None, None
+    lengths, of_file, model = _read_lengths(args), None, None
     if args.costs is not None:
         of_file, model = _read_file(args.costs)
     is_measured = of_file is not None and of_file.table.is_alike and of_file.table.has_slices
@@ -133,23 +125,51 @@ def read_costs(args: argparse.Namespace, *, more_slices: tuple[int, ...] = ()) -
     most = max((*num_slices, *more_slices))
     if of_file is not None and is_measured and not of_file.table.tokens:
         raise ConfigError(f"{shown(args.costs)} has costs of slices and not their lengths; give a file of a run")
-    if args.costs is not None and model is not None and (unequal.tokens or most > 1):
+    if args.costs is not None and model is not None and (lengths.tokens or most > 1):
         if args.attention_share != 0:
             raise ConfigError(
                 f"--attention-share is {args.attention_share:g} and {shown(args.costs)} has measured costs by length; "
                 "drop the share"
             )
-        unequal = replace(unequal, model=model if unequal.tokens else None)
-    names = ("forward_ms", "backward_ms", "wgrad_ms", "comm_ms", "activation_after_backward")
-    return GivenCosts(
-        unequal=unequal,
-        num_microbatches=args.num_microbatches,
-        of_file=of_file,
-        scalars={name: getattr(args, name) for name in names},
-        file=args.costs,
-        slicing=None if most == 1 or is_measured else _slicing(args, unequal.tokens, model),
+        lengths = replace(lengths, model=model)
+    if most > 1 and not is_measured:
+        lengths = replace(
+            lengths,
+            sequence_length=max(lengths.tokens, default=args.sequence_length),
+            key_share=args.key_share,
+            overhead_ms=args.pass_overhead_ms,
+        )
+    pending = getattr(args, "max_pending_backward", None)
+    return FlagsRequest(
+        schedule=getattr(args, "schedule", AUTO),
+        num_ranks=args.num_ranks,
+        num_microbatches=_num_microbatches(args, lengths.tokens),
+        num_chunks=getattr(args, "num_chunks", None),
         num_slices=num_slices,
+        max_pending_backward=None if pending is None else parse_max_pending_backward(pending, args.num_ranks),
+        memory_limit=getattr(args, "memory_limit", None),
+        objective=Objective(args.objective),
+        effort=None if args.effort is None else Effort(args.effort),
+        seed=args.seed,
+        workers=workers_of(args),
+        times={name: getattr(args, name) for name in SCALARS},
+        stages=of_file,
+        lengths=lengths,
+        file=args.costs,
     )
+
+
+def _num_microbatches(args: argparse.Namespace, tokens: tuple[int, ...]) -> int:
+    if args.num_microbatches is None:
+        if not tokens:
+            raise ConfigError("the number of microbatches is missing: give --num-microbatches, or --microbatch-tokens")
+        return len(tokens)
+    if tokens and len(tokens) != args.num_microbatches:
+        raise ConfigError(
+            f"--microbatch-tokens has {len(tokens)} lengths and --num-microbatches is {args.num_microbatches}; "
+            "give one per microbatch"
+        )
+    return int(args.num_microbatches)
 
 
 def _read_slices(args: argparse.Namespace, more: tuple[int, ...], *, are_measured: bool) -> tuple[int, ...]:
@@ -172,16 +192,6 @@ def _read_slices(args: argparse.Namespace, more: tuple[int, ...], *, are_measure
     return chosen
 
 
-def _slicing(args: argparse.Namespace, tokens: tuple[int, ...], model: LengthModel | None) -> Slicing:
-    return Slicing(
-        tokens=max(tokens, default=args.sequence_length),
-        attention_share=args.attention_share,
-        key_share=args.key_share,
-        overhead_ms=args.pass_overhead_ms,
-        model=model,
-    )
-
-
 def _read_file(name: str) -> tuple[CostModel, LengthModel | None]:
     body = parse_json(read_given(name, may_be_stdin=False), name, PlanError)
     if not isinstance(body, dict):
@@ -199,19 +209,11 @@ def _read_file(name: str) -> tuple[CostModel, LengthModel | None]:
     return costs, model
 
 
-def _read_unequal(args: argparse.Namespace) -> Unequal:
+def _read_lengths(args: argparse.Namespace) -> LengthsAndLinks:
     tokens = () if args.microbatch_tokens is None else _read_tokens(args.microbatch_tokens)
-    if args.num_microbatches is None:
-        if not tokens:
-            raise ConfigError("the number of microbatches is missing: give --num-microbatches, or --microbatch-tokens")
-        args.num_microbatches = len(tokens)
-    if tokens and len(tokens) != args.num_microbatches:
-        raise ConfigError(
-            f"--microbatch-tokens has {len(tokens)} lengths and --num-microbatches is {args.num_microbatches}; "
-            "give one per microbatch"
-        )
+    _num_microbatches(args, tokens)
     _check_used(args)
-    return Unequal(tokens, args.attention_share, None if args.links is None else _read_links(args, tokens))
+    return LengthsAndLinks(tokens, args.attention_share, None if args.links is None else _read_links(args, tokens))
 
 
 def _check_used(args: argparse.Namespace) -> None:

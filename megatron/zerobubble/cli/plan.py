@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from megatron.zerobubble.cli.cost_flags import GivenCosts, add_slice_flags, add_unequal_flags, read_costs
+from megatron.zerobubble.cli.cost_flags import FlagsRequest, add_slice_flags, add_unequal_flags, read_request
 from megatron.zerobubble.cli.layout_of_run import add_layout_flags, run_layout
 from megatron.zerobubble.cli.output_files import columns, has_colors, write_text
-from megatron.zerobubble.cli.parser import add_search_flags, workers_of
+from megatron.zerobubble.cli.parser import add_search_flags
 from megatron.zerobubble.cli.plan_files import run_export, run_import, run_show, write_pictures
 from megatron.zerobubble.cli.plan_layers import (
     MICROBATCHES_PER_RANK,
@@ -33,16 +33,13 @@ from megatron.zerobubble.flags.require import installed
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.communication import num_messages
 from megatron.zerobubble.plan.objective import DEFAULT_OBJECTIVE, Objective
-from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT, Result, hand_written, make_plan, pareto
+from megatron.zerobubble.plan.planner import AUTO, Result, best, pareto, searched, with_default_limit
 from megatron.zerobubble.plan.registry import (
     known_schedules,
-    parse_max_pending_backward,
     schedule_info,
-    schedule_spec,
 )
 from megatron.zerobubble.plan.render.plan_summary import summary
-from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
-from megatron.zerobubble.plan.search.search_progress import Progress
+from megatron.zerobubble.plan.search.search_options import Effort
 from megatron.zerobubble.plan.simulate import Simulation
 
 EXAMPLES = {
@@ -184,59 +181,6 @@ def _share(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{quoted(text)} is no number; give a share of 1F1B's memory such as 0.8") from None
 
 
-def _with_default(args: argparse.Namespace, given: GivenCosts, memory_limit: float | None) -> float | None:
-    """The memory limit; `auto` has one if none is given."""
-    if args.schedule == AUTO and memory_limit is None:
-        return AUTO_MEMORY_LIMIT * given.unequal.auto_memory_limit(args.num_ranks)
-    return memory_limit
-
-
-def _result(
-    args: argparse.Namespace,
-    given: GivenCosts,
-    memory_limit: float | None,
-    progress: Progress | None = None,
-    share: float = 1.0,
-) -> Result:
-    """The hand-written pattern without a limit and an effort, otherwise the best plan found with a share of the budget."""
-    name = args.schedule
-    effort = Effort(args.effort or "default")
-    options = SearchOptions(
-        memory_limit=memory_limit,
-        objective=Objective(args.objective),
-        seed=args.seed,
-        workers=workers_of(args),
-        progress=progress,
-        budget=share * effort.budget,
-    )
-    pending = args.max_pending_backward
-    pending = None if pending is None else parse_max_pending_backward(pending, args.num_ranks)
-    if name != AUTO and memory_limit is None and args.effort is None:
-        spec = schedule_spec(
-            name,
-            num_ranks=args.num_ranks,
-            num_chunks=args.num_chunks,
-            max_pending_backward=pending,
-            num_slices=max(given.num_slices),
-        )
-        found = [
-            hand_written(replace(spec, num_slices=n), args.num_microbatches, partial(given.of, num_slices=n), options)
-            for n in given.num_slices
-        ]
-        return min(found, key=lambda result: result.time_ms(options.objective))
-    return make_plan(
-        name,
-        num_ranks=args.num_ranks,
-        num_microbatches=args.num_microbatches,
-        costs_of=given.of,
-        options=options,
-        num_chunks=args.num_chunks,
-        max_pending_backward=pending,
-        num_slices=given.num_slices,
-        sliced_costs_of=given.of,
-    )
-
-
 def run_plan(args: argparse.Namespace) -> None:
     """`plan`: generate or search a plan, with --layers also a layout; simulate it, write it to files and show it."""
     if args.layers is not None:
@@ -249,14 +193,13 @@ def run_plan(args: argparse.Namespace) -> None:
             "--memory, --no-empty-stages and --pipeline-sizes are for --layers; --memory-limit limits a schedule's activation "
             "memory"
         )
-    given = read_costs(args)
-    limit = _with_default(args, given, args.memory_limit)
-    result = stoppable(f"planning {args.schedule}", lambda progress: _result(args, given, limit, progress))
+    request = read_request(args)
+    result = stoppable(f"planning {args.schedule}", lambda progress: best(request, progress))
     simulation = result.simulation
     lines, verdict = [summary(result, columns(args.width), is_colored=has_colors())], {}
     if args.schedule == AUTO:
-        verdict = {"verdict": result.verdict(Objective(args.objective))}
-    lines += [*verdict.values(), *given.source]
+        verdict = {"verdict": result.verdict(request.objective)}
+    lines += [*verdict.values(), *request.source]
     text = simulation.plan.to_json(costs=simulation.costs.to_json(), metrics=result.metrics() | verdict)
     _write(args, simulation, text, lines)
 
@@ -278,24 +221,24 @@ def run_pareto(args: argparse.Namespace) -> None:
         limits = sorted({float(word) for word in args.memory_limits.split(",")})
     except ValueError:
         raise PlanError(f"--memory-limits is {quoted(args.memory_limits)}; give numbers separated by commas") from None
-    args.schedule, args.num_chunks, args.max_pending_backward = AUTO, None, None
-    objective, given = Objective(args.objective), read_costs(args)
+    request = read_request(args)
+    objective = request.objective
     points: list[dict[str, Any]] = []
     shares: dict[float, float] = {}
 
     def within(limit: float, share: float) -> Result:
         shares[limit] = share
-        return _result(args, given, limit, share=share)
+        return searched(replace(request, memory_limit=limit), share * (request.effort or Effort.DEFAULT).budget)
 
-    for limit, best in pareto(track(limits, "memory limits"), within, objective):
-        assert best is not None, "a limit that no plan fits is an error"
+    for limit, found in pareto(track(limits, "memory limits"), within, objective):
+        assert found is not None, "a limit that no plan fits is an error"
         of_objective = {
             "objective": objective.value,
-            "iteration_ms": objective.of(best.simulation),
-            "bubble": objective.bubble_of(best.simulation),
-            "bound_bubble": objective.bubble_of(best.bound),
+            "iteration_ms": objective.of(found.simulation),
+            "bubble": objective.bubble_of(found.simulation),
+            "bound_bubble": objective.bubble_of(found.bound),
         }
-        points.append({"memory_limit": limit, "schedule": best.name} | of_objective | best.metrics())
+        points.append({"memory_limit": limit, "schedule": found.name} | of_objective | found.metrics())
     if args.json is not None:
         write_text(args.json, json.dumps(points))
     if args.png is not None:
@@ -309,7 +252,7 @@ def run_pareto(args: argparse.Namespace) -> None:
             )
         if least := [limit for limit, share in shares.items() if not share]:
             print(f"from {least[0]:g} on hand-written orders alone were tried, since more memory gained nothing before")
-        print("".join(f"{line}\n" for line in given.source), end="")
+        print("".join(f"{line}\n" for line in request.source), end="")
 
 
 def _draw_pareto(points: list[dict[str, Any]], target: str) -> None:
@@ -338,31 +281,30 @@ def _draw_pareto(points: list[dict[str, Any]], target: str) -> None:
 
 def run_compare(args: argparse.Namespace) -> None:
     """`compare`: several schedules for the same costs, the first of them as the base."""
-    objective, words = Objective(args.objective), [word.strip() for word in args.schedules.split(",")]
+    words = [word.strip() for word in args.schedules.split(",")]
     rows: list[dict[str, Any]] = []
-    args.max_pending_backward = None
-    given = read_costs(args, more_slices=tuple(n for word in words for n in _contender(word, ())[2]))
-    chosen = {word: _contender(word, given.num_slices) for word in words}
-    for name, chunks, slices in chosen.values():
+    request = read_request(args, more_slices=tuple(n for word in words for n in _contender(word, ())[2]))
+    objective, chosen = request.objective, dict[str, FlagsRequest]()
+    for word in words:
+        name, chunks, slices = _contender(word, request.num_slices)
+        chosen[word] = with_default_limit(replace(request, schedule=name, num_chunks=chunks, num_slices=slices))
         if name != AUTO:
-            schedule_spec(name, num_ranks=args.num_ranks, num_chunks=chunks, num_slices=max(slices))
+            chosen[word].spec(max(slices))  # refuses what the schedule does not take, before any is planned
     for word in track(list(chosen), "schedules"):
-        args.schedule, args.num_chunks, slices = chosen[word]
-        given = replace(given, num_slices=slices)
-        limit = _with_default(args, given, args.memory_limit)
-        name = word
+        asked, name = chosen[word], word
         try:
-            simulation = _result(args, given, limit).simulation
+            simulation = best(asked).simulation
         except (ConfigError, PlanError) as error:
-            if limit is None:  # none that one of the schedules exceeds
+            if asked.memory_limit is None:  # none that one of the schedules exceeds
                 raise
             if rows:
                 rows.append({"schedule": word, "error": str(error)})
                 continue
-            name, simulation = f"{word} (no limit)", _result(args, given, None).simulation
+            name = f"{word} (no limit)"
+            simulation = best(replace(asked, memory_limit=math.inf if asked.schedule == AUTO else None)).simulation
         rows.append(
             {
-                "schedule": name if args.schedule != AUTO else f"{AUTO} ({simulation.plan.schedule})",
+                "schedule": name if asked.schedule != AUTO else f"{AUTO} ({simulation.plan.schedule})",
                 "iteration_ms": objective.of(simulation),
                 "bubble": objective.bubble_of(simulation),
                 "peak_memory": max(simulation.peak_memory),
@@ -376,7 +318,7 @@ def run_compare(args: argparse.Namespace) -> None:
         print(f"iteration time {objective.label}; memory per rank, 1.0 is 1F1B's rank 0; messages of all ranks per iteration")
         print(f"{'schedule':24} {'ms':>12} {'speed-up':>9} {'bubble':>9} {'memory':>7} {'messages':>9}")
         print("\n".join(map(_compared, rows)))
-        print("".join(f"{line}\n" for line in given.source), end="")
+        print("".join(f"{line}\n" for line in request.source), end="")
 
 
 def _contender(word: str, num_slices: tuple[int, ...]) -> tuple[str, int | None, tuple[int, ...]]:

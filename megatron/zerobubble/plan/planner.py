@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.bounds.schedule_bound import Bound, lower_bound
@@ -23,9 +23,17 @@ from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import check_at_least_one, check_size, plan_of, schedule_info, schedule_spec
+from megatron.zerobubble.plan.request import PlanRequest
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.plan.search.assign import ITERATION_BUDGET, check_sliceable
-from megatron.zerobubble.plan.search.search_options import SearchOptions, check_memory_limit, largest_microbatch, smallest_memory
+from megatron.zerobubble.plan.search.search_options import (
+    Effort,
+    SearchOptions,
+    check_memory_limit,
+    largest_microbatch,
+    smallest_memory,
+)
+from megatron.zerobubble.plan.search.search_progress import Progress
 from megatron.zerobubble.plan.simulate import Simulation, simulate
 
 AUTO = "auto"
@@ -39,6 +47,8 @@ CostsOf = Callable[[Placement], CostModel]
 
 SlicedCostsOf = Callable[[Placement, int], CostModel]
 """Placement and number of slices, above 1 -> costs with those of every slice. Raises as `CostsOf`."""
+
+Request = TypeVar("Request", bound=PlanRequest)
 
 _CostsOfSpec = Callable[[ScheduleSpec], CostModel]
 
@@ -195,17 +205,58 @@ def make_plan(
     return min(found, key=lambda result: result.time_ms(options.objective))
 
 
-def hand_written(spec: ScheduleSpec, num_microbatches: int, costs_of: CostsOf, options: SearchOptions) -> Result:
-    """A schedule's own order without a search, with the lower bound at its own peak memory. Arguments are those of `make_plan`.
+def with_default_limit(request: Request) -> Request:
+    """The request with the memory limit of `auto` where none is given."""
+    if request.schedule != AUTO or request.memory_limit is not None:
+        return request
+    return replace(request, memory_limit=AUTO_MEMORY_LIMIT * request.lengths.auto_memory_limit(request.num_ranks))
 
-    Unequal microbatches are assigned to it, with the objective and the seed of `options`.
+
+def best(request: PlanRequest, progress: Progress | None = None) -> Result:
+    """What a request asks for: the hand-written order without a limit and an effort, else the best plan found.
+
+    Raises:
+        ConfigError: see `make_plan`.
+        PlanError: see `make_plan`.
     """
-    costs = costs_of(spec.placement).divided(spec.num_slices)
-    if costs.is_plain:
-        plan = plan_of(spec, num_microbatches)
-    else:
-        plan = MicrobatchPlanner(spec, num_microbatches, options=replace(options, budget=ITERATION_BUDGET)).plan(costs)
-    return Result.of(plan, costs)
+    request = with_default_limit(request)
+    if request.schedule != AUTO and request.memory_limit is None and request.effort is None:
+        return hand_written(request)
+    return searched(request, (request.effort or Effort.DEFAULT).budget, progress)
+
+
+def searched(request: PlanRequest, budget: float, progress: Progress | None = None) -> Result:
+    """The best plan found with a budget. Raises as `make_plan`."""
+    return make_plan(
+        request.schedule,
+        num_ranks=request.num_ranks,
+        num_microbatches=request.num_microbatches,
+        costs_of=request.costs_of,
+        options=request.options(budget, progress),
+        num_chunks=request.num_chunks,
+        max_pending_backward=request.max_pending_backward,
+        num_slices=request.num_slices,
+        sliced_costs_of=request.costs_of,
+    )
+
+
+def hand_written(request: PlanRequest) -> Result:
+    """The schedule's own order without a search, with the lower bound at its own peak memory; its memory limit does not count.
+
+    Unequal microbatches are assigned to it, with the objective and the seed of the request.
+    """
+    request.spec(max(request.num_slices))  # refuses what the schedule does not take
+    options = replace(request.options(ITERATION_BUDGET), memory_limit=None)
+    found = []
+    for n in request.num_slices:
+        spec = request.spec(n)
+        costs = request.costs_of(spec.placement, n).divided(n)
+        if costs.is_plain:
+            plan = plan_of(spec, request.num_microbatches)
+        else:
+            plan = MicrobatchPlanner(spec, request.num_microbatches, options=options).plan(costs)
+        found.append(Result.of(plan, costs))
+    return min(found, key=lambda result: result.time_ms(request.objective))
 
 
 def pareto(

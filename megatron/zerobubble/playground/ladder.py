@@ -10,19 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan import planner
 from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
 from megatron.zerobubble.plan.objective import Objective
-from megatron.zerobubble.plan.planner import AUTO, Result, best_of, hand_written, make_plan
-from megatron.zerobubble.plan.registry import schedule_info, schedule_spec
+from megatron.zerobubble.plan.planner import AUTO, Result, best_of, hand_written, searched
+from megatron.zerobubble.plan.registry import schedule_info
 from megatron.zerobubble.plan.search.assign import ITERATION_BUDGET
 from megatron.zerobubble.plan.search.search import evaluations_per_second
-from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
+from megatron.zerobubble.plan.search.search_options import Effort
 from megatron.zerobubble.plan.validate import MEMORY_TOLERANCE
-from megatron.zerobubble.playground.problem import PlanRequest
+from megatron.zerobubble.playground.problem import PageRequest
 
 _BETWEEN = 3e8
 """Budget of a rung between `fast` and `default`."""
@@ -44,7 +43,7 @@ class Rung:
     """Fraction of the total work that is done, 0 to 1."""
 
 
-def climb(problem: PlanRequest) -> Iterator[Rung]:
+def climb(problem: PageRequest) -> Iterator[Rung]:
     """Yield the best plan so far after every rung; the last one has `spent` 1.
 
     Raises:
@@ -56,18 +55,18 @@ def climb(problem: PlanRequest) -> Iterator[Rung]:
     if best is not None:
         yield Rung(result=best, spent=0.0 if budgets else 1.0)
     elif budgets[0] > 0:  # the hand-written schedule exceeds the limit; the first plan of a search does not
-        best = _searched(problem, 0.0)
+        best = searched(problem, 0.0)
         yield Rung(result=best, spent=0.0)
     done = 0.0
     for budget in budgets:
-        found = _searched(problem, budget)
+        found = searched(problem, budget)
         if best is None or not problem.objective.of(found.simulation) > problem.objective.of(best.simulation):
             best = found
         done += budget
         yield Rung(result=best, spent=done / sum(budgets) if done else 1.0)
 
 
-def budgets_of(problem: PlanRequest) -> tuple[float, ...]:
+def budgets_of(problem: PageRequest) -> tuple[float, ...]:
     """Budgets of the searches after the hand-written schedule; empty if there is no search."""
     is_fixed = problem.is_plain and problem.schedule != AUTO and not schedule_info(problem.schedule).is_searched
     if is_fixed or problem.effort is None:
@@ -79,13 +78,13 @@ def budgets_of(problem: PlanRequest) -> tuple[float, ...]:
     return tuple(budget for budget in rungs if budget <= problem.effort.budget)
 
 
-def share_of_climb(problem: PlanRequest) -> float:
+def share_of_climb(problem: PageRequest) -> float:
     """The share of `climb` in the work of both searches, 0 to 1; the rest is `for_other_objective`'s."""
     budgets = budgets_of(problem)
     return sum(budgets) / (sum(budgets) + budgets[-1]) if any(budgets) else 1.0
 
 
-def for_other_objective(problem: PlanRequest, found: Result) -> Result:
+def for_other_objective(problem: PageRequest, found: Result) -> Result:
     """The plan for the other kind of optimizer step, under the same limit; a run with that would not execute the plan found.
 
     Args:
@@ -96,13 +95,13 @@ def for_other_objective(problem: PlanRequest, found: Result) -> Result:
     objective = next(each for each in Objective if each is not problem.objective)
     if not any(budgets) or objective.of(found.simulation) <= objective.of(found.bound) * (1 + 1e-8):
         return found
-    other = _searched(replace(problem, objective=objective), budgets[-1])
+    other = searched(replace(problem, objective=objective), budgets[-1])
     return min(other, found, key=lambda result: objective.of(result.simulation))
 
 
-def seconds_by_effort(problem: PlanRequest) -> dict[str, float]:
+def seconds_by_effort(problem: PageRequest) -> dict[str, float]:
     """About how many seconds a problem takes with each effort, both objectives included; 0 for a schedule without a search."""
-    num_cells = problem.num_ranks * problem.num_microbatches * problem.num_slices
+    num_cells = problem.num_ranks * problem.num_microbatches * max(problem.num_slices)
     found = {}
     for effort in Effort:
         budgets = budgets_of(replace(problem, effort=effort))
@@ -113,7 +112,7 @@ def seconds_by_effort(problem: PlanRequest) -> dict[str, float]:
     return found
 
 
-def pareto(problem: PlanRequest) -> Iterator[tuple[float, Result | None]]:
+def pareto(problem: PageRequest) -> Iterator[tuple[float, Result | None]]:
     """Yield the best plan of all schedules for every memory limit, None if no schedule fits.
 
     The iteration time never grows with the limit: a plan within a lower limit is kept if none better is found. A point takes as
@@ -124,27 +123,13 @@ def pareto(problem: PlanRequest) -> Iterator[tuple[float, Result | None]]:
     def plan_within(limit: float, share: float) -> Result | None:
         asked = replace(problem, schedule=AUTO, num_chunks=None, max_pending_backward=None, memory_limit=limit)
         with suppress(ConfigError):  # too little memory for any schedule
-            return _searched(asked, share * budgets_of(asked)[-1])
+            return searched(asked, share * budgets_of(asked)[-1])
         return None
 
     return planner.pareto(problem.memory_limits, plan_within, problem.objective)
 
 
-def _searched(problem: PlanRequest, budget: float) -> Result:
-    return make_plan(
-        problem.schedule,
-        num_ranks=problem.num_ranks,
-        num_microbatches=problem.num_microbatches,
-        costs_of=problem.costs_of,
-        num_slices=(problem.num_slices,),
-        sliced_costs_of=problem.costs_of,
-        options=SearchOptions(memory_limit=problem.memory_limit, objective=problem.objective, seed=problem.seed, budget=budget),
-        num_chunks=problem.num_chunks,
-        max_pending_backward=problem.max_pending_backward,
-    )
-
-
-def _hand_written(problem: PlanRequest) -> Result | None:
+def _hand_written(problem: PageRequest) -> Result | None:
     """The hand-written schedule, for `auto` the best of them; None if it exceeds the memory limit.
 
     Unequal microbatches are assigned to it, as by `zerobubble plan` without an effort.
@@ -155,7 +140,7 @@ def _hand_written(problem: PlanRequest) -> Result | None:
         return None  # the search rejects it with a message
     results = []
     for name in _QUICK:
-        if problem.num_slices > 1 and not schedule_info(name).takes_slices:
+        if max(problem.num_slices) > 1 and not schedule_info(name).takes_slices:
             continue
         try:
             results.append(_hand_written_one(replace(problem, schedule=name)))
@@ -165,20 +150,12 @@ def _hand_written(problem: PlanRequest) -> Result | None:
     return best_of(drawn, problem.objective) if drawn else None
 
 
-def _hand_written_one(problem: PlanRequest) -> Result | None:
-    spec = schedule_spec(
-        problem.schedule,
-        num_ranks=problem.num_ranks,
-        num_chunks=problem.num_chunks,
-        max_pending_backward=problem.max_pending_backward,
-        num_slices=problem.num_slices,
-    )
-    options = SearchOptions(objective=problem.objective, seed=problem.seed)
-    costs_of = partial(problem.costs_of, num_slices=problem.num_slices)
-    found = hand_written(spec, problem.num_microbatches, costs_of, options)
-    limit, simulation = problem.memory_limit, found.simulation
+def _hand_written_one(problem: PageRequest) -> Result | None:
+    found, limit = hand_written(problem), problem.memory_limit
     if limit is None:
         return found
+    simulation = found.simulation
     if max(simulation.peak_memory) > limit + MEMORY_TOLERANCE:
         return None
-    return replace(found, bound=lower_bound(spec.placement, problem.num_microbatches, simulation.costs, limit))
+    bound = lower_bound(simulation.plan.placement, problem.num_microbatches, simulation.costs, limit)
+    return replace(found, bound=bound)

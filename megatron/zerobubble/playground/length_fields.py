@@ -12,7 +12,7 @@ from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.cost_table import check_tokens
 from megatron.zerobubble.plan.costs.length_model import LengthModel
-from megatron.zerobubble.plan.costs.lengths_and_links import Unequal, with_sizes
+from megatron.zerobubble.plan.costs.lengths_and_links import LengthsAndLinks, with_sizes
 from megatron.zerobubble.plan.costs.links import Links
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.registry import build_plan, schedule_info
@@ -32,7 +32,7 @@ _MOST_SEED = 2**31
 _DIGITS = 6
 
 
-def read_unequal(given: Mapping[str, Any], num_ranks: int, num_microbatches: int) -> Unequal:
+def read_lengths(given: Mapping[str, Any], num_ranks: int, num_microbatches: int) -> LengthsAndLinks:
     """Read the lengths and the links of a request.
 
     Raises:
@@ -43,7 +43,7 @@ def read_unequal(given: Mapping[str, Any], num_ranks: int, num_microbatches: int
     per_token = number("bytes_per_token", given.get("bytes_per_token", 0), _MOST_BYTES)
     tokens = _tokens(given.get("microbatch_tokens"), num_microbatches)
     links = given.get("links")
-    return Unequal(tokens, share, None if links is None else _links(links, num_ranks, tokens, per_token))
+    return LengthsAndLinks(tokens, share, None if links is None else _links(links, num_ranks, tokens, per_token))
 
 
 def _tokens(given: object, num_microbatches: int) -> tuple[int, ...]:

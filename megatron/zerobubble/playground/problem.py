@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.messages import parse_json, quoted, shown
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.costs.lengths_and_links import Unequal
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.objective import DEFAULT_OBJECTIVE, Objective
 from megatron.zerobubble.plan.partition.layout import Layout
-from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT
+from megatron.zerobubble.plan.planner import AUTO, with_default_limit
 from megatron.zerobubble.plan.registry import parse_max_pending_backward, schedule_info
+from megatron.zerobubble.plan.request import SCALARS, PlanRequest
 from megatron.zerobubble.plan.search.search_options import Effort
-from megatron.zerobubble.playground.length_fields import KEYS, read_unequal
+from megatron.zerobubble.playground.length_fields import KEYS, read_lengths
 from megatron.zerobubble.playground.limits import (
     MAX_MEMORY,
     MAX_MICROBATCHES,
@@ -32,54 +32,25 @@ from megatron.zerobubble.playground.limits import (
 from megatron.zerobubble.playground.models.measured import MeasuredMemory, read_measured
 from megatron.zerobubble.playground.models.model_problem import ModelProblem, read_model
 
-_SCALARS = ("forward_ms", "backward_ms", "wgrad_ms", "comm_ms", "activation_after_backward")
-
 
 @dataclass(frozen=True, kw_only=True)
-class PlanRequest:
-    """One schedule to plan, or with `memory_limits` a Pareto front."""
+class PageRequest(PlanRequest):
+    """One schedule to plan, or with `memory_limits` a Pareto front. Without effort there is no search, under a limit either."""
 
-    num_ranks: int
-    num_microbatches: int
-    schedule: str
-    """A name in the registry, or `auto`."""
-    num_chunks: int | None
-    num_slices: int
-    """Slices of each microbatch along its sequence; 1: microbatches are whole."""
-    max_pending_backward: int | None
-    memory_limit: float | None
-    """None: the schedule's own. For `auto` it is a number, as in a run: 1F1B's memory if none was given."""
     memory_limits: tuple[float, ...]
     """Memory limits of a Pareto front, ascending; empty if none is requested."""
-    objective: Objective
-    effort: Effort | None
-    """None: the hand-written schedule, without a search."""
-    seed: int
-    times: Mapping[str, float]
-    """Uniform costs per rank and microbatch, as for `CostModel.uniform`; ignored with `stages`."""
-    stages: CostModel | None
-    """Costs per stage; for placements with fewer stages the costs of consecutive stages are added up."""
     model: ModelProblem | None
     """A model in place of times, which then are only those that replace its estimates. With `stages` only its bytes count."""
     run_memory: MeasuredMemory | None
     """The memory of the run that `stages` were measured in."""
-    unequal: Unequal
-    """Lengths of the microbatches, for which the times are those of the mean length, and links, instead of one latency."""
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether all microbatches are equal, and all links."""
-        return self.unequal.is_plain and (self.stages is None or self.stages.is_plain)
-
-    def costs_of(self, placement: Placement, num_slices: int = 1) -> CostModel:
-        """The costs for a placement. Raises PlanError if they cannot be derived from the table without guessing.
-
-        Slices of a model have equal work by its sizes. Without one these are the costs of whole microbatches, for the planner to
-        divide evenly.
-        """
-        costs = self._mean_costs(placement)
-        slicing = None if self.model is None else self.model.slicing
-        return self.unequal.applied(costs) if slicing is None else self.unequal.cut(costs, slicing, num_slices)
+    def mean_costs(self, placement: Placement) -> CostModel:
+        """The costs of the model or the table, of which consecutive stages are added up for placements with fewer."""
+        if self.stages is None and self.model is not None:
+            return self.model.costs_of(placement)
+        if self.stages is not None and self.stages.num_stages % placement.num_stages == 0:
+            return self.stages.merged(placement.num_stages)
+        return super().mean_costs(placement)
 
     def memory(self, placement: Placement) -> dict[str, Any] | None:
         """What turns a plan's memory into bytes; None if nothing says that."""
@@ -91,26 +62,16 @@ class PlanRequest:
         """The layers of every stage; None without a model."""
         return None if self.model is None else self.model.layout(placement)
 
-    def _mean_costs(self, placement: Placement) -> CostModel:
-        if self.stages is None and self.model is not None:
-            return self.model.costs_of(placement)
-        if self.stages is None:
-            return CostModel.uniform(placement, **self.times)
-        if self.stages.num_stages % placement.num_stages == 0:
-            return self.stages.merged(placement.num_stages)
-        self.stages.check_fits(placement)
-        return self.stages
-
     def derived_from(self, placement: Placement) -> int | None:
         """The number of stages of the table, if the costs for a placement are derived from it; else None."""
         given = None if self.stages is None else self.stages.num_stages
         return None if given == placement.num_stages else given
 
 
-_KEYS = KEYS | {field.name for field in fields(PlanRequest)} - {"unequal"}
+_KEYS = KEYS | {field.name for field in fields(PageRequest)} - {"lengths", "workers"}
 
 
-def read_problem(body: str | bytes) -> PlanRequest:
+def read_problem(body: str | bytes) -> PageRequest:
     """Read a request.
 
     Raises:
@@ -126,26 +87,29 @@ def read_problem(body: str | bytes) -> PlanRequest:
     if name != AUTO:
         schedule_info(shown(name))
     num_microbatches = whole("num_microbatches", given.get("num_microbatches"), 1, MAX_MICROBATCHES)
-    unequal = read_unequal(given, num_ranks, num_microbatches)
+    lengths = read_lengths(given, num_ranks, num_microbatches)
+    num_slices = _slices(given, num_microbatches)
     times = _times(given.get("times", {}))
-    return PlanRequest(
+    model = None if given.get("model") is None else read_model(given["model"], times)
+    request = PageRequest(
         num_ranks=num_ranks,
         num_microbatches=num_microbatches,
         schedule=str(name),
         num_chunks=_chunks(given),
-        num_slices=_slices(given, num_microbatches),
+        num_slices=(num_slices,),
         max_pending_backward=_pending(given, num_ranks),
-        memory_limit=_limit(given, AUTO_MEMORY_LIMIT * unequal.auto_memory_limit(num_ranks) if name == AUTO else None),
+        memory_limit=None if given.get("memory_limit") is None else _memory(given["memory_limit"]),
         memory_limits=_memories(given),
         objective=choice(Objective, "objective", given.get("objective", DEFAULT_OBJECTIVE.value)),
         effort=None if given.get("effort", "drawn") == "drawn" else choice(Effort, "effort", given["effort"]),
         seed=whole("seed", given.get("seed"), 0, 2**31) if "seed" in given else 0,
         times=times,
         stages=None if given.get("stages") is None else read_stages(given["stages"]),
-        model=None if given.get("model") is None else read_model(given["model"], times),
+        model=model,
         run_memory=None if given.get("run_memory") is None else read_measured(given["run_memory"]),
-        unequal=unequal,
+        lengths=lengths if model is None or num_slices == 1 else replace(lengths, **model.shares),
     )
+    return with_default_limit(request)
 
 
 def read_object(body: str | bytes) -> dict[str, Any]:
@@ -160,11 +124,6 @@ def check_size(num_ranks: int, num_microbatches: int) -> None:
     """Raise ConfigError if a pipeline from a file is too large."""
     whole("num_ranks", num_ranks, 1, MAX_RANKS)
     whole("num_microbatches", num_microbatches, 1, MAX_MICROBATCHES)
-
-
-def _limit(given: Mapping[str, Any], usual: float | None) -> float | None:
-    value = given.get("memory_limit")
-    return usual if value is None else _memory(value)
 
 
 def _memory(value: object) -> float:
@@ -203,8 +162,8 @@ def _pending(given: Mapping[str, Any], num_ranks: int) -> int | None:
 
 
 def _times(given: object) -> Mapping[str, float]:
-    if not isinstance(given, dict) or not set(given) <= set(_SCALARS):
-        raise ConfigError(f"times must be an object with some of {', '.join(_SCALARS)}, got {quoted(given)}")
+    if not isinstance(given, dict) or not set(given) <= set(SCALARS):
+        raise ConfigError(f"times must be an object with some of {', '.join(SCALARS)}, got {quoted(given)}")
     return {
         name: number(name, value, MAX_MEMORY if name == "activation_after_backward" else MAX_TIME_MS)
         for name, value in given.items()

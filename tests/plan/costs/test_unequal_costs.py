@@ -17,7 +17,7 @@ from megatron.zerobubble.plan.communication import place_communication
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.cost_table import COST_LISTS, CostTable
 from megatron.zerobubble.plan.costs.length_model import LengthModel, Terms
-from megatron.zerobubble.plan.costs.lengths_and_links import Unequal
+from megatron.zerobubble.plan.costs.lengths_and_links import LengthsAndLinks
 from megatron.zerobubble.plan.costs.links import Links, LinkTime, unequal_links
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
 from megatron.zerobubble.plan.registry import build_plan
@@ -118,7 +118,7 @@ def test_equal_microbatches_and_links_are_the_plain_costs() -> None:
 def test_equal_lengths_are_the_plain_costs_to_the_bit(time_ms: float, tokens: int, share: float) -> None:
     """A last digit could change which of two orders a search takes for the better one."""
     costs = CostModel.uniform(Placement.v(2), forward_ms=time_ms, backward_ms=1.1 * time_ms, activation_after_backward=0.37)
-    assert Unequal((tokens,) * 6, share).applied(costs) == costs
+    assert LengthsAndLinks((tokens,) * 6, share).applied(costs) == costs
 
 
 def test_means_stand_for_unequal_microbatches() -> None:
@@ -239,9 +239,9 @@ def test_auto_limits_measured_costs_to_1f1b_memory_for_these_lengths() -> None:
     """Memory has a constant part, so the two longest count less than their tokens."""
     equal = (Terms(1.0, 0.0, 0.0),) * 4
     lists = dict.fromkeys(COST_LISTS, equal) | {"activation": (Terms(0.125, 0.375 / 1000, 0.0),) * 4}
-    given = Unequal((100, 4000, 2000), model=LengthModel(**lists))
+    given = LengthsAndLinks((100, 4000, 2000), model=LengthModel(**lists))
     assert given.auto_memory_limit(2) == pytest.approx((4 * 0.125 + 2 * 0.375 * 6) / 2)
-    assert Unequal((1000,) * 3, model=given.model).auto_memory_limit(2) == pytest.approx(1.0), "the usual length"
+    assert LengthsAndLinks((1000,) * 3, model=given.model).auto_memory_limit(2) == pytest.approx(1.0), "the usual length"
 
 
 def length_model_json(name: str, value: object) -> object:

@@ -17,9 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.costs.cost_table import COST_LISTS, numbers_of_slices
+from megatron.zerobubble.plan.costs.cost_table import numbers_of_slices
 from megatron.zerobubble.plan.costs.length_model import LengthModel, Terms, slices_of_sequence
 
 NUMBERS_OF_SLICES = (1, 2, 4, 8, 16)
@@ -111,6 +110,17 @@ def unlike_lengths(tokens: int, *, multiple: int = 1) -> tuple[int, ...]:
     return (*lengths, rest * multiple)
 
 
+def work_of(model: LengthModel) -> Terms:
+    """Time of F, B and W of all stages by tokens and squared lengths; where none takes time, as if by tokens.
+
+    By the FLOPs of a transformer layer B and W together are twice F for any share of attention, so that F and the fused backward
+    are each the same for all slices of equal work, too. B alone is longer for later slices, and W shorter.
+    """
+    passes = [*model.forward_ms, *model.backward_ms, *model.wgrad_ms]
+    work = Terms(0.0, math.fsum(terms.per_token for terms in passes), math.fsum(terms.per_square for terms in passes))
+    return work if work.per_token or work.per_square else Terms(per_token=1.0)
+
+
 def costs_of_other_slices(costs: CostModel, num_slices: int, *, multiple: int = 1) -> CostModel:
     """The costs of other slices, of equal work, or with 1 of whole microbatches, fitted to measured slices of unlike lengths.
 
@@ -126,7 +136,7 @@ def costs_of_other_slices(costs: CostModel, num_slices: int, *, multiple: int = 
     """
     measured = costs.table
     model = LengthModel.fit(measured)
-    rule = CutRule(work=_work(model), multiple=multiple)
+    rule = CutRule(work=work_of(model), multiple=multiple)
     lengths = rule.lengths(sum(measured.tokens), num_slices)
     table = replace(model.table([slices_of_sequence(lengths)]).of(0), keys=measured.keys, key_gradients=measured.key_gradients)
     if num_slices == 1:
@@ -175,87 +185,3 @@ class CutRule:
         while best * 2 <= self.tile and tokens % (best * 2) == 0 and tokens >= best * 2 * num_slices * _STEPS:
             best *= 2
         return best
-
-
-@dataclass(frozen=True, kw_only=True)
-class Slicing:
-    """Sequences, and what is known of how their costs divide among slices."""
-
-    tokens: int
-    """Length of a sequence, s; where microbatches have lengths of their own, of the longest."""
-    attention_share: float = 0.0
-    """Share of F's time in attention, of a whole sequence."""
-    key_share: float = 0.0
-    """Share of F's activation memory that is keys and values, which a stage keeps from a microbatch's first F to its last B."""
-    overhead_ms: float = 0.0
-    """What each F, B and W of a stage takes besides the work of its tokens: launches, kernels too short for the device."""
-    multiple: int = 1
-    """Of which the length of every slice is one."""
-    model: LengthModel | None = None
-    """Measured costs by length, in place of a share and an overhead; None: not measured."""
-
-    def __post_init__(self) -> None:
-        for name in ("attention_share", "key_share"):
-            value = getattr(self, name)
-            if not 0 <= value < 1:
-                raise ConfigError(f"{name} is {quoted(value)}; it must be 0 or more and below 1")
-        for name in ("tokens", "multiple"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {quoted(getattr(self, name))}; it must be a whole number, 1 or more")
-        if not 0 <= self.overhead_ms < math.inf:
-            raise ConfigError(f"overhead_ms is {quoted(self.overhead_ms)}; it must be a number of 0 or more")
-
-    def applied(self, costs: CostModel, num_slices: int, microbatch_tokens: Sequence[int] = ()) -> CostModel:
-        """The costs of a plan with that many slices per microbatch, of equal work, from those of whole microbatches.
-
-        Args:
-            costs: of microbatches of the mean length.
-            num_slices: n, of the longest microbatch.
-            microbatch_tokens: length of every microbatch; empty: `tokens` each.
-
-        Raises:
-            ConfigError: see `slice_lengths`; costs of every microbatch, which do not say what their slices cost.
-        """
-        if num_slices == 1:
-            return costs
-        if not costs.table.is_alike:
-            raise ConfigError("costs of every microbatch do not say what its slices cost; give lengths, or 1 slice")
-        model = self.of_lengths(costs, microbatch_tokens)
-        rule = CutRule(work=_work(model), multiple=self.multiple)
-        longest = rule.lengths(self.tokens if not microbatch_tokens else max(microbatch_tokens), num_slices)  # raises
-        if len(set(microbatch_tokens)) <= 1:
-            return costs.with_table(model.table([slices_of_sequence(longest)], key_share=self.key_share).of(0))
-        pieces = map(slices_of_sequence, rule.pieces(microbatch_tokens, num_slices))
-        return costs.with_table(model.table(list(pieces), key_share=self.key_share))
-
-    def of_lengths(self, costs: CostModel, microbatch_tokens: Sequence[int] = ()) -> LengthModel:
-        """How costs follow from the length, those of microbatches of these lengths being the means."""
-        if self.model is not None:
-            return self.model
-        lengths = microbatch_tokens or (self.tokens,)
-        tokens = sum(lengths) / len(lengths)
-        squares = sum(length * length for length in lengths) / len(lengths)
-        model = LengthModel.of(costs, tokens=tokens, squares=squares, attention_share=self.attention_share)
-        if not self.overhead_ms:
-            return model
-        lists = model.lists
-        for name in COST_LISTS[:3]:
-            times = getattr(costs, name)
-            if min(times) < self.overhead_ms:
-                raise ConfigError(
-                    f"overhead_ms is {self.overhead_ms:g} and a pass takes {min(times):g} ms ({name}); it must be a part of that"
-                )
-            scaled = (terms.scaled(1 - self.overhead_ms / time) for terms, time in zip(lists[name], times, strict=True))
-            lists[name] = tuple(terms._replace(constant=self.overhead_ms) for terms in scaled)
-        return LengthModel(**lists)
-
-
-def _work(model: LengthModel) -> Terms:
-    """Time of F, B and W of all stages by tokens and squared lengths; where none takes time, as if by tokens.
-
-    By the FLOPs of a transformer layer B and W together are twice F for any share of attention, so that F and the fused backward
-    are each the same for all slices of equal work, too. B alone is longer for later slices, and W shorter.
-    """
-    passes = [*model.forward_ms, *model.backward_ms, *model.wgrad_ms]
-    work = Terms(0.0, math.fsum(terms.per_token for terms in passes), math.fsum(terms.per_square for terms in passes))
-    return work if work.per_token or work.per_square else Terms(per_token=1.0)

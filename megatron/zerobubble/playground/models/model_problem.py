@@ -17,7 +17,6 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.cost_table import COST_LISTS
-from megatron.zerobubble.plan.costs.slicing import Slicing
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.layer_costs import Model
 from megatron.zerobubble.plan.partition.layout import Layout
@@ -79,8 +78,8 @@ class ModelProblem:
     """Whether the layers are divided by their work; else every stage has as many layers, or one more in the first ones."""
     own: Mapping[str, float]
     """Figures that replace the estimated ones: times and M_W / M_B per rank, `comm_ms`."""
-    slicing: Slicing | None = None
-    """How its costs divide among slices of a sequence; None: its sizes are not known."""
+    shares: Mapping[str, Any]
+    """How its costs divide among slices of a sequence, by the fields of `LengthsAndLinks`; empty: its sizes are not known."""
 
     def layout(self, placement: Placement) -> Layout:
         """The layers of every stage."""
@@ -135,7 +134,7 @@ def read_model(given: object, own: Mapping[str, float]) -> ModelProblem:
     rest = dict(given)
     device = number("device_gib", rest.pop("device_gib", GPUS["H100"][2]), _MOST_GIB, 0.1) * _GIB
     is_balanced = bool(whole("is_balanced", rest.pop("is_balanced", 0), 0, 1))
-    slicing = None
+    shares: dict[str, Any] = {}
     if set(rest) == {"layers"}:
         model = Model.from_json(json.dumps(rest["layers"]))
     elif set(rest) == {"preset"}:
@@ -146,23 +145,23 @@ def read_model(given: object, own: Mapping[str, float]) -> ModelProblem:
     else:
         sizes = _sizes(rest)
         model = estimate(sizes)
-        slicing = _slicing(sizes, model)
+        shares = _shares(sizes, model)
     if model.total.work_ms <= 0:
         raise ConfigError("no layer takes any time; give the times of at least one kind")
-    return ModelProblem(model=model, device_bytes=device, is_balanced=is_balanced, own=own, slicing=slicing)
+    return ModelProblem(model=model, device_bytes=device, is_balanced=is_balanced, own=own, shares=shares)
 
 
-def _slicing(sizes: Mapping[str, float], model: Model) -> Slicing:
+def _shares(sizes: Mapping[str, float], model: Model) -> dict[str, Any]:
     """Attention is what F of a layer has and W has not; its keys and values are kept for all slices."""
     layer, heads = model.kinds["layer"], sizes["num_query_groups"] or sizes["num_attention_heads"]
     channels = sizes["kv_channels"] or sizes["hidden_size"] // sizes["num_attention_heads"]
     keys = 2 * heads * channels / sizes["tensor_model_parallel_size"]
     key_bytes = 2 * sizes["num_layers"] * sizes["seq_length"] * sizes["micro_batch_size"] * keys
-    return Slicing(
-        tokens=int(sizes["seq_length"]),
-        attention_share=max(0.0, 1 - layer.wgrad_ms / layer.forward_ms),
-        key_share=min(0.99, key_bytes / model.total.activation_bytes),
-    )
+    return {
+        "sequence_length": int(sizes["seq_length"]),
+        "attention_share": max(0.0, 1 - layer.wgrad_ms / layer.forward_ms),
+        "key_share": min(0.99, key_bytes / model.total.activation_bytes),
+    }
 
 
 def _sizes(given: Mapping[str, Any]) -> dict[str, float]:
