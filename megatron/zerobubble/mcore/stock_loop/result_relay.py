@@ -153,10 +153,10 @@ class ResultRelay:
     def close(self) -> None:
         """End the thread and destroy the process group. Every rank of the world must call it."""
         atexit.unregister(self._at_exit)
-        self.flush()
         if self._issuer is not None:
             self._issuer.close()
             self._issuer = None
+        self.flush()
         dist.destroy_process_group(self._hosts)
 
     def _send(self, message: _Message) -> None:
