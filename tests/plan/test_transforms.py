@@ -13,7 +13,14 @@ from megatron.zerobubble.plan.ir import Op, OpKind, Placement
 from megatron.zerobubble.plan.registry import build_plan, known_schedules, schedule_info
 from megatron.zerobubble.plan.search.search_options import SearchOptions, smallest_memory
 from megatron.zerobubble.plan.simulate import memory_over_time, peak_memory, simulate
-from megatron.zerobubble.plan.transforms import first_microbatches, forward_only, group_weight_gradients, split_fused, wgrad_group
+from megatron.zerobubble.plan.transforms import (
+    first_microbatches,
+    forward_only,
+    group_weight_gradients,
+    reductions_beside_tail,
+    split_fused,
+    wgrad_group,
+)
 from megatron.zerobubble.plan.validate import live_microbatches, validate
 from tests.support.plans import plan_of_text, text_of
 
@@ -141,3 +148,30 @@ def test_the_highest_step_is_the_peak_and_nothing_is_left(name: str) -> None:
     assert tuple(max(memory for _, memory in stair) for stair in stairs) == simulation.peak_memory
     assert all(stair[-1][1] == 0 for stair in stairs)
     assert all(list(stair) == sorted(stair, key=lambda step: step[0]) for stair in stairs)
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 1), (4, 4), (4, 9), (8, 24)])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_order_for_reductions_moves_ws_and_the_last_b_of_stage_0(name: str, p: int, m: int) -> None:
+    plan = build_plan(name, num_ranks=p, num_microbatches=m)
+    ordered = reductions_beside_tail(plan)
+    validate(ordered)
+    assert reductions_beside_tail(ordered) == ordered
+    for before, after in zip(plan.ops, ordered.ops, strict=True):
+        assert len(before) == len(after)
+        assert set(before) == set(after)
+        assert [op for op in before if op.kind is not OpKind.W] == [op for op in after if op.kind is not OpKind.W]
+    for times in ((1.0, 1.0, 1.0), (1.0, 1.2, 0.8)):
+        costs = CostModel.uniform(plan.placement, forward_ms=times[0], backward_ms=times[1], wgrad_ms=times[2], comm_ms=0.1)
+        one, other = simulate(plan, costs), simulate(ordered, costs)
+        assert other.makespan_ms <= one.makespan_ms + 1e-9
+        assert max(other.peak_memory) <= max(one.peak_memory) + 1e-9
+
+
+def test_the_stage_that_ends_first_is_complete_first() -> None:
+    plan = reductions_beside_tail(build_plan("v-half", num_ranks=4, num_microbatches=8))
+    rank_0, rank_1, *_ = text_of(plan).splitlines()
+    assert rank_0.endswith(" 7F7 7B7 0B5 7W6 7W7 0W5 0B6 0W6 0B7 0W7")
+    assert rank_1.endswith(" 6B7 6W6 6W7 1B6 1W5 1B7 1W6 1W7")
+    plan = reductions_beside_tail(build_plan("zbv", num_ranks=2, num_microbatches=1))
+    assert text_of(plan).splitlines()[0] == "0F0 3F0 3B0 3W0 0B0 0W0", "the last B of stage 0 and its W come last"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.support.tolerances import OTHER_ORDER
 from tests.training.launch import environment
-from tools.benchmarks import executor
+from tools.benchmarks import executor, reductions
 from tools.benchmarks.one_gpu import passes, slices
 from tools.benchmarks.one_gpu.setting import Setting, choose_device
 from tools.benchmarks.reports import LONGEST_LINE, json_text
@@ -170,3 +170,14 @@ def test_measures_both_kinds_of_steps_beside_the_prediction(tmp_path: Path) -> N
         assert min(row["synchronous_ms"] + row["early_ms"]) > 12.0, "the passes take their time"
         assert row["reached_least"] <= row["reached"] <= row["reached_most"]
         assert row["schedule"] in done.stdout
+
+
+@pytest.mark.slow
+def test_reductions_are_simulated_and_emulated_for_every_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    assert reductions.main(["--num-ranks", "2", "--num-microbatches", "4", "--unit-ms", "2", "--rounds", "1"]) == 0
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[0] for row in rows[:3]] == ["1f1b, last op", "zb-h1, last op", "zb-h1, tail"]
+    assert len(rows) == 1 + 2 * len(reductions.SCHEDULES)
+    exposed = {row[0]: float(row[1]) for row in rows}
+    assert all(exposed[f"{name}, tail"] < exposed[f"{name}, last op"] for name in reductions.SCHEDULES)
+    assert all(float(row[3]) > 0 for row in rows)

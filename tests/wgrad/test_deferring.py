@@ -5,7 +5,9 @@ They run in a process of their own, on `tests.support.transformer_engine`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.zerobubble.errors import WeightGradStoreError
 from megatron.zerobubble.mcore.ddp.final_gradients import FinalGradients
 from megatron.zerobubble.mcore.model.wgrad_split import driven_modules, split_weight_gradients
+from megatron.zerobubble.wgrad.deferring import WgradKey
 from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumulate
 from megatron.zerobubble.wgrad.store import WeightGradStore
 from tests.support.ranks import RankPool
@@ -128,6 +131,34 @@ def _by_hand(_rank: int, fuse: bool) -> None:
     store.check_empty()
     assert model.fc1.wgrad_store.context.empty()
     _assert_expected(model, fuse)
+
+
+def _together(_rank: int, fuse: bool) -> None:
+    model, store, ready = _deferred(fuse)
+    for microbatch, x in enumerate(_batches()):
+        _b(model, store, x, microbatch)
+    early: list[str] = []
+
+    @contextmanager
+    def growing() -> Iterator[None]:
+        before = len(ready)
+        yield
+        early.extend(ready[before:])
+
+    keys = [WgradKey(0, microbatch) for microbatch in range(MICROBATCHES)]
+    for part in range(MICROBATCHES):
+        store.run_together(keys, part=part, growing=growing)
+    store.check_empty()
+    assert model.fc1.wgrad_store.context.empty()
+    _assert_expected(model, fuse)
+    names = Counter(name for name, _ in model.named_parameters())
+    assert Counter(ready) - Counter(early) == names
+    assert Counter(early) == Counter(dict.fromkeys(names, MICROBATCHES - 1))
+
+
+@pytest.mark.parametrize("fuse", [False, True], ids=["grad", "main_grad"])
+def test_ws_that_run_together_report_each_weight_finally_in_the_last_one_alone(engine: RankPool, fuse: bool) -> None:
+    engine.run(_together, fuse)
 
 
 @pytest.mark.parametrize("fuse", [False, True], ids=["grad", "main_grad"])

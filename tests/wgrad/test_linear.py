@@ -354,3 +354,48 @@ def test_nothing_is_copied_for_the_store() -> None:
     run_b(store, 0, layer(x), grad_output)
     store.run(0, 0)
     assert seen == [(grad_output.data_ptr(), x.data_ptr())]
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["own", "shared"])
+def test_a_full_backward_reports_a_weight_that_is_used_once_when_autograd_has_no_more_for_it(is_shared: bool) -> None:
+    """Three linears in a row; the first one's weight may be the third one's, too. At the end every weight was reported once."""
+    store, seen = make_store(), []
+    splits = [SplitWeight(name, torch.nn.Parameter(torch.randn(4, 4))) for name in "abc"]
+    if is_shared:
+        splits[2] = splits[0]
+    for microbatch, is_last in enumerate([False, True]):
+        seen.clear()
+        x = torch.randn(2, 4, requires_grad=True)
+        for split in splits:
+            x = split_linear(x, split.weight, None, LinearSplit(split, store))
+            x.register_hook(lambda _, name=split.name: seen.append(f"gradient of {name}"))
+        store.begin(0, microbatch, fused=is_last, at_once=is_last)
+        for split in {id(split): split for split in splits}.values():
+            split.is_final, split.hooks[:] = is_last, [lambda split=split: seen.append(split.name)]
+        x.sum().backward()
+        if is_last:
+            own = ["gradient of c", "c", "gradient of b", "b", "gradient of a", "a"]
+            assert seen == (["gradient of a", "gradient of b", "b", "gradient of a"] if is_shared else own)
+        store.end()
+        if not is_last:
+            store.run(0, microbatch)
+    assert [name for name in seen if len(name) == 1] == (["b", "a"] if is_shared else ["c", "b", "a"])
+
+
+def test_a_weight_that_is_used_again_after_its_report_is_an_error() -> None:
+    store = make_store()
+    split = SplitWeight("a", torch.nn.Parameter(torch.randn(4, 4)))
+    split.hooks.append(lambda: None)
+    for microbatch, is_last in enumerate([False, True]):
+        store.begin(0, microbatch, fused=is_last, at_once=is_last)
+        split.is_final = is_last
+        for _ in range(1 + is_last):
+            x = split_linear(torch.randn(2, 4), split.weight, None, LinearSplit(split, store)).sum()
+            if is_last and split.is_reported:
+                with pytest.raises(WeightGradStoreError, match="a is used several times in this backward pass, and once in the"):
+                    x.backward()
+            else:
+                x.backward()
+        if not is_last:
+            store.end()
+            store.run(0, microbatch)

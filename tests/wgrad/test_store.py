@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.zerobubble.errors import WeightGradStoreError
+from megatron.zerobubble.wgrad.deferring import WgradKey
 from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumulate
 from megatron.zerobubble.wgrad.split_weight import SplitWeight
 from megatron.zerobubble.wgrad.store import WeightGradStore
@@ -308,17 +309,36 @@ def _weights() -> list[SplitWeight]:
     return splits
 
 
+def _keys(count: int) -> list[WgradKey]:
+    return [WgradKey(0, microbatch) for microbatch in range(count)]
+
+
 def test_the_same_bits_as_one_by_one() -> None:
     together, apart = _weights(), _weights()
     store, other = WeightGradStore(PLAIN), WeightGradStore(PLAIN)
     _fill(store, together, range(3))
     _fill(other, apart, range(3))
     for microbatch in range(3):
-        store.run_together(0, range(3), part=microbatch)
+        store.run_together(_keys(3), part=microbatch)
         other.run(0, microbatch)
     store.check_empty()
     for mine, theirs in zip(together, apart, strict=True):
         assert torch.equal(mine.accumulator(), theirs.accumulator())
+
+
+def test_a_weight_that_ran_ahead_is_reported_with_the_first_part() -> None:
+    store, seen = WeightGradStore(PLAIN), []
+    splits = _weights()
+    for split in splits[:2]:
+        split.hooks.append(lambda split=split: seen.append(split.name))
+    _fill(store, splits[:2], range(2))
+    while store.run_ahead(6):  # all of "a", which is smaller than "b"
+        pass
+    store.run_together(_keys(2), part=0)
+    assert seen[0] == "a"
+    store.run_together(_keys(2), part=1)
+    assert seen == ["a", "b"]
+    store.check_empty()
 
 
 def test_each_weight_is_opened_and_closed_once_a_group_in_turn() -> None:
@@ -329,15 +349,15 @@ def test_each_weight_is_opened_and_closed_once_a_group_in_turn() -> None:
         split.hooks.append(lambda split=split: seen.append(f"close {split.name}"))
     _fill(store, splits, range(2))
     held = store.pending_bytes
-    store.run_together(0, range(2), part=0)
+    store.run_together(_keys(2), part=0)
     assert seen == ["open b", "close b", "open a", "close a"]
     assert store.pending == {(0, 0, 0), (0, 1, 0)}
     assert 0 < store.pending_bytes < held
     with pytest.raises(WeightGradStoreError, match=r"ended but W never ran for chunk 0 microbatch 0, chunk 0 microbatch 1"):
         store.check_empty()
     _fill(store, splits, range(2))
-    store.run_together(0, range(2), part=0)
-    store.run_together(0, range(2), part=1)
+    store.run_together(_keys(2), part=0)
+    store.run_together(_keys(2), part=1)
     assert seen[-4:] == ["open c", "close c", "open d", "close d"]
     assert store.pending == frozenset()
     assert store.pending_bytes == 0
@@ -346,7 +366,9 @@ def test_each_weight_is_opened_and_closed_once_a_group_in_turn() -> None:
 def test_a_part_without_its_group_is_refused() -> None:
     store = WeightGradStore(PLAIN, rank=3)
     _fill(store, _weights(), range(2))
-    with pytest.raises(WeightGradStoreError, match=r"rank 3, chunk 0, microbatch 1: W is part 2 of the group \[0, 1\]"):
-        store.run_together(0, range(2), part=1)
+    with pytest.raises(
+        WeightGradStoreError, match=r"rank 3, chunk 0, microbatch 1: W is part 2 of the group chunk 0 microbatch 0, chunk 0"
+    ):
+        store.run_together(_keys(2), part=1)
     with pytest.raises(WeightGradStoreError, match=r"rank 3, chunk 0, microbatch 2: W has nothing to compute"):
-        store.run_together(0, range(3), part=0)
+        store.run_together(_keys(3), part=0)

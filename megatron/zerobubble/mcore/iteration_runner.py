@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.zerobubble.mcore.ddp.tail import tail_of
 from megatron.zerobubble.mcore.ddp.wrap import start_first_gathers
 from megatron.zerobubble.mcore.model.dispatchers import token_dispatchers
 from megatron.zerobubble.mcore.model.rng import draws
@@ -52,10 +53,10 @@ class IterationHooks:
     optimizer step was wrong and has been redone, so those forward passes run again, with the same data and random state."""
     token_count: TokenCount | None = None
     """Sends the number of tokens from the last stage's last F to all ranks, in training iterations."""
-    on_failure: Callable[[Exception], None] | None = None
-    """Called on the rank with the last stage before it raises the error of a loss function, in calls with forward passes only."""
     on_results: Callable[[], None] | None = None
     """Called on the rank with the last stage behind its last F: the results of the loss function are complete."""
+    on_failure: Callable[[Exception], None] | None = None
+    """Called on the rank with the last stage before it raises the error of a loss function, in calls with forward passes only."""
     watch: Watch | None = None
     """Records what this rank does, for a watchdog that looks after ranks that hang."""
 
@@ -96,9 +97,9 @@ class IterationRunner:
         self._dispatchers = dispatchers if any(dispatchers) else []
         self._deferred = [[*split_weights(chunk), *driven_modules(chunk)] for chunk in chunks]
         self._side_streams = [side_streams(chunk) for chunk in chunks]
-        self.sliced = SlicedChunks(chunks, positions) if spec.num_slices > 1 else None
         # Each switch takes the host a copy of all generators. On a CPU that is little beside the passes.
         self._has_rng_streams = device.type == "cpu" or any(draws(chunk) for chunk in chunks)
+        self.sliced = SlicedChunks(chunks, positions) if spec.num_slices > 1 else None
         """The chunks, made to run slice by slice; None: microbatches are not cut."""
         self._store = store
         self._config = config
@@ -116,15 +117,15 @@ class IterationRunner:
         if hooks.before_gradients is not None and is_training:
             iterators = [None if each is None else Replayed(each, self._habits) for each in iteration.data_iterators]
             iteration = replace(iteration, data_iterators=iterators)
-        work = self._work(iteration, hooks)
+        # For a profiler the plan decides what each op takes and holds; and a GEMM on another stream would need waits of its own.
+        self._store.keeps_order = hooks.profiler is not None or any(self._side_streams)
+        work = self._work(program, iteration, hooks)
         recorder = self._recorder_of(program.plan, hooks) if is_training else None
         executor = self._executor(program, work, recorder, hooks)
         if is_training:
             start_first_gathers(self._chunks)
         if isinstance(hooks.profiler, Profiler):
             hooks.profiler.lengths = iteration.pass_lengths
-        # For a profiler the plan decides what each op takes and holds; and a GEMM on another stream would need waits of its own.
-        self._store.keeps_order = hooks.profiler is not None or any(self._side_streams)
         self._store.due_at_once = _due_at_once(program, self._rank)
         try:
             with hooks.profiler if hooks.profiler is not None and is_training else nullcontext():
@@ -172,11 +173,14 @@ class IterationRunner:
         rewind.rewind()
         if recorder is not None:
             recorder.rewind()
-        work = self._work(iteration, hooks)
+        work = self._work(program, iteration, hooks)
         return work, self._executor(program, work, recorder, hooks)
 
-    def _work(self, iteration: Iteration, hooks: IterationHooks) -> ChunkWork:
+    def _work(self, program: Program, iteration: Iteration, hooks: IterationHooks) -> ChunkWork:
         token_count = None if iteration.forward_only else hooks.token_count
+        tail = None
+        if self._spec.overlaps_reductions and not self._store.keeps_order:
+            tail = tail_of(program.plan.ops[self._rank], program.plan.placement.chunk_of)
         return ChunkWork(
             self._chunks,
             self._spec.placement,
@@ -185,11 +189,12 @@ class IterationRunner:
             iteration,
             self._device,
             wgrad_group_size=self._spec.shard_gradients or 1,
+            tail=tail,
             on_counted=None if token_count is None else token_count.send,
+            on_results=hooks.on_results,
             dispatchers=self._dispatchers,
             slices=None if self.sliced is None else self.sliced.current,
             deferred=self._deferred,
-            on_results=hooks.on_results,
             side_streams=self._side_streams,
             has_rng_streams=self._has_rng_streams,
         )

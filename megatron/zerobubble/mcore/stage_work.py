@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.mcore.compat import backward_step
 from megatron.zerobubble.mcore.ddp.final_gradients import FinalGradients
+from megatron.zerobubble.mcore.ddp.tail import Tail
 from megatron.zerobubble.mcore.model.aux_loss_scale import set_auxiliary_scales
 from megatron.zerobubble.mcore.model.dispatchers import drop_graphs
 from megatron.zerobubble.mcore.model.rng import ChunkStreams
@@ -37,6 +38,7 @@ from megatron.zerobubble.mcore.slices.losses import SlicedLosses
 from megatron.zerobubble.plan.communication import Message, Payload
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement
 from megatron.zerobubble.plan.transforms import wgrad_group
+from megatron.zerobubble.wgrad.deferring import WgradKey
 from megatron.zerobubble.wgrad.final import FinalGradient
 from megatron.zerobubble.wgrad.store import WeightGradStore
 
@@ -84,6 +86,7 @@ class ChunkWork:
         iteration: the arguments of the schedule's call.
         device: of activations and gradients.
         wgrad_group_size: number of microbatches whose Ws run together; they must be adjacent in the plan.
+        tail: how the last Ws of the rank run.
         on_counted: called with `num_tokens` once it is complete, behind the last F of the last stage.
         on_results: called there, too, once `losses` is complete.
         dispatchers: the `token_dispatchers` of each chunk; empty: no chunk has any.
@@ -103,30 +106,32 @@ class ChunkWork:
         device: torch.device,
         *,
         wgrad_group_size: int = 1,
+        tail: Tail | None = None,
         on_counted: Callable[[Tensor], None] | None = None,
-        dispatchers: Sequence[Sequence[Any]] = (),
         on_results: Callable[[], None] | None = None,
+        dispatchers: Sequence[Sequence[Any]] = (),
         slices: CurrentSlice | None = None,
         deferred: Sequence[Sequence[FinalGradient]] = (),
         side_streams: Sequence[Sequence[Any]] = (),
         has_rng_streams: bool = True,
     ) -> None:
         self._chunks = chunks
+        self._set_input_tensor = [get_attr_wrapped_model(chunk, "set_input_tensor") for chunk in chunks]
         self._chunk_of = [placement.chunk_of(stage) for stage in range(placement.num_stages)]
         self._last_stage = placement.num_stages - 1
         self._virtual = len(chunks) > 1
         self._store = store
-        self._set_input_tensor = [get_attr_wrapped_model(chunk, "set_input_tensor") for chunk in chunks]
         self._config = config
         self._backward_step = backward_step()
         self._iteration = iteration
         self._device = device
         self._wgrad_group_size = wgrad_group_size
+        self._tail = tail or Tail()
         self._on_counted = on_counted
+        self._on_results = on_results
         self._dispatchers = dispatchers
         self._slices = slices
         self._deferred = deferred or [()] * len(chunks)
-        self._on_results = on_results
         self._side_streams = side_streams or [()] * len(chunks)
         rows = [shape[1] for shape in iteration.tensor_shapes]
         self._sliced_losses = SlicedLosses(iteration.parts, rows, per_token=config.calculate_per_token_loss)
@@ -220,11 +225,11 @@ class ChunkWork:
             self.num_tokens += num_tokens
             if last and self._on_counted is not None:
                 self._on_counted(self.num_tokens)
+            if last and self._on_results is not None:
+                self._on_results()
             sent = None
         else:
             self._check_output(op, output)
-            if last and self._on_results is not None:
-                self._on_results()
             sent = output.detach()
         if not iteration.forward_only:
             self._inflight[chunk, op.microbatch, op.slice] = activation, output
@@ -293,37 +298,50 @@ class ChunkWork:
         )
         if self._iteration.parts and op.stage == self._last_stage:
             output = self._sliced_losses.scaled(op.microbatch, output)
-        self._store.begin(chunk, op.microbatch, op.slice, fused=op.kind is OpKind.BW)
+        is_tail = op == self._tail.fused
+        is_fused = is_tail or op.kind is OpKind.BW
+        if is_tail:
+            self._sync[chunk].begin_last()
+        self._store.begin(chunk, op.microbatch, op.slice, fused=is_fused, at_once=is_tail)
         with self._running(op):
             grad = self._backward_step(activation, output, gradient, config=self._config)
-        if last and op.kind is OpKind.BW:
+        if last and is_fused and not is_tail:
             self._sync[chunk].begin_last()
         self._store.end()
-        if last and op.kind is OpKind.BW:
+        if last and is_fused:
             self._sync[chunk].end_last()
         if self._slices is not None and op.slice == 0:
             self._slices.release(chunk, op.microbatch)
         if self._dispatchers:
             drop_graphs(self._dispatchers[chunk])  # of a recomputed F
-        if last and op.kind is OpKind.B:  # its W is still to come
+        if last and not is_fused:  # its W is still to come
             self._sync[chunk].forbid()
         return grad
 
     def weight_gradient(self, op: Op, last: bool) -> None:
         """Run W of one microbatch, or one part of the Ws of a group of microbatches."""
         chunk = self._chunk_of[op.stage]
-        group = wgrad_group(op.microbatch, self._wgrad_group_size, self._iteration.num_microbatches)
+        if self._tail.fused is not None and op == self._tail.fused._replace(kind=OpKind.W):
+            return  # ran with its B
+        keys, part = self._tail.parts.get(op) or self._group(op, chunk)
         # each part of the last group completes some gradients
-        is_last = group[-1] == self._iteration.num_microbatches - 1 and op.slice == 0
+        is_last = keys[-1].microbatch == self._iteration.num_microbatches - 1 and keys[-1].slice == 0
         if is_last:
             self._sync[chunk].begin_last()
         with between_streams(self._side_streams[chunk]):
-            if len(group) == 1:
-                self._store.run(chunk, op.microbatch, op.slice)
+            if len(keys) == 1:
+                self._store.run(*keys[0])
             else:
-                self._store.run_together(chunk, group, part=op.microbatch - group[0])
-        if is_last and op.microbatch == group[-1]:
+                self._store.run_together(keys, part=part, growing=self._sync[chunk].growing)
+        if is_last and part == len(keys) - 1:
             self._sync[chunk].end_last()
+
+    def _group(self, op: Op, chunk: int) -> tuple[tuple[WgradKey, ...], int]:
+        """The Ws that run with a W, and its place among them."""
+        if self._wgrad_group_size == 1:
+            return (WgradKey(chunk, op.microbatch, op.slice),), 0
+        group = wgrad_group(op.microbatch, self._wgrad_group_size, self._iteration.num_microbatches)
+        return tuple(WgradKey(chunk, microbatch) for microbatch in group), op.microbatch - group[0]
 
     def abandon(self) -> None:
         """Free the activations of forwards that will be rerun or whose backward will not run."""

@@ -25,6 +25,7 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.agreement import check_same_program, refusing_together
 from megatron.zerobubble.mcore.compat import with_known_lengths
 from megatron.zerobubble.mcore.ddp.record_buckets import record_buckets
+from megatron.zerobubble.mcore.ddp.wrap import overlaps_reductions
 from megatron.zerobubble.mcore.iteration_runner import IterationHooks, IterationRunner
 from megatron.zerobubble.mcore.microbatches.iteration_plans import UnequalMicrobatches, UnequalOptions
 from megatron.zerobubble.mcore.microbatches.length_exchange import GIVE_LENGTHS, Lengths
@@ -108,7 +109,8 @@ class PipelineSchedule:
         unequal: UnequalOptions | None = None,
         slicing: SliceOptions | None = None,
     ) -> None:
-        self.spec = spec
+        overlaps = any(overlaps_reductions(chunk) for chunk in chunks)
+        self.spec = spec = replace(spec, overlaps_reductions=overlaps and spec.shard_gradients is None)
         self.hooks = IterationHooks()
         """What else happens in this rank's iterations; the owner sets its fields."""
         self.device = torch.device(torch.cuda.current_device())

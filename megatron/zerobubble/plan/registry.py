@@ -23,7 +23,7 @@ from megatron.zerobubble.plan.generators.zbv import zbv
 from megatron.zerobubble.plan.ir import MOST_SLICES, Placement, Plan
 from megatron.zerobubble.plan.schedule_spec import STOCK, ScheduleSpec
 from megatron.zerobubble.plan.search.search_options import SearchOptions
-from megatron.zerobubble.plan.transforms import group_weight_gradients
+from megatron.zerobubble.plan.transforms import group_weight_gradients, reductions_beside_tail
 from megatron.zerobubble.plan.validate import validate
 
 
@@ -322,9 +322,10 @@ def stock_plan(num_microbatches: int, *, num_ranks: int, num_chunks: int) -> Pla
 
 
 def executed_plan(spec: ScheduleSpec, plan: Plan) -> Plan:
-    """The plan that training executes: with sharded gradients, Ws run in groups of `spec.shard_gradients` microbatches."""
+    """The plan that training executes: with sharded gradients, Ws run in groups of `spec.shard_gradients` microbatches; where
+    reductions overlap, those behind the last B are ordered for them."""
     if spec.shard_gradients is None:
-        return plan
+        return reductions_beside_tail(plan) if spec.overlaps_reductions else plan
     grouped = group_weight_gradients(plan, spec.shard_gradients)
     validate(grouped)
     return grouped

@@ -28,6 +28,8 @@ class ScheduleSpec:
     shard_gradients: int | None = None
     """Keep gradients sharded over the data-parallel ranks between microbatches, and run W of this many microbatches together;
     None: gradients are not sharded."""
+    overlaps_reductions: bool = False
+    """Whether gradients are reduced over replicas while the last Ws run."""
     num_slices: int = 1
     """Slices of each microbatch along its sequence, n."""
     loaded_plan: Plan | None = None

@@ -118,6 +118,44 @@ def wgrad_group(microbatch: int, size: int, num_microbatches: int) -> range:
     return range(first, min(first + size, num_microbatches))
 
 
+def reductions_beside_tail(plan: Plan) -> Plan:
+    """The plan with the last Ws of each rank ordered so that reductions over replicas have most work beside them.
+
+    Behind the last B of a rank's first stage to end, and its last F, Ws keep their places and change their order: those of the
+    stage that ends first come first, and it is reduced while the others run. The B of stage 0 sends nothing. If it is the rank's
+    last op but for Ws it moves to the end, where it and its own W can run layer by layer as the full backward does, unless three
+    or more Ws of its stage come behind it: these take longer than B and W.
+
+    Where Ws of the stages of a rank take different times, a B between them may start a little later or earlier.
+    """
+    return replace(plan, ops=tuple(_with_stage_0_last(_stages_in_turn(row)) for row in plan.ops))
+
+
+def _stages_in_turn(row: Sequence[Op]) -> list[Op]:
+    ends = {op.stage: index for index, op in enumerate(row) if op.kind in (OpKind.B, OpKind.BW)}
+    last_f = max(index for index, op in enumerate(row) if op.kind is OpKind.F)
+    begin = max(min(ends.values()), last_f)
+    waiting = sorted((op for op in row[begin:] if op.kind is OpKind.W), key=lambda op: ends[op.stage])  # stable within a stage
+    place = {op: index for index, op in enumerate(row)}
+    result = list(row[:begin])
+    for index in range(begin, len(row)):
+        op = row[index]
+        if op.kind is OpKind.W:  # the first whose B has run
+            op = next(each for each in waiting if place[each._replace(kind=OpKind.B)] < index)
+            waiting.remove(op)
+        result.append(op)
+    return result
+
+
+def _with_stage_0_last(row: Sequence[Op]) -> tuple[Op, ...]:
+    num_before = max(index for index, op in enumerate(row) if op.kind is not OpKind.W) + 1
+    before, tail = row[:num_before], row[num_before:]
+    own = [op for op in tail if op.stage == 0]
+    if (before[-1].stage, before[-1].kind) != (0, OpKind.B) or len(own) > 2:
+        return tuple(row)
+    return *before[:-1], *(op for op in tail if op != own[-1]), before[-1], own[-1]
+
+
 def _split(op: Op) -> tuple[Op, ...]:
     if op.kind is not OpKind.BW:
         return (op,)

@@ -18,16 +18,18 @@ class FinalGradient(abc.ABC):
 
     Attributes:
         name: of the weight or of its module, for messages.
+        position: its place in the order of the weights within one W; those with the same position follow the order of B.
         is_final: whether what is reported now is final.
         is_reported: whether the final gradient was reported.
         was_late: whether autograd added to it after that.
         waits_for_end: the same of any iteration so far. From the next one on it is reported at the end of the iteration.
     """
 
-    __slots__ = ("__weakref__", "is_final", "is_reported", "name", "waits_for_end", "was_late")
+    __slots__ = ("__weakref__", "is_final", "is_reported", "name", "position", "waits_for_end", "was_late")
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.position = 0
         self.waits_for_end = False
         self.end()
 
@@ -43,6 +45,10 @@ class FinalGradient(abc.ABC):
     @abc.abstractmethod
     def report(self) -> None:
         """Notify DDP of the final gradient, if no W has. A frozen weight has none."""
+
+    def backward_ended(self) -> None:
+        """Autograd has come to the end of a backward pass for these weights: nothing in it adds to them any more."""
+        return
 
     def note_share(self) -> None:
         """Autograd has added to the gradient."""
@@ -97,6 +103,9 @@ def _add(share: weakref.ref[ShareOfAutograd], *_: object) -> None:
     alive = share()
     if alive is not None:
         alive.add()
+        owner = alive._owner()
+        if owner is not None:
+            owner.backward_ended()
 
 
 class Taker(enum.Enum):

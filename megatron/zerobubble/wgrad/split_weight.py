@@ -28,17 +28,18 @@ class SplitWeight(FinalGradient):
             into ``weight.grad``.
         hooks: called after each W of this weight; DDP registers its grad-ready hook here.
         before: called before each W of this weight, to provide the accumulator.
-        position: its place in the order of the weights within one W; weights with the same position follow the order of B.
+        is_due: whether its full backward runs, has computed its gradient, and has not reported it: it is reported as soon as
+            autograd has come to its end for this weight.
     """
 
-    __slots__ = ("_has_logged", "_share", "before", "hooks", "position", "weight")
+    __slots__ = ("_has_logged", "_share", "before", "hooks", "is_due", "weight")
 
     def __init__(self, name: str, weight: torch.nn.Parameter) -> None:
         super().__init__(name)
         self.weight = weight
         self.hooks: list[Callable[[], None]] = []
         self.before: list[Callable[[], None]] = []
-        self.position = 0
+        self.is_due = False
         self._has_logged = False
         self._share = ShareOfAutograd(weight, self)
 
@@ -78,6 +79,12 @@ class SplitWeight(FinalGradient):
         if self.weight.grad is None:
             self.weight.grad = torch.zeros_like(self.weight, memory_format=torch.contiguous_format)
         return self.weight.grad
+
+    def backward_ended(self) -> None:
+        """Notify DDP if that waits for the end of the backward pass."""
+        if self.is_due:
+            self.is_due = False
+            self.notify()
 
     def notify(self) -> None:
         """Call the grad-ready hooks: this weight's gradient of one microbatch is in ``main_grad``.

@@ -15,7 +15,9 @@ ascending order, to the same bits, and its hooks are called in its W as always.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
 
@@ -55,7 +57,9 @@ class WeightGradStore:
         self._open_modules: list[DeferringModule] = []
         self._modules: dict[WgradKey, list[DeferringModule]] = {}
         """Modules that defer weight gradients in a queue of their own, by W."""
-        self._fused = False
+        self._fused = self._at_once = False
+        self._used_once: dict[int, frozenset[int]] = {}
+        """By chunk, identities of the weights with one GEMM in its first B."""
         self._ahead: dict[WgradKey, list[SplitWeight]] = {}
         """Weights a GEMM of which has run before its W, by W."""
         self._outside: dict[int, SplitWeight] = {}
@@ -64,7 +68,7 @@ class WeightGradStore:
     @property
     def pending(self) -> frozenset[WgradKey]:
         """Those whose W has not run."""
-        running = {WgradKey(chunk, microbatch) for chunk, group in self._groups.items() for microbatch in group.microbatches}
+        running = {key for group in self._groups.values() for key in group.keys}
         return frozenset(self._entries) | running
 
     @property
@@ -79,14 +83,19 @@ class WeightGradStore:
                     storages[storage._cdata] = storage.nbytes()
         return sum(storages.values())
 
-    def begin(self, chunk: int, microbatch: int, slice: int = 0, *, fused: bool) -> None:
-        """Start to collect the weight gradients of one B. With `fused` they are computed at once (the full backward, BW)."""
+    def begin(self, chunk: int, microbatch: int, slice: int = 0, *, fused: bool, at_once: bool = False) -> None:
+        """Start to collect the weight gradients of one B. With `fused` they are computed at once (the full backward, BW).
+
+        With `at_once` the hooks of each weight that the chunk's first B has used once are called as soon as autograd has no more
+        for it, not at the end: a weight of several layers that are recomputed apart comes to its end several times.
+        """
         key = WgradKey(chunk, microbatch, slice)
         if self._open_key is not None:
             raise WeightGradStoreError(f"{self._where(key)}: B begins while B of {self._where(self._open_key)} is open")
         if key in self._entries:
             raise WeightGradStoreError(f"{self._where(key)}: B runs a second time before its W")
         self._open, self._open_key, self._fused = [], key, fused
+        self._at_once = at_once
 
     def end(self) -> None:
         """End the B that `begin` started. In fused mode deferring modules compute and the weights' hooks are called now."""
@@ -101,10 +110,15 @@ class WeightGradStore:
             for module in modules:
                 module.compute(key)
             for split in {id(entry.split): entry.split for entry in entries}.values():
-                split.notify()
+                if not (self._at_once and split.is_reported):
+                    split.is_due = False
+                    split.notify()
         else:
             self._entries[key] = entries
             self._modules[key] = modules
+            if key.chunk not in self._used_once:
+                uses = Counter(id(entry.split) for entry in entries)
+                self._used_once[key.chunk] = frozenset(split for split, count in uses.items() if count == 1)
 
     @property
     def defers(self) -> bool:
@@ -132,8 +146,21 @@ class WeightGradStore:
             return
         if self._fused:
             self._accumulate(split, grad_output, input_)
+            if self._at_once:
+                self._await_end(split)
             grad_output = input_ = grad_output.new_empty(0)
         self._open.append(DeferredGemm(split, grad_output, input_, gather_over))
+
+    def _await_end(self, split: SplitWeight) -> None:
+        """Let a weight be reported when autograd has no more for it."""
+        assert self._open_key is not None
+        if split.is_reported:
+            raise WeightGradStoreError(
+                f"{self._where(self._open_key)}: {split.name} is used several times in this backward pass, and once in the first "
+                "one: its gradient was reported before it was complete. Use it equally often in every microbatch, or turn "
+                "overlap_grad_reduce off"
+            )
+        split.is_due = id(split) in self._used_once.get(self._open_key.chunk, ())
 
     def defer(self, module: DeferringModule) -> None:
         """Queue a module that stores its own weight-gradient inputs; its W runs with the others of this microbatch.
@@ -198,27 +225,42 @@ class WeightGradStore:
         self._compute_modules(key)
 
     @torch.no_grad()
-    def run_together(self, chunk: int, microbatches: Sequence[int], *, part: int) -> None:
-        """One part of the Ws of several microbatches, for ZeRO-2: all GEMMs of some weights, one microbatch after another.
+    def run_together(
+        self, keys: Sequence[WgradKey], *, part: int, growing: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
+        """One part of several Ws of a chunk: all GEMMs of some weights, one W after another.
 
-        There are as many parts as microbatches, so that a part takes about as long as the W of one microbatch. Call it for part
-        0, 1, ... in turn, after the Bs of all the microbatches have run.
+        There are as many parts as Ws, so that a part takes about as long as one of them. Call it for part 0, 1, ... in turn,
+        after the Bs of all of them have run. So gradients become final all along the Ws, and with ZeRO-2 are sharded once.
+
+        Args:
+            keys: the Ws, in their order.
+            part: which part.
+            growing: a context for the Ws of a module but its last one: what its hooks report in them is not final.
         """
+        chunk, together = keys[0].chunk, ", ".join(map(str, keys))
         if part == 0:
-            self._groups[chunk] = WgradGroup(
-                microbatches, [self._take(WgradKey(chunk, microbatch)) for microbatch in microbatches]
-            )
-        group = self._groups.get(chunk)
-        if group is None or group.microbatches != tuple(microbatches):
+            group = WgradGroup(keys, [self._take(key) for key in keys], [self._modules.pop(key, []) for key in keys])
+            self._groups[chunk] = group
+            left = {id(gemm.split) for gemm in group.left}
+            for split in {id(each): each for key in keys for each in self._ahead.pop(key, ())}.values():
+                if id(split) not in left:
+                    split.notify()
+        found = self._groups.get(chunk)
+        if found is None or found.keys != tuple(keys):
             raise WeightGradStoreError(
-                f"{self._where(WgradKey(chunk, microbatches[part]))}: W is part {part + 1} of the group {list(microbatches)}, "
-                "which has not begun. The plan's order of ops is wrong."
+                f"{self._where(keys[part])}: W is part {part + 1} of the group {together}, which has not begun. The plan's "
+                "order of ops is wrong."
             )
-        self._run(group.take(part))
-        if part == group.num_parts - 1:
+        gemms, modules = found.take(part)
+        self._run(gemms)
+        for module, own in modules:
+            for key in own[:-1]:
+                with growing():
+                    module.compute(key)
+            module.compute(own[-1])
+        if part == found.num_parts - 1:
             del self._groups[chunk]
-            for microbatch in microbatches:
-                self._compute_modules(WgradKey(chunk, microbatch))
 
     def _run(self, gemms: list[DeferredGemm]) -> None:
         """Compute GEMMs in their order, and call each weight's hooks after its last one. Empties the list."""

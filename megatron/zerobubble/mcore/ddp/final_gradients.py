@@ -2,7 +2,7 @@
 
 DDP starts to reduce a bucket when all of its gradients have been reported outside of `no_sync`. With B and W split, the last B of
 a chunk reports norms and biases, and its last W the rest; between the two, Ws of earlier microbatches may run and must not count.
-So gradient synchronization is enabled during the last op of each kind only.
+So gradient synchronization is enabled during the last op of each kind only, or during the Ws that run together with the last one.
 
 A weight may have no W in the last microbatch, or in none: only the loss reads it, or a user's hook keeps its gradient in B. What
 autograd computes is added in the Bs, which are over by then, so these weights are reported behind the chunk's last W. Another
@@ -12,7 +12,7 @@ chunk of the rank may read a weight, too, and its B come later: once that was se
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -56,6 +56,16 @@ class FinalGradients:
         self.allow()
         for each in self._deferred:
             each.is_final = True
+
+    @contextlib.contextmanager
+    def growing(self) -> Iterator[None]:
+        """Inside, what is reported may still grow, between `begin_last` and `end_last`, too."""
+        if self._forbidden is not None:
+            yield
+            return
+        self.forbid()
+        yield
+        self.allow()
 
     def end_last(self) -> None:
         """Behind the chunk's last W: report the weights that had none in it."""

@@ -17,7 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
 from megatron.zerobubble.mcore.ddp.zero2 import Reductions, ShardedGradientsDDP
-from megatron.zerobubble.mcore.model.wgrad_split import split_weights
+from megatron.zerobubble.mcore.model.wgrad_split import driven_modules, split_weights
 
 
 def wrap_chunks(
@@ -77,8 +77,22 @@ class _FirstPipelineRank:
 def order_wgrads_by_bucket(chunk: Any) -> None:
     """Order the wgrad GEMMs of a W by bucket, so that each bucket is complete before the next one is started."""
     positions = {id(parameter): index for index, group in enumerate(chunk.bucket_groups) for parameter in group.params}
-    for split in split_weights(chunk):
-        split.position = positions.get(id(split.weight), len(positions))
+    for deferred in (*split_weights(chunk), *driven_modules(chunk)):
+        deferred.position = max(positions.get(id(weight), len(positions)) for weight in deferred.weights)
+
+
+def overlaps_reductions(chunk: Any) -> bool:
+    """Whether DDP reduces buckets of a chunk over replicas as soon as they are complete."""
+    config = getattr(chunk, "ddp_config", None)
+    groups = (*getattr(chunk, "bucket_groups", ()), *getattr(chunk, "expert_parallel_bucket_groups", ()))
+    return bool(getattr(config, "overlap_grad_reduce", False)) and any(_num_replicas(group) > 1 for group in groups)
+
+
+def _num_replicas(bucket_group: Any) -> int:
+    group = getattr(bucket_group, "data_parallel_group", None) or getattr(
+        bucket_group, "intra_distributed_optimizer_instance_group", None
+    )
+    return 1 if group is None else int(group.size())
 
 
 def count_padding_as_data(chunk: Any) -> None:

@@ -1,0 +1,52 @@
+"""Reductions of gradients over replicas beside the last Ws: what is exposed, against stock 1F1B with the same buckets."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.plan.simulate import simulate
+from megatron.zerobubble.plan.transforms import reductions_beside_tail
+from tools.benchmarks.reductions import Finals, exposed_ms
+
+SCHEDULES = ("zb-h1", "zb-h2", "zbv", "v-half", "v-min", "zb-interleaved")
+BUCKETS = 12
+
+
+@pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (1.0, 1.2, 0.8), (0.8, 1.0, 1.0)], ids=str)
+@pytest.mark.parametrize("per_rank", [1, 2, 3, 4])
+@pytest.mark.parametrize("p", [4, 8, 16])
+@pytest.mark.sampled(0.06)
+def test_no_schedule_exposes_more_than_1f1b(p: int, per_rank: int, times: tuple[float, float, float]) -> None:
+    """A reduction of all gradients of a rank takes 0.5 to 8 times an F of all of its layers."""
+    m = per_rank * p
+    stock = build_plan("1f1b", num_ranks=p, num_microbatches=m)
+    for name in SCHEDULES:
+        plan = build_plan(name, num_ranks=p, num_microbatches=m)
+        ordered = reductions_beside_tail(plan)
+        for reduction_ms in (0.5, 1.0, 2.0, 4.0, 8.0):
+            base, before, after = (
+                exposed_ms(each, _costs(each, times), reduction_ms, BUCKETS, finals)
+                for each, finals in ((stock, Finals.LAST_OP), (plan, Finals.LAST_OP), (ordered, Finals.TAIL))
+            )
+            assert after <= base + 1e-9, (name, reduction_ms)
+            assert after <= before + 1e-9, (name, reduction_ms)
+
+
+def test_the_gain_is_a_few_percent_of_an_iteration() -> None:
+    """p = 8, m = 24, passes of equal times, and a reduction as long as four: percent of an iteration, as in docs/adr/0057."""
+    found = {}
+    for name in ("zb-h1", "zb-h2", "zbv"):
+        plan = build_plan(name, num_ranks=8, num_microbatches=24)
+        costs = _costs(plan, (1.0, 1.0, 1.0))
+        before = exposed_ms(plan, costs, 4.0, BUCKETS, Finals.LAST_OP)
+        after = exposed_ms(reductions_beside_tail(plan), costs, 4.0, BUCKETS, Finals.TAIL)
+        found[name] = round(100 * (before - after) / (simulate(plan, costs).makespan_ms + before), 1)
+    assert found == {"zb-h1": 1.1, "zb-h2": 3.4, "zbv": 1.6}
+
+
+def _costs(plan: Plan, times: tuple[float, float, float]) -> CostModel:
+    forward_ms, backward_ms, wgrad_ms = times
+    return CostModel.uniform(plan.placement, forward_ms=forward_ms, backward_ms=backward_ms, wgrad_ms=wgrad_ms)
