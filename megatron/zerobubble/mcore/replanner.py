@@ -207,25 +207,30 @@ class Replanner:
             state_bytes=self._state_bytes(),
             headroom_bytes=0 if self._headroom_bytes is None else self._headroom_bytes(profile),
         )
-        everybody, placement = own.gathered(), self._schedule.spec.placement
-        costs = measured_costs(everybody, placement)
-        table = replace(costs.table, tokens=self._schedule.slice_lengths) if costs.table.has_slices else costs.table
-        if self._schedule.unequal is not None:  # times are those of whole microbatches, and messages of slices
-            table = table.cut(self._schedule.spec.num_slices)
-        self._costs = replace(costs, table=table)
-        self._unit_bytes, self._headroom = unit_bytes([each.profile for each in everybody], placement), None
-        members = [[each for each in everybody if stages[0] in each.profile.memory] for stages in placement.rank_to_stages]
-        if self._headroom_bytes is not None:
-            self._headroom = tuple(min(each.headroom_bytes for each in ranks) / self._unit_bytes for ranks in members)
-        self.memory = None
-        if self._measured_with == num_microbatches and all(members) and self._schedule.unequal is None:
-            self.memory = self._memory(self._schedule.plan(num_microbatches), members)
+        everybody = own.gathered()
+        self._learn(everybody, num_microbatches)
         if self._chooses_slices:
             self._chooses_slices = False
             self._choose_slices(num_microbatches)
         self._schedule.replan(self._planned, self._costs)
         self._learn_lengths([each.profile for each in everybody], num_microbatches)
         self._schedule.plan(num_microbatches)
+
+    def _learn(self, everybody: Sequence[Measured], num_microbatches: int) -> None:
+        """Take costs, headroom and memory from the measurements of all ranks."""
+        schedule, placement = self._schedule, self._schedule.spec.placement
+        costs = measured_costs(everybody, placement)
+        if schedule.unequal is not None:  # whole microbatches were timed, and messages of slices
+            costs = replace(costs, table=costs.table.cut(schedule.spec.num_slices))
+        elif costs.table.has_slices:
+            costs = replace(costs, table=replace(costs.table, tokens=schedule.slice_lengths))
+        self._costs, self._unit_bytes = costs, unit_bytes([each.profile for each in everybody], placement)
+        members = [[each for each in everybody if stages[0] in each.profile.memory] for stages in placement.rank_to_stages]
+        self._headroom = self.memory = None
+        if self._headroom_bytes is not None:
+            self._headroom = tuple(min(each.headroom_bytes for each in ranks) / self._unit_bytes for ranks in members)
+        if self._measured_with == num_microbatches and all(members) and schedule.unequal is None:
+            self.memory = self._memory(schedule.plan(num_microbatches), members)
 
     def _learn_lengths(self, profiles: Sequence[RankProfile], num_microbatches: int) -> None:
         """Plan unequal microbatches with what was measured of each length."""

@@ -27,7 +27,7 @@ from megatron.zerobubble.mcore.compat import with_known_lengths
 from megatron.zerobubble.mcore.ddp.record_buckets import record_buckets
 from megatron.zerobubble.mcore.ddp.wrap import overlaps_reductions
 from megatron.zerobubble.mcore.iteration_runner import IterationHooks, IterationRunner
-from megatron.zerobubble.mcore.microbatches.iteration_plans import UnequalMicrobatches, UnequalOptions
+from megatron.zerobubble.mcore.microbatches.iteration_plans import Arranged, UnequalMicrobatches, UnequalOptions
 from megatron.zerobubble.mcore.microbatches.length_exchange import GIVE_LENGTHS, Lengths
 from megatron.zerobubble.mcore.model.stage_layout import output_lengths
 from megatron.zerobubble.mcore.post_validation.token_count import TokenCount
@@ -339,14 +339,8 @@ class PipelineSchedule:
         timers, hooks = self._config.timers, self.hooks
         if timers is not None:
             timers("forward-backward", log_level=1).start(barrier=self._config.barrier_with_L1_time)
-        equal = partial(self._agreed_program, num_microbatches, forward_only=forward_only)
-        lengths: Sequence[Lengths | None] = [None] * num_microbatches
-        arranged = None
-        if self.unequal is not None:
-            with nullcontext() if hooks.watch is None else hooks.watch.doing("exchanges the lengths of microbatches"):
-                arranged = self.unequal.arrange(iterators, num_microbatches, equal=equal, forward_only=forward_only)
-            iterators, lengths = arranged.iterators, arranged.lengths
-        program = equal() if arranged is None else arranged.program
+        arranged = self._arranged(iterators, num_microbatches, forward_only=forward_only)
+        program, lengths = arranged.program, arranged.lengths or (None,) * num_microbatches
         shape_of = partial(self._tensor_shape, seq_length, micro_batch_size, decoder_seq_length)
         shapes = {each: shape_of(each) for each in dict.fromkeys(lengths)}
         parts: Sequence[tuple[SlicePart, ...]] = ()
@@ -356,12 +350,12 @@ class PipelineSchedule:
             parts = self.slicing.parts_of(tokens, program.plan.passes.slices)
         iteration = Iteration(
             forward_step_func=forward_step_func,
-            data_iterators=iterators,
+            data_iterators=arranged.iterators,
             num_microbatches=num_microbatches,
             tensor_shapes=[shapes[each] for each in lengths],
             output_lengths=self._output_lengths,
-            order=range(num_microbatches) if arranged is None else arranged.order,
-            lengths=() if arranged is None else arranged.lengths,
+            order=arranged.order,
+            lengths=arranged.lengths,
             parts=parts,
             cut=self.slicing.cut,
             forward_only=forward_only,
@@ -374,7 +368,7 @@ class PipelineSchedule:
         self._message = max(sent), self._config.pipeline_dtype
         self._count_tokens(forward_only=forward_only)
         if not forward_only:
-            self.slice_lengths = tuple(part.length for part in parts[0]) if parts and arranged is None else ()
+            self.slice_lengths = tuple(part.length for part in parts[0]) if parts and self.unequal is None else ()
         with nullcontext() if hooks.watch is None else hooks.watch.passes(forward_only=forward_only):
             with self._without_timers():
                 work = self._runner.run(program, iteration, hooks)
@@ -382,7 +376,15 @@ class PipelineSchedule:
                 self._finalize_gradients(work.num_tokens, pg_collection, force_all_reduce)
         if timers is not None:
             timers("forward-backward").stop()
-        return work.losses if arranged is None else arranged.restored(work.losses)
+        return arranged.restored(work.losses)
+
+    def _arranged(self, iterators: Sequence[Any], num_microbatches: int, *, forward_only: bool) -> Arranged:
+        """What the call runs: the program for its microbatches, and their data in the program's order."""
+        equal = partial(self._agreed_program, num_microbatches, forward_only=forward_only)
+        if self.unequal is None:
+            return Arranged(program=equal(), iterators=iterators, order=tuple(range(num_microbatches)))
+        with nullcontext() if self.hooks.watch is None else self.hooks.watch.doing("exchanges the lengths of microbatches"):
+            return self.unequal.arrange(iterators, num_microbatches, equal=equal, forward_only=forward_only)
 
     def _count_tokens(self, *, forward_only: bool) -> None:
         """With post-validation and per-token loss, from the first training iteration on, send the number of tokens early."""

@@ -106,13 +106,21 @@ class MicrobatchPlanner:
             options = replace(options, memory_limit=max(rest, smallest_memory(placement, number, each)))
         return recut(plan_of(replace(self._spec, num_slices=1), number, costs=each, options=options), slices)
 
-    def _cut(self, costs: CostModel, slices: Sequence[int]) -> list[Plan]:
-        """Plans of these slices to start from: the schedule's order of equal ones first, if it needs about the same memory."""
+    def _of_counts(self, costs: CostModel, slices: Sequence[int]) -> list[Plan]:
+        """Orders of these slices to start from. With none given, the memory of the first is the limit."""
         if self._given is not None or self._fixed:
             return [recut(self._given or plan_of(self._spec, self._m), slices)]
-        plans = [self._of_passes(costs, self._base_options), recut(plan_of(self._spec, self._m), slices)]
-        needs = [max(peak_memory(plan, costs)) for plan in plans]
-        return plans[::-1] if needs[1] <= _ABOUT * needs[0] else plans[:1]
+        by_passes, own = self._of_passes(costs, self._base_options), recut(plan_of(self._spec, self._m), slices)
+        is_about_as_small = max(peak_memory(own, costs)) <= _ABOUT * max(peak_memory(by_passes, costs))
+        return [own, by_passes] if is_about_as_small else [by_passes]
+
+    def _starts(self, costs: CostModel) -> list[Plan]:
+        """Orders to start from, with fewer microbatches in flight if the first does not fit the memory limit."""
+        limit, is_cut = self._options.memory_limit, self._spec.num_slices > 1 and not costs.table.is_alike
+        starts = self._of_counts(costs, costs.table.counts) if is_cut else [self.base]
+        if limit is None or max(peak_memory(starts[0], costs)) <= limit:
+            return starts
+        return starts + (self._within_smaller(partial(self._of_passes, costs)) if is_cut else self._smaller)
 
     def plan(self, costs: CostModel) -> Plan:
         """The validated plan for microbatches with these costs.
@@ -122,11 +130,7 @@ class MicrobatchPlanner:
             PlanError: costs of another size, or an order that is fixed and fits the limit with no assignment that was tried.
         """
         limit = self._options.memory_limit
-        cut = () if self._spec.num_slices == 1 or costs.table.is_alike else costs.table.counts
         check_memory_limit(self._spec.placement, self._m, costs, limit)
-        bases = self._cut(costs, cut) if cut else [self.base]
-        if limit is not None and max(peak_memory(bases[0], costs)) > limit:
-            bases += self._within_smaller(partial(self._of_passes, costs)) if cut else self._smaller
-        plan = assign(bases, costs, self._options, fixed_order=self._fixed)
+        plan = assign(self._starts(costs), costs, self._options, fixed_order=self._fixed)
         validate(plan, memory_limit=limit, costs=costs)
         return plan

@@ -208,11 +208,11 @@ def _counted_by_stage(row: Sequence[Op], costs: CostModel) -> list[float]:
 
 def _summed(row: Sequence[Op], table: CostTable, has_backward: bool) -> list[float]:
     """By a running sum. Without a backward a pass keeps nothing but keys and values, until the microbatch's last slice."""
-    held, memory = 0.0, []
+    held, memory, is_alike, starts, counts = 0.0, list[float](), table.is_alike, table.starts, table.counts
     for stage, kind, microbatch, index in row:
-        own = table.column(microbatch)
-        at, last = table.starts[own] + index, table.counts[own] - 1
-        before, after, keys = table.activation[stage][at], table.activation_after_backward[stage][at], table.keys[stage][own]
+        own = 0 if is_alike else microbatch
+        at, last, keys = starts[own] + index, counts[own] - 1, table.keys[stage][own]
+        before, after = table.activation[stage][at], table.activation_after_backward[stage][at]
         if kind is OpKind.F:
             held += before + (keys if index == 0 else 0.0)
         elif kind is OpKind.W:

@@ -66,7 +66,7 @@ def test_without_a_usual_length_it_is_the_mean_of_the_first_call(exchange: Any, 
     options = UnequalOptions(tokens_of=lambda item: (item.tokens, item.squares), usual_tokens=None)
     slicing = SliceOptions(rule=CutRule(work=Terms(per_token=36.0, per_square=1.0)))  # attention takes a quarter of 12 tokens
     unequal = UnequalMicrobatches(spec, options, plan=mock.Mock(), place=mock.Mock(), slicing=slicing)
-    with mock.patch.object(unequal, "_planned"):
+    with mock.patch.object(unequal, "_program"):
         unequal.arrange([iter(REPLICAS[0])], 2, equal=mock.Mock(), forward_only=True)
         exchange.return_value.return_value = ((Lengths(1, 1.0),) * 2,) * 2
         unequal.arrange([iter([Lengths(1, 1.0)] * 2)], 2, equal=mock.Mock(), forward_only=forward_only)

@@ -318,6 +318,8 @@ def uniform_json(**changes: object) -> dict[str, object]:
         (lambda: CostModel.from_json([]), "costs"),
         (lambda: CostModel.from_json({"forward_ms": 1.0}), "costs"),
         (lambda: CostTable.from_json({"microbatches": {}}), "'forward_ms' of 'microbatches'"),
+        (lambda: CostTable.from_json({"microbatches": {name: [[]] for name in COST_LISTS}}), "at least one microbatch"),
+        (lambda: CostTable.from_json({"slices": {name: [[], []] for name in COST_LISTS}}), "at least one microbatch"),
     ],
 )
 def test_bad_input_is_refused_with_its_numbers(make: object, message: str) -> None:

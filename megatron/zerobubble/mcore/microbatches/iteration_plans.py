@@ -81,8 +81,8 @@ class Arranged:
     """Per chunk its items in the plan's order; None for a chunk that reads no data."""
     order: tuple[int, ...]
     """For each microbatch of the plan, its number in the order in which the data came."""
-    lengths: tuple[Lengths, ...]
-    """For each microbatch of the plan, its lengths on this replica."""
+    lengths: tuple[Lengths, ...] = ()
+    """For each microbatch of the plan, its lengths on this replica; empty: all have the sequence length of the call."""
 
     def restored(self, results: Sequence[Any]) -> list[Any]:
         """Results of the microbatches, back in the order in which the data came. Without results: the same."""
@@ -92,14 +92,6 @@ class Arranged:
         for place, result in zip(self.order, results, strict=True):
             restored[place] = result
         return restored
-
-
-@dataclass
-class _Planned:
-    """A program, and which microbatch of a replica, by rank of length, each of its microbatches is."""
-
-    program: Program
-    assignment: tuple[int, ...]
 
 
 class UnequalMicrobatches:
@@ -139,7 +131,7 @@ class UnequalMicrobatches:
         self._replica = parallel_state.get_data_parallel_rank()
         self._planners: dict[int, MicrobatchPlanner] = {}
         """By number of microbatches."""
-        self._programs: OrderedDict[LengthsOfReplicas, _Planned] = OrderedDict()
+        self._programs: OrderedDict[LengthsOfReplicas, Program] = OrderedDict()
 
     def _see(self, replicas: LengthsOfReplicas) -> None:
         """Take the means of the first lengths, which all ranks know, where no length is usual."""
@@ -178,7 +170,7 @@ class UnequalMicrobatches:
 
     def planned(self, replicas: LengthsOfReplicas) -> Plan:
         """The plan for these lengths, which an iteration with them runs. All ranks must call it at the same point."""
-        return self._planned(replicas).program.plan
+        return self._program(replicas).plan
 
     def arrange(
         self, iterators: Sequence[Any], num_microbatches: int, *, equal: Callable[[], Program], forward_only: bool
@@ -211,9 +203,8 @@ class UnequalMicrobatches:
             if forward_only and self._spec.num_slices > 1:
                 program = place_communication(recut(program.plan, self._slices(replicas)))
         else:
-            planned = self._planned(replicas)
-            program, own_rank = planned.program, self._ranked(replicas[self._replica], replicas)
-            order = tuple(own_rank[place] for place in planned.assignment)
+            program, own_rank = self._program(replicas), self._ranked(replicas[self._replica], replicas)
+            order = tuple(own_rank[program.plan.batch_index(i)] for i in range(num_microbatches))
         return Arranged(
             program=program,
             iterators=[None if each is None else iter([each[place] for place in order]) for each in items],
@@ -254,8 +245,19 @@ class UnequalMicrobatches:
         """The microbatches of a replica by length; as they come if there is no other replica to match, or nothing moves."""
         return ranked(own) if len(replicas) > 1 and self._options.reorders else list(range(len(own)))
 
-    def _planned(self, replicas: LengthsOfReplicas) -> _Planned:
-        """The program for these lengths, made unless it is known. All ranks must call it at the same point."""
+    def _pieces(self, replicas: LengthsOfReplicas) -> list[tuple[Piece, ...]]:
+        """The pieces of each microbatch, of the longest of the replicas, which are in one order."""
+        most = most_of_replicas(replicas)
+        if self._spec.num_slices == 1:
+            return [(each,) for each in most]
+        parts = self._slicing.parts_of([each.tokens for each in most], self._slices(replicas))
+        return [slices_of_sequence([part.length for part in own]) for own in parts]
+
+    def _program(self, replicas: LengthsOfReplicas) -> Program:
+        """The program for these lengths, made unless it is known. All ranks must call it at the same point.
+
+        The assignment of its plan is of microbatches by their rank of length (`_ranked`).
+        """
         self._see(replicas)
         if replicas not in self._programs:
             while len(self._programs) >= _NUM_KEPT:
@@ -264,26 +266,19 @@ class UnequalMicrobatches:
         self._programs.move_to_end(replicas)
         return self._programs[replicas]
 
-    def _made(self, replicas: LengthsOfReplicas, base: Plan) -> _Planned:
-        number = len(replicas[0])
-        matched = tuple(tuple(own[place] for place in self._ranked(own, replicas)) for own in replicas)
-        most = most_of_replicas(matched)
-        links = self._links
-        pieces: list[tuple[Piece, ...]] = [(each,) for each in most]
-        plan = base
-        if self._spec.num_slices > 1:
-            counts = self._slices(matched)
-            parts = self._slicing.parts_of([each.tokens for each in most], counts)
-            pieces = [slices_of_sequence([part.length for part in own]) for own in parts]
-            plan, links = recut(base, counts), None  # searches take all links for equal
+    def _made(self, replicas: LengthsOfReplicas, base: Plan) -> Program:
+        is_cut = self._spec.num_slices > 1
+        pieces = self._pieces(tuple(tuple(own[place] for place in self._ranked(own, replicas)) for own in replicas))
+        links = None if is_cut else self._links  # searches for slices take all links for equal
         costs = CostModel.of(self.model.table(pieces), comm_ms=self._comm_ms, links=links)
+        plan = recut(base, list(map(len, pieces))) if is_cut else base
         if self._options.reorders:
-            if number not in self._planners:
-                self._planners[number] = self._planner(base)
-            plan = self._planners[number].plan(costs)
+            if len(pieces) not in self._planners:
+                self._planners[len(pieces)] = self._planner(base)
+            plan = self._planners[len(pieces)].plan(costs)
         program = self._place(plan, costs)
         self.exchange.check_same(program)
-        return _Planned(program, plan.assignment or tuple(range(number)))
+        return program
 
     def _planner(self, base: Plan) -> MicrobatchPlanner:
         options = SearchOptions(budget=ITERATION_BUDGET, objective=self._options.objective, memory_limit=self._memory_limit)

@@ -51,7 +51,7 @@ def layout_proposal(plan: Plan, kinds: Sequence[str], layers: StageLayers, costs
     """
     simulation = simulate(plan, costs.plain)
     found = plan_layout(
-        Model.measured(kinds, layers, costs.plain),
+        Model.measured(kinds, layers, costs.whole.plain),
         num_ranks=plan.num_ranks,
         num_microbatches=plan.num_microbatches,
         memory_bytes=max(simulation.peak_memory) * min(plan.num_ranks, plan.num_microbatches) * (1 + 1e-9),

@@ -72,6 +72,8 @@ class CostTable(CostLists[tuple[float, ...]]):
     """Tokens of every pass; empty: not known."""
 
     def __post_init__(self) -> None:
+        if not self.forward_ms or not self.starts[-1]:
+            raise ConfigError(f"costs: at least one {'microbatch' if self.forward_ms else 'stage'} is needed")
         widths = dict.fromkeys(COST_LISTS, (self.starts[-1], "slices" if self.has_slices else "microbatches"))
         for name, (width, noun) in (widths | dict.fromkeys(KEY_LISTS, (len(self.counts), "microbatches"))).items():
             rows = tuple(map(tuple, getattr(self, name)))
@@ -96,8 +98,6 @@ class CostTable(CostLists[tuple[float, ...]]):
                 for index, value in enumerate(row):
                     where = "" if width == 1 else f", {'microbatch' if noun == 'microbatches' else 'slice'} {index}"
                     check_number(f"{name} of stage {stage}{where}", value)
-        if not self.forward_ms:
-            raise ConfigError("costs: at least one stage is needed")
         if self.tokens:
             check_tokens(self.tokens)
             if len(self.tokens) != self.starts[-1]:
@@ -162,7 +162,7 @@ class CostTable(CostLists[tuple[float, ...]]):
         """Slices per microbatch, n, the most of any."""
         return max(self.counts, default=1)
 
-    @property
+    @cached_property
     def has_slices(self) -> bool:
         """Whether a microbatch is cut."""
         return self.num_slices > 1
@@ -201,12 +201,12 @@ class CostTable(CostLists[tuple[float, ...]]):
 
     def _summed(self, row: Sequence[float]) -> tuple[float, ...]:
         """Per microbatch the sum over its passes."""
-        return tuple(math.fsum(row[begin:end]) for begin, end in pairwise(self.starts))
+        return tuple(math.fsum(row[begin:end]) for begin, end in pairwise(self.starts)) if self.has_slices else tuple(row)
 
     def of_microbatch(self, name: str, stage: int, microbatch: int) -> float:
         """The value of one of the lists for a microbatch: the sum over its slices."""
-        begin = self.starts[self.column(microbatch)]
-        return math.fsum(getattr(self, name)[stage][begin : begin + self.counts[self.column(microbatch)]])
+        row, column = getattr(self, name)[stage], self.column(microbatch)
+        return math.fsum(row[self.starts[column] : self.starts[column + 1]]) if self.has_slices else float(row[column])
 
     @property
     def tokens_of_microbatches(self) -> tuple[int, ...]:
