@@ -35,6 +35,7 @@ def plain_pretrain_config():
     cfg.model.pipeline_model_parallel_size = 4
     cfg.model.virtual_pipeline_model_parallel_size = 5
     cfg.train.train_iters += 1
+    cfg.comm_overlap = CommOverlapConfig(tp_comm_overlap=False, overlap_param_gather_with_optimizer_step=True)
     cfg.logger.log_interval = cfg.model.mtp_num_layers or 1
     return cfg
 
@@ -125,7 +126,8 @@ def test_every_recipe_gets_a_verdict_by_schedule(checkouts: list[Path], capsys: 
     for line in (
         "llama/recipes/plain_pretrain_config  auto  accepted",
         "llama/recipes/plain_pretrain_config  zb-h1  adapted: set virtual_pipeline_model_parallel_size=None and "
-        "pipeline_model_parallel_layout=None in its configuration",
+        "pipeline_model_parallel_layout=None in its configuration, and overlap_param_gather_with_optimizer_step=False, which "
+        "takes several chunks",
         "llama/recipes/layout_pretrain_config  auto  adapted: turned off: overlap_moe_expert_parallel_comm",
         "llama/recipes/layout_pretrain_config  zbv  adapted: set virtual_pipeline_model_parallel_size=2 and "
         "pipeline_model_parallel_layout='Ett|t|tt|mL' in its configuration; turned off: overlap_moe_expert_parallel_comm",
@@ -149,7 +151,7 @@ def test_every_recipe_gets_a_verdict_by_schedule(checkouts: list[Path], capsys: 
     assert "old" not in text
     assert "\n| Megatron-Bridge | 3 | 2 | 2 | 2 |\n" in text
     assert "| llama | 3 | 1 / 1 / 1 | 0 / 2 / 1 | 0 / 2 / 1 |" in text
-    assert "| `moe_paged_stash` | 1 | 1 | 1 | it pages" in text
+    assert "| `moe_paged_stash` | 1 | 1 | 1 | it records the order of passes" in text
 
 
 def test_a_folder_that_is_none_of_them_gets_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,6 +36,7 @@ DEFAULTS: dict[str, Any] = {
     field.name: field.default for field in dataclasses.fields(TransformerConfig) if field.default is not dataclasses.MISSING
 }
 """megatron-core's own values of the fields of its configuration. Lists that each configuration has for itself are left out."""
+_WITH_STEP = "overlap_param_gather_with_optimizer_step"
 _FSDP = ("use_megatron_fsdp", "use_torch_fsdp2", "use_custom_fsdp")
 
 
@@ -111,6 +112,8 @@ def _placed(config: Any, options: RunOptions, chunks: int | None) -> tuple[Sched
     if has_other_chunks:
         assert chunks is not None
         line = fields(num_ranks, chunks, layout)
+        if chunks == 1 and getattr(config, _WITH_STEP, False):
+            line += f", and {_WITH_STEP}=False, which takes several chunks"
         config.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
         layout = None if layout is None else regrouped_text(layout, num_ranks * chunks)
     spec = options.spec(num_ranks=num_ranks, num_chunks=config.virtual_pipeline_model_parallel_size, layout=layout)
