@@ -190,14 +190,17 @@ def check_config(config: Any, spec: ScheduleSpec, *, knows_lengths: bool = False
 _REFUSED = {
     "hybrid_context_parallel": "it brings a schedule of its own",
     "moe_ncclep_zero_copy": "the gradients that W reads would lie in a buffer that all layers share",
-    "moe_paged_stash": "it pages activations in the order of megatron-core's own schedules",
-    "fine_grained_activation_offloading": "it follows megatron-core's own schedules",
+    "moe_paged_stash": "it records the order of passes of the first iteration, by layers and chunks as megatron-core's schedules "
+    "have them, and stops at any other, such as that of a new plan",
+    "fine_grained_activation_offloading": "it brings microbatches back in the order of megatron-core's 1F1B or interleaved "
+    "chunks, and ends its iteration inside of those schedules",
     "cpu_offloading": "it hooks into the backward pass that is split here",
     "num_microbatches_with_partial_activation_checkpoints": "it counts 1F1B's warmup microbatches",
     "variable_seq_lengths": f"ranks have to know the lengths before an iteration begins: {GIVE_LENGTHS}, or pad to the sequence "
     "length",
     "enable_autocast": "B and W compute in the dtype of the weights, outside of autocast; use bf16 or fp16 weights",
-    "use_transformer_engine_op_fuser": "its fused operations compute weight gradients in backward, without the hooks of W",
+    "use_transformer_engine_op_fuser": "fused experts queue their weight gradients in operations outside of the module tree, "
+    "where W would not compute them, and fused dense MLPs compute them in B",
     "enable_cuda_graph": "a graph would hold the backward pass in one piece",
     "external_cuda_graph": "a graph would hold the backward pass in one piece",
 }
