@@ -6,15 +6,23 @@ import argparse
 import contextlib
 import gc
 import io
+import json
 import multiprocessing
 import re
 import shlex
 import sys
+import types
 import warnings
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
 from unittest import mock
 
+import numpy as np
+
 import megatron.zerobubble
+from megatron.zerobubble.cli.run import _UNEQUAL, _parse
 from megatron.zerobubble.flags.fork_flags import in_our_flags
 from megatron.zerobubble.flags.virtual_stages import with_chunks
 from megatron.zerobubble.mcore.cpu.device import HostDevice, quiet_third_parties
@@ -71,14 +79,19 @@ def pretrain(rank: int, flags: str, zero_bubble: str = "") -> str:
     return _run(rank, argv, _parser().parse_args(zero_bubble.split()), _main_of_script)
 
 
-def pretrain_gpt(rank: int, flags: str) -> str:
-    """Train on one rank by this project's own script, zero-bubble flags among `flags`; what it printed, then `ran SCHEDULE`."""
+def pretrain_gpt(rank: int, flags: str, *, has_same_weights: bool = False) -> str:
+    """Train on one rank by this project's own script, zero-bubble flags among `flags`; what it printed, then `ran SCHEDULE`.
+
+    With `has_same_weights` the first weights depend on the layer's number alone, as in `pretrain_script`.
+    """
     words, _ = in_our_flags(flags.split())
     zero_bubble, own = _parser().parse_known_args(words)
     chunks = chunks_of(zero_bubble)
     if chunks is not None:
         own, _ = with_chunks(own, chunks, "")
-    return _run(rank, ["pretrain_gpt.py", *own], zero_bubble, _main_of_gpt)
+    lengths = "thd" if set(_UNEQUAL) & set(own) else None
+    main = partial(_main_of_gpt, has_same_weights=has_same_weights)
+    return _run(rank, ["pretrain_gpt.py", *own], zero_bubble, main, microbatch_tokens=lengths)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -93,17 +106,67 @@ def _main_of_script(zero_bubble: argparse.Namespace) -> None:
     pretrain_script.main()
 
 
-def _main_of_gpt(zero_bubble: argparse.Namespace) -> None:
+def _main_of_gpt(zero_bubble: argparse.Namespace, *, has_same_weights: bool) -> None:
     from megatron.zerobubble import gpt_script  # imports megatron.training
+    from tests.support.pretrain_script import initialize_weights
 
+    def model(**given: Any) -> Any:
+        chunk = original(**given)
+        if has_same_weights:
+            initialize_weights(chunk)
+        return chunk
+
+    original, build_tokenizer = gpt_script.model, gpt_script.build_tokenizer
+    replacements = {"model": model, "build_tokenizer": lambda args: Conversations() if args.sft else build_tokenizer(args)}
     try:
-        gpt_script.main(zero_bubble)
+        with (
+            mock.patch.multiple(gpt_script, **replacements),
+            mock.patch.dict(sys.modules, datasets=types.SimpleNamespace(load_dataset=load_json_lines)),
+        ):
+            gpt_script.main(zero_bubble)
     finally:
         status = megatron.zerobubble.status()
         sys.stdout.write(f"ran {'stock' if status is None else status.schedule}\n")
 
 
-def _run(rank: int, argv: list[str], zero_bubble: argparse.Namespace, main: Callable[[argparse.Namespace], None]) -> str:
+class Conversations:
+    """A tokenizer of conversations, as Megatron-LM's SFT dataset calls it: a token per character, targets in what is answered."""
+
+    eod, pad, vocab_size = 0, 1, 90
+    unique_identifiers: ClassVar[dict[str, str]] = {"class": "Conversations"}
+
+    def tokenize_conversation(self, conversation: list[dict[str, str]], **_: bool) -> tuple[Any, Any]:
+        """(tokens, targets) of the messages of one conversation."""
+        said = [(2 + ord(each) % 80, message["role"]) for message in conversation for each in f"{message['content']}."]
+        return np.array([token for token, _ in said]), np.array([token if by == "assistant" else -100 for token, by in said])
+
+
+def load_json_lines(kind: str, *, data_files: str, split: str) -> list[Any]:
+    """What `load_dataset` of the package `datasets` returns for JSON lines, for who only reads it."""
+    return [json.loads(line) for line in Path(data_files).read_text(encoding="utf-8").splitlines()]
+
+
+def flags_of_script(rank: int) -> tuple[set[str], set[str], set[str], set[str]]:
+    """Flags of Megatron-LM; those with this project's script; those that do not reach it as they are; those that it refuses."""
+    from megatron.training import arguments
+
+    from megatron.zerobubble import gpt_script
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    arguments.add_megatron_arguments(parser)
+    theirs = {flag for flag in parser._option_string_actions if flag.startswith("--")}
+    gpt_script._add_flags(argparse.Namespace(), parser)
+    changed = {flag for flag in theirs if _parse([__file__, flag], is_ours=True).arguments != [flag]}
+    return theirs, set(parser._option_string_actions), changed, theirs & set(gpt_script._ELSEWHERE.split())
+
+
+def _run(
+    rank: int,
+    argv: list[str],
+    zero_bubble: argparse.Namespace,
+    main: Callable[[argparse.Namespace], None],
+    microbatch_tokens: str | None = None,
+) -> str:
     import tests.support.python_3_12.sitecustomize  # noqa: F401 -- their wheels run on 3.11
 
     printed = io.StringIO()
@@ -121,7 +184,7 @@ def _run(rank: int, argv: list[str], zero_bubble: argparse.Namespace, main: Call
         contextlib.redirect_stdout(printed),
     ):
         warnings.filterwarnings("ignore", module=r"megatron\.training")
-        megatron.zerobubble.install(zero_bubble)
+        megatron.zerobubble.install(zero_bubble, microbatch_tokens=microbatch_tokens)
         try:
             main(argparse.Namespace(**vars(zero_bubble), cpu=True))
         except SystemExit as exit:  # --exit-interval

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.flags.fork_flags import in_our_flags
 from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
 from megatron.zerobubble.training.arguments import build_parser, settings_from_argv
 from megatron.zerobubble.training.config.settings import Settings
@@ -75,6 +76,16 @@ def test_an_everyday_command_line_parses_or_gets_one_line(name: str) -> None:
     named = set(re.findall(r"--[a-z0-9-]+", message.replace("did you mean --max-position-embeddings", ""))) - {"--help"}
     assert named
     assert named <= set(EVERYDAY[name].split())
+    assert "megatron-core 0.17 (Python 3.12)" in message
+
+
+def test_every_flag_of_the_examples_is_accepted_or_named_in_one_line() -> None:
+    flags = {word for line in (*EVERYDAY.values(), FORK_EXAMPLE) for word in line.split() if word.startswith("--")}
+    known = set(build_parser()._option_string_actions)
+    unknown = {flag for flag in flags if known.isdisjoint(in_our_flags([flag])[0]) and in_our_flags([flag])[0]}
+    message = refusal(" ".join(sorted(unknown)), base="")
+    assert len(flags) > 60
+    assert all(re.search(rf"{flag}\b", message) for flag in unknown)
     assert "megatron-core 0.17 (Python 3.12)" in message
 
 

@@ -38,7 +38,8 @@ def check_settings(settings: Settings, *, is_first: bool = True) -> None:
     settings.fp8.check(model, settings.precision)
     data.check_documents(settings.optim)
     data.check_lengths(settings.moe, parallel, zero_bubble)
-    data.check_packing(model, settings.mla, parallel)
+    if data.pack_sequences:
+        data.check_packing(model, settings.mla, parallel)
     settings.optim.check(parallel, settings.run)
     schedule.check_length(settings)
     settings.optim.check_sharding(parallel, model, zero_bubble, ranks=settings.gradient_reduction_size)

@@ -18,13 +18,13 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.zerobubble.mcore.build import ModelChunks, build_chunks
 from megatron.zerobubble.mcore.ddp.zero2 import step_on_shards
 from megatron.zerobubble.mcore.engine import Engine
+from megatron.zerobubble.mcore.microbatches.ready import thd_tokens
 from megatron.zerobubble.mcore.model.stage_layout import pipeline_layout
 from megatron.zerobubble.mcore.post_validation.optimizer import post_validation
 from megatron.zerobubble.mcore.run_options import RunOptions
 from megatron.zerobubble.mcore.state_memory import state_bytes
 from megatron.zerobubble.optimizer.post_validation import PostValidation
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.data.microbatch_lengths import lengths_of_batch
 from megatron.zerobubble.training.initialize import Job, set_up_model_parallel
 from megatron.zerobubble.training.models import mcore_config
 from megatron.zerobubble.training.step import ForwardStepProvider, ModelProvider, ModelSetup, TrainingState
@@ -116,7 +116,7 @@ def _engine(settings: Settings, job: Job, built: ModelChunks, config: Any, optim
     engine = Engine(
         RunOptions(
             flags=settings.zero_bubble,
-            microbatch_tokens=lengths_of_batch if data.variable_seq_lengths or data.pack_sequences else None,
+            microbatch_tokens=thd_tokens if data.variable_seq_lengths or data.pack_sequences else None,
             dropout_seed=run.seed if run.layout_independent_dropout else None,
             search_seed=run.seed,
             timeout=_timeout(settings),

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from unittest import mock
 
 import pytest
 
+from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
 from tests.support.command_lines import EVERYDAY, FORK, FORK_ZB, FORK_ZBV, on_cpu
+from tests.support.datasets import random_documents, write_documents
 from tests.support.hybrid import hybrid_stack
-from tests.support.megatron_lm import MISSING, logged, pretrain_gpt
+from tests.support.megatron_lm import LR, MISSING, SMALL, flags_of_script, logged, pretrain_gpt
 from tests.support.ranks import RankPool
+from tests.support.tolerances import after_steps
 from tests.training.launch import ROOT, TIMEOUT_S, command, environment
+
+with quiet_third_parties():
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
 if importlib.util.find_spec("megatron.training") is None:
     pytest.skip(MISSING, allow_module_level=True)
@@ -31,6 +39,7 @@ pytestmark = pytest.mark.claims(
 
 Run = Callable[[int, str], str]
 """(rank, flags) -> what a job printed."""
+SAME_WEIGHTS = partial(pretrain_gpt, has_same_weights=True)
 
 
 def losses(ranks: RankPool, flags: str, schedule: str, run: Run = pretrain_gpt) -> list[tuple[str, ...]]:
@@ -80,6 +89,87 @@ def test_stages_of_other_chunks_are_merged_and_cut(four_ranks: RankPool, run: Ru
     assert float(in_v[0][0]) == pytest.approx(float(expected[0][0]), rel=0.02)
 
 
+UNEQUAL = {
+    "conversations": "--sft --no-create-attention-mask-in-dataloader --micro-batch-size 1",
+    "documents": "--variable-seq-lengths --micro-batch-size 2",
+    "packed documents": "--variable-seq-lengths --pack-sequences --micro-batch-size 1",
+    "rows of packed documents": "--pack-sequences --micro-batch-size 1",
+    "Megatron-LM's rows": "--dataloader-inter-document-masking --micro-batch-size 1",
+}
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> str:
+    lengths = [3, 40, 9, 17, 5, 30, 12, 26, 2, 33, 8, 21, 64, 7, 15, 4] * 4
+    return write_documents(tmp_path_factory.mktemp("documents") / "some", random_documents(lengths, vocabulary=90))
+
+
+@pytest.fixture(scope="module")
+def conversations(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Rows of one to three conversations, for Megatron-LM's SFT dataset."""
+    path = tmp_path_factory.mktemp("conversations") / "some.jsonl"
+    rows = []
+    for row in range(64):
+        said = [("system", "be brief"), ("user", "a" * (row % 5)), ("assistant", "bc" * (1 + row % 4))] * (1 + row % 3)
+        rows.append({"messages": [{"role": role, "content": content} for role, content in said]})
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.claims(
+    "Your own script",
+    "sequences of unequal length by flags of `pretrain_gpt.py` in Megatron-LM's loop: documents, packed or not, `--sft`, "
+    "`--dataloader-inter-document-masking`, under ZB-H1 and ZBV against megatron-core's 1F1B (`make test MCORE=0.19.2`)",
+    "works, up to the order of sums; not run on a GPU",
+)
+@pytest.mark.parametrize("name", UNEQUAL)
+@pytest.mark.sampled(0.3)
+def test_microbatches_of_unequal_length_train_as_under_1f1b(
+    four_ranks: RankPool, documents: str, conversations: str, name: str
+) -> None:
+    """They run in another order, so gradients are summed in another one."""
+    if "inter-document" in UNEQUAL[name] and not hasattr(GPTDatasetConfig, "inter_document_masking"):
+        pytest.skip("megatron-core has this from 0.19 on")
+    if "--sft" in UNEQUAL[name]:
+        documents = conversations
+    line = (
+        f"{SMALL.replace('--mock-data', f'--data-path {documents} --split 90,10,0')} --pipeline-model-parallel-size 2 "
+        f"--train-iters 10 --eval-interval 1000 --position-embedding-type rope --calculate-per-token-loss {UNEQUAL[name]}"
+    )
+    expected = losses(four_ranks, line, "stock", SAME_WEIGHTS)
+    for flag, schedule in (("--enable-zero-bubble", "zb-h1"), ("--zero-bubble-v-schedule", "zbv")):
+        actual = losses(four_ranks, f"{line} {flag}", schedule, SAME_WEIGHTS)
+        check(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("flags", "schedule", "is_same"),
+    [
+        ("--zero-bubble-max-pending-backward 2p --enable-optimizer-post-validation", "zb-h2", True),
+        ("--enable-zero-bubble --zero-bubble-slices 2", "zb-h1", False),
+        ("--zero-bubble-v-schedule --zero-bubble-slices 2", "zbv", False),
+    ],
+)
+@pytest.mark.sampled(0.4)
+def test_schedules_by_flags_train_as_1f1b(four_ranks: RankPool, flags: str, schedule: str, is_same: bool) -> None:
+    """With slices the gradients of a sequence are summed slice by slice."""
+    line = f"{SMALL} --pipeline-model-parallel-size 2 --train-iters 10 --eval-interval 1000 --position-embedding-type rope"
+    expected = losses(four_ranks, line, "stock", SAME_WEIGHTS)
+    actual = losses(four_ranks, f"{line} {flags}", schedule, SAME_WEIGHTS)
+    if is_same:
+        assert actual == expected
+    else:
+        check(actual, expected)
+
+
+def check(actual: list[tuple[str, ...]], expected: list[tuple[str, ...]]) -> None:
+    """Losses and norms, of which the log has seven digits and three decimals, are those of gradients in another order."""
+    for done, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
+        bound = max(after_steps(done, LR), 1e-6)
+        assert float(ours[0]) == pytest.approx(float(theirs[0]), rel=bound)
+        assert list(map(float, ours[1:])) == pytest.approx(list(map(float, theirs[1:])), rel=bound, abs=1e-3)
+
+
 def start(*words: str) -> subprocess.CompletedProcess[str]:
     """Run a command as a user does, in an environment like that of Python 3.12."""
     variables = environment()
@@ -107,11 +197,13 @@ def test_it_is_started_by_torchrun_on_real_text(corpus: str) -> None:
     ("flags", "line"),
     [
         ("--num-layers x", "error: argument --num-layers: invalid int value: 'x' (--help lists all flags)"),
-        ("--sft --fim-data", "error: --sft, --fim-data: packed and filled-in samples, distillation and restarts in place are "),
         (
-            "--allow-padding-num-layers",
-            "error: --allow-padding-num-layers is a flag of the reference trainer (zerobubble train); ",
+            "--inprocess-restart --fim-data",
+            "error: --inprocess-restart, --fim-data: not in this script. Megatron-LM's own ",
         ),
+        ("--allow-padding-num-layers", "error: --allow-padding-num-layers: not in this script. "),
+        ("--sft --micro-batch-size 2", "error: --sft puts several documents into one row: give --micro-batch-size 1, not 2"),
+        ("--pack-sequences", "error: --pack-sequences reads documents, and --mock-data has none; give --data-path"),
         ("--enable-zero-buble", "error: unrecognized arguments: --enable-zero-buble (--help lists all flags)"),
     ],
 )
@@ -121,6 +213,18 @@ def test_a_wrong_flag_gets_one_line(flags: str, line: str) -> None:
     *before, last = done.stderr.strip().splitlines()
     assert last.startswith(line), done.stderr
     assert not any(" error: " in each or each.startswith(("usage:", "Traceback")) for each in before), done.stderr
+
+
+def test_every_flag_of_megatron_lm_is_accepted_but_those_that_are_named(four_ranks: RankPool) -> None:
+    """Ours are added beside them, and none is taken for one of the authors' fork, or for one of ours."""
+    theirs, both, changed, refused = four_ranks.run(flags_of_script)[0]
+    assert len(theirs) > 800
+    assert theirs <= both
+    assert not changed
+    assert (
+        refused
+        == {"--fim-data", "--hybrid-context-parallel", "--logits-load-dir", "--logits-save-dir", "--inprocess-restart"} & theirs
+    )
 
 
 def test_help_has_the_flags_of_both() -> None:

@@ -21,13 +21,11 @@ from tests.support.datasets import random_documents, write_documents
 from tests.training.launch import TINY_MODEL
 
 with quiet_third_parties():
+    from megatron.zerobubble.mcore.microbatches.length_exchange import lengths_of
+    from megatron.zerobubble.mcore.microbatches.ready import thd_tokens
     from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer
     from megatron.zerobubble.training.data.documents import next_fit
-    from megatron.zerobubble.training.data.microbatch_lengths import (
-        length_multiple,
-        lengths_of_batch,
-        num_tokens,
-    )
+    from megatron.zerobubble.training.data.microbatch_lengths import length_multiple, num_tokens
     from megatron.zerobubble.training.data.samples import build_datasets, chunk_iterators, next_batch
 
 SEQ_LENGTH = 32
@@ -142,9 +140,9 @@ def test_lengths_are_those_of_the_batches(prefix: str, mode: str) -> None:
     train = dataset(given)
     for batch in islice(chunk_iterators(train, given, reads_by_chunk=[True], consumed=0, rank=0, on_gpu=False), 3):
         length = batch["tokens"].shape[1]
-        ends = batch.get("cu_seqlens", torch.tensor([0, length]))
+        ends = batch.get("cu_seqlens", torch.tensor([[0, length]]))[0]
         assert int(ends[-1]) == length, "the padding is a sequence, too"
-        assert lengths_of_batch(batch) == (length, float((ends.diff().double() ** 2).sum()))
+        assert lengths_of(thd_tokens, batch, 0) == (length, float((ends.diff().double() ** 2).sum()))
     assert num_tokens(train, given, consumed=4, samples=8) == sample_lengths(train)[4:12].sum()
 
 
@@ -192,7 +190,7 @@ def test_a_middle_stage_gets_where_documents_begin(prefix: str) -> None:
 )
 def test_lengths_divide_over_the_ranks_that_share_sequences(prefix: str, flags: str, world_size: int, multiple: int) -> None:
     given = settings(prefix, "--variable-seq-lengths", *flags.split(), micro=1, world_size=world_size)
-    assert length_multiple(given) == multiple
+    assert length_multiple(given.parallel) == multiple
 
 
 def test_samples_are_read_by_other_processes(prefix: str) -> None:

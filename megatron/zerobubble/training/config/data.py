@@ -89,8 +89,17 @@ class DataConfig:
         if moe.num_experts is not None and moe.moe_token_dispatcher_type == "allgather" and (sends or shares):
             raise ConfigError("--variable-seq-lengths does not go with --moe-token-dispatcher-type allgather; choose alltoall")
 
-    def check_packing(self, model: ModelConfig, mla: MlaConfig, parallel: ParallelConfig) -> None:
-        """Raise ConfigError for flags that --pack-sequences does not go with."""
+    def check_packing(
+        self, model: ModelConfig, mla: MlaConfig, parallel: ParallelConfig, *, flag: str = "--pack-sequences"
+    ) -> None:
+        """Raise ConfigError for flags that packed sequences do not go with.
+
+        Args:
+            model: of the run.
+            mla: of the run.
+            parallel: of the run.
+            flag: the flag that packs them.
+        """
         context = parallel.context_parallel_size
         problems = {
             f"--context-parallel-size {context}: ranks share one sequence, not several": context > 1,
@@ -98,12 +107,11 @@ class DataConfig:
             "--mtp-num-layers": model.mtp_num_layers,
             "--attention-backend local, which has no packed sequences; choose auto": model.attention_backend == "local",
         }
-        if self.pack_sequences and self.micro_batch_size != 1:
+        if self.micro_batch_size != 1:
             raise ConfigError(
-                f"--pack-sequences puts several documents into one row: give --micro-batch-size 1, not {self.micro_batch_size}"
+                f"{flag} puts several documents into one row: give --micro-batch-size 1, not {self.micro_batch_size}"
             )
-        if self.pack_sequences:
-            refuse("--pack-sequences does not go with", problems)
+        refuse(f"{flag} does not go with", problems)
 
     @property
     def document_flag(self) -> str | None:

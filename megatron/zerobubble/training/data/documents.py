@@ -24,10 +24,10 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
 from torch.utils.data import Dataset
 
-from megatron.zerobubble.training.config.settings import Settings
+from megatron.zerobubble.training.config.data import DataConfig
 from megatron.zerobubble.training.data.index import DatasetIndex, check_dataset, split_documents
 
-__all__ = ["DocumentDataset", "document_dataset", "next_fit"]
+__all__ = ["DocumentDataset", "PaddedDocuments", "document_dataset", "next_fit"]
 
 _log = logging.getLogger(__name__)
 
@@ -39,23 +39,24 @@ _PADDING = -1
 """megatron-core's padding in a dataset, which does not count in the loss."""
 
 
-def document_dataset(settings: Settings, tokenizer: Any, split: Split, size: int) -> DocumentDataset:
+def document_dataset(data: DataConfig, split: Split, size: int, *, seq_length: int, seed: int, tokenizer: Any) -> DocumentDataset:
     """The samples of a split. All ranks build them, for their lengths; tokens are opened where they are read.
 
     Args:
-        settings: path and splits of the data.
-        tokenizer: of the run.
-        split: training or validation.
+        data: path and splits of the data, and whether documents are packed.
+        split: training, validation or test.
         size: number of samples.
+        seq_length: tokens of a sample, at most.
+        seed: of their order.
+        tokenizer: of the run.
 
     Raises:
         DataError: the dataset is damaged.
     """
-    index = check_dataset(str(settings.data.data_path), reads_all=False)
-    documents = split_documents(index.num_sequences, settings.data.split_weights)[split.value]
-    seq_length = settings.model.seq_length
-    config = BlendedMegatronDatasetConfig(random_seed=settings.run.seed, sequence_length=seq_length, tokenizer=tokenizer)
-    dataset = DocumentDataset(index, documents, size=size, settings=settings, config=config)
+    index = check_dataset(str(data.data_path), reads_all=False)
+    documents = split_documents(index.num_sequences, data.split_weights)[split.value]
+    config = BlendedMegatronDatasetConfig(random_seed=seed, sequence_length=seq_length, tokenizer=tokenizer)
+    dataset = DocumentDataset(index, documents, size=size, config=config, packs=data.pack_sequences)
     tokens = index.entries()[0][documents.start : documents.stop]
     cut, left_out = int((tokens > seq_length + 1).sum()), int((tokens < 2).sum())
     _log.info("%s: %d samples per epoch, documents of %s", split.name, dataset.num_rows, index.prefix)
@@ -99,21 +100,22 @@ class DocumentDataset(Dataset[dict[str, Any]]):
         index: of the dataset, which `index.check_dataset` has checked.
         documents: the numbers of the split's documents, one of which has two tokens or more.
         size: samples, over as many epochs as it takes.
-        settings: how documents become samples.
-        config: megatron-core's, with the tokenizer.
+        config: megatron-core's, with the seed, the most tokens of a sample, and the tokenizer.
+        packs: whether a sample has several documents.
     """
 
-    def __init__(self, index: DatasetIndex, documents: range, *, size: int, settings: Settings, config: Any) -> None:
-        self._seed = settings.run.seed
+    def __init__(self, index: DatasetIndex, documents: range, *, size: int, config: Any, packs: bool) -> None:
+        self._seed = config.random_seed
+        self.packs = packs
+        """As given."""
         self.config = config
         """As given."""
         self.dataset_path = index.prefix
         """Path prefix."""
-        seq_length = settings.model.seq_length
-        pieces = _Pieces.of(index.entries()[0], documents, seq_length)
-        if settings.data.pack_sequences:
+        pieces = _Pieces.of(index.entries()[0], documents, config.sequence_length)
+        if packs:
             pieces = pieces[_permutation(self._seed, _PACKING, len(pieces.length))]
-            self._starts = next_fit(pieces.length, seq_length)
+            self._starts = next_fit(pieces.length, config.sequence_length)
         else:
             self._starts = np.arange(len(pieces.length) + 1)
         self._pieces = pieces
@@ -181,6 +183,64 @@ class DocumentDataset(Dataset[dict[str, Any]]):
         return self._epochs[epoch]
 
 
+class PaddedDocuments(Dataset[dict[str, Any]]):
+    """Documents in rows that are as long as the others of their microbatch, so that a data loader can stack them.
+
+    Padding is token 0 and does not count in the loss. Behind packed documents it is a sequence of its own.
+
+    Args:
+        documents: the samples.
+        micro_batch_size: samples per microbatch, b. Microbatches have samples that follow each other.
+        first: number of the first sample of a microbatch, any of them.
+        length: tokens of a row; None: of the longest sample of the microbatch, rounded up to a `multiple`.
+        multiple: what sequence and context parallelism divide by.
+        split: what they are samples of, for Megatron-LM's loop, whose microbatches of evaluation may have another size.
+    """
+
+    def __init__(
+        self,
+        documents: DocumentDataset,
+        *,
+        micro_batch_size: int,
+        first: int,
+        length: int | None,
+        multiple: int,
+        split: Split = Split.train,
+    ) -> None:
+        self._documents, self._micro_batch_size, self._first = documents, micro_batch_size, first
+        self._length, self._multiple = length, multiple
+        self.index_split = split
+        """As given; megatron-core's datasets have it by this name."""
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        """One row.
+
+        Returns:
+            tokens, labels, position_ids [s] int64 and loss_mask [s] float32, as megatron-core's GPTDataset has them. With packed
+            documents also cu_seqlens [k + 1] int32, where each of the k sequences of the row begins, from 0 on, and s.
+        """
+        sample = self._documents[number]
+        filled = len(sample["tokens"])
+        length = self._length or self._longest(number)
+        row = {name: _padded(sample[name], length) for name in ("tokens", "labels", "loss_mask")}
+        if not self._documents.packs:
+            return row | {"position_ids": torch.arange(length)}
+        begins = sample["cu_seqlens"]
+        return row | {
+            "position_ids": torch.cat([sample["position_ids"], torch.arange(length - filled)]),
+            "cu_seqlens": begins if filled == length else torch.cat([begins, begins.new_tensor([length])]),
+        }
+
+    def _longest(self, number: int) -> int:
+        """Tokens per row of the microbatch of a sample."""
+        begin = number - (number - self._first) % self._micro_batch_size
+        longest = int(self._documents.lengths(np.arange(begin, begin + self._micro_batch_size)).max())
+        return -(-longest // self._multiple) * self._multiple
+
+
 def next_fit(lengths: Array, capacity: int) -> Array:
     """Cut a sequence of pieces into rows, in order: a piece begins a new row where it does not fit into the one being filled.
 
@@ -198,6 +258,10 @@ def next_fit(lengths: Array, capacity: int) -> Array:
         used = int(ends[first - 1])
         starts.append(first)
     return np.asarray(starts, dtype=np.int64)
+
+
+def _padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
+    return torch.nn.functional.pad(tensor, (0, length - len(tensor)))
 
 
 def _ids(tokens: Array) -> Array:

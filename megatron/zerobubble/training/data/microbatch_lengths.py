@@ -1,6 +1,6 @@
 """Which samples microbatches have, and how long they are.
 
-Shapes: b microbatch size, s padded tokens per row, over all context-parallel ranks together.
+Shapes: b microbatch size.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Sampler
 
+from megatron.zerobubble.training.config.parallel import ParallelConfig
 from megatron.zerobubble.training.config.settings import Settings
 
-__all__ = ["ConsumedSamples", "length_multiple", "lengths_of_batch", "num_tokens", "padded_length"]
+__all__ = ["ConsumedSamples", "length_multiple", "num_tokens"]
 
 
 class ConsumedSamples(Sampler[list[int]]):
@@ -43,28 +44,10 @@ class ConsumedSamples(Sampler[list[int]]):
         return len(self._starts)
 
 
-def length_multiple(settings: Settings) -> int:
+def length_multiple(parallel: ParallelConfig) -> int:
     """What padded lengths are multiples of: what ranks that share sequences divide them by."""
-    parallel = settings.parallel
     tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     return math.lcm(2 * context if context > 1 else 1, tensor * context if parallel.sequence_parallel else 1)
-
-
-def padded_length(longest: int, settings: Settings) -> int:
-    """Tokens per row, s, of a microbatch whose longest sample has `longest` tokens."""
-    if not settings.data.variable_seq_lengths:
-        return settings.model.seq_length
-    multiple = length_multiple(settings)
-    return -(-longest // multiple) * multiple
-
-
-def lengths_of_batch(batch: Any) -> tuple[int, float]:
-    """Tokens per row of a batch of documents, and the squared lengths of the sequences in one."""
-    tokens = int(batch["tokens"].size(1))
-    begins = batch.get("cu_seqlens")
-    if begins is None:
-        return tokens, float(tokens) ** 2
-    return tokens, float((begins.diff().double() ** 2).sum())
 
 
 def num_tokens(dataset: Any, settings: Settings, *, consumed: int, samples: int) -> int:

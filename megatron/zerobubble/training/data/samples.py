@@ -26,11 +26,11 @@ from torch.utils.data import DataLoader
 
 from megatron.zerobubble.mcore.attention.sequence_parts import WHOLE, SequenceParts, slices
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.data.documents import document_dataset
-from megatron.zerobubble.training.data.microbatch_lengths import ConsumedSamples, padded_length
+from megatron.zerobubble.training.data.documents import PaddedDocuments, document_dataset
+from megatron.zerobubble.training.data.microbatch_lengths import ConsumedSamples, length_multiple
 from megatron.zerobubble.training.data.token_ids import checked_batches, vocabulary_size
 
-__all__ = ["Batch", "Datasets", "build_datasets", "chunk_iterators", "chunk_reads", "next_batch"]
+__all__ = ["Batch", "Datasets", "build_datasets", "chunk_iterators", "chunk_reads", "next_batch", "packed_sequences"]
 
 DataIterator = Iterator[dict[str, torch.Tensor]]
 
@@ -72,8 +72,9 @@ def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool) -> Datase
     data, run = settings.data, settings.run
     sizes = [max(1, samples) for samples in (settings.train_samples, run.eval_iters * settings.global_batch_size)]
     if data.reads_documents:
-        train = document_dataset(settings, tokenizer, Split.train, sizes[0])
-        return Datasets(train, document_dataset(settings, tokenizer, Split.valid, sizes[1]) if run.eval_iters > 0 else None)
+        of = {"seq_length": settings.model.seq_length, "seed": run.seed, "tokenizer": tokenizer}
+        train = document_dataset(data, Split.train, sizes[0], **of)
+        return Datasets(train, document_dataset(data, Split.valid, sizes[1], **of) if run.eval_iters > 0 else None)
     config = GPTDatasetConfig(
         random_seed=run.seed,
         sequence_length=settings.model.seq_length,
@@ -98,38 +99,6 @@ def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool) -> Datase
             # at those places no other sample counts any more, so the loss depends on where the process began to read.
             dataset.masks_and_position_ids_are_cacheable = False
     return Datasets(built[0], built[1])
-
-
-@dataclass(frozen=True)
-class PaddedBatches:
-    """Collates documents of unequal length, by padding that does not count in the loss. Picklable, for data loader processes."""
-
-    settings: Settings
-    """Say how long a batch is, and whether samples are packed."""
-
-    def __call__(self, samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """A batch.
-
-        Returns:
-            tokens, labels, position_ids and loss_mask, [b, s], as megatron-core's GPTDataset has them. Padding is token 0 with a
-            loss mask of 0. With --pack-sequences also cu_seqlens [k + 1] int32, where each of the k sequences of the row begins,
-            from 0 on, and s: the documents, and behind them the padding as a sequence of its own.
-        """
-        length = padded_length(max(len(sample["tokens"]) for sample in samples), self.settings)
-        names = ("tokens", "labels", "loss_mask", "position_ids")
-        batch = {name: torch.stack([_padded(sample[name], length) for sample in samples]) for name in names}
-        if not self.settings.data.pack_sequences:
-            batch["position_ids"] = torch.arange(length).expand(len(samples), -1).contiguous()
-            return batch
-        (sample,) = samples
-        begins, filled = sample["cu_seqlens"], len(sample["tokens"])
-        batch["position_ids"][0, filled:] = torch.arange(length - filled)
-        batch["cu_seqlens"] = begins if filled == length else torch.cat([begins, begins.new_tensor([length])])
-        return batch
-
-
-def _padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
-    return torch.nn.functional.pad(tensor, (0, length - len(tensor)))
 
 
 def chunk_reads(chunk: Any, settings: Settings) -> bool:
@@ -167,20 +136,29 @@ def chunk_iterators(
 
     def iterate() -> DataIterator:
         assert dataset is not None
+        micro_batch_size, length = settings.data.micro_batch_size, settings.model.seq_length
+        rows = dataset
+        if settings.data.reads_documents:
+            rows = PaddedDocuments(
+                dataset,
+                micro_batch_size=micro_batch_size,
+                first=consumed,
+                length=None if settings.data.variable_seq_lengths else length,
+                multiple=length_multiple(settings.parallel),
+            )
         sampler = ConsumedSamples(
             consumed=consumed,
             total=len(dataset),
-            micro_batch_size=settings.data.micro_batch_size,
+            micro_batch_size=micro_batch_size,
             rank=rank,
             num_ranks=settings.data_parallel_size,
         )
         loader = iter(
             DataLoader(
-                dataset,
+                rows,
                 batch_sampler=sampler,
                 num_workers=settings.data.num_workers,
                 pin_memory=on_gpu,
-                collate_fn=PaddedBatches(settings) if settings.data.reads_documents else None,
                 generator=torch.Generator(),  # its own: reading samples must not advance the rank's generator
             )
         )
@@ -219,19 +197,20 @@ def next_batch(
     if is_last_stage:
         wanted += ["labels", "loss_mask"]
     own = {name: slices(sample[name], parts, dim=1) for name in wanted}
-    packed = _packed(sample["cu_seqlens"], device) if "cu_seqlens" in sample else None
+    packed = packed_sequences(sample["cu_seqlens"], device) if "cu_seqlens" in sample else None
     return Batch(**{name: tensor.to(device, non_blocking=True) for name, tensor in own.items()}, packed_seq_params=packed)
 
 
-def _packed(cu_seqlens: torch.Tensor, device: torch.device) -> PackedSeqParams:
-    """What attention needs to keep sequences apart.
+def packed_sequences(cu_seqlens: torch.Tensor, device: torch.device | int) -> PackedSeqParams:
+    """What attention needs to keep the sequences of a packed row apart.
 
     Args:
-        cu_seqlens: [k + 1] int32, on the host: where each sequence of the row begins, and s.
+        cu_seqlens: [1, k + 1] int32, on the host: where each sequence of the row begins, and s, which may be repeated.
         device: for the copy.
     """
-    longest = int(cu_seqlens.diff().max())  # on the host: nothing waits for the device
-    on_device = cu_seqlens.to(device, non_blocking=True)
+    begins = cu_seqlens[0].unique_consecutive()
+    longest = int(begins.diff().max())  # on the host: nothing waits for the device
+    on_device = begins.to(device, non_blocking=True)
     return PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=on_device, cu_seqlens_kv=on_device, max_seqlen_q=longest, max_seqlen_kv=longest
     )
