@@ -10,7 +10,7 @@ import functools
 import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -51,6 +51,7 @@ Tensors = dict[str, torch.Tensor]
 class Case:
     """One comparison."""
 
+    trainer_class: ClassVar[type[Trainer]]
     schedule: str
     num_ranks: int
     num_microbatches: int
@@ -124,7 +125,7 @@ class Case:
 
     def trainer(self, initial: Tensors | None = None) -> Trainer:
         """What trains this case."""
-        return Trainer(self, initial)
+        return self.trainer_class(self, initial)
 
     @property
     def unpipelined(self) -> Case:
@@ -146,11 +147,18 @@ class Outcome:
 
 
 class Trainer:
-    """A rank's model, optimizer and schedule for one case. Creates and destroys megatron-core's parallel state."""
+    """A rank's model, optimizer and schedule for one case. Creates and destroys megatron-core's parallel state.
+
+    A subclass names with `trains` the cases that it is for.
+    """
 
     config_type = TransformerConfig
     weights_seed: int | None = None
     """See `build_chunks`."""
+
+    def __init_subclass__(cls, *, trains: type[Case] | None = None) -> None:
+        if trains is not None:
+            trains.trainer_class = cls
 
     def __init__(self, case: Case, initial: Tensors | None = None, *, seed: int = 1234) -> None:
         self.case = case
@@ -428,6 +436,9 @@ class Trainer:
             return total / per_token.numel() / self.case.context_parallel, {"lm loss": mean}
 
         return output, loss_func
+
+
+Case.trainer_class = Trainer
 
 
 def _destroy_groups() -> None:

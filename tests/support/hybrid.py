@@ -15,7 +15,7 @@ from megatron.zerobubble.mcore.compat import has_hybrid_model
 from megatron.zerobubble.mcore.model.hybrid_layers import place_stack
 from megatron.zerobubble.plan.partition.hybrid_pattern import HybridPattern
 from megatron.zerobubble.training.models.layer_specs import LocalNorm, local_layer
-from tests.support.gpt import SEQUENCE, VOCABULARY, Case, Tensors, Trainer
+from tests.support.gpt import SEQUENCE, VOCABULARY, Case, Tensors
 from tests.support.mamba import stand_ins
 from tests.support.moe import MoeCase, MoeTrainer
 
@@ -50,9 +50,6 @@ class HybridCase(MoeCase):
         assert isinstance(unpipelined, HybridCase)
         return replace(unpipelined, pattern=self.stages.layers)
 
-    def trainer(self, initial: Tensors | None = None) -> Trainer:
-        return HybridTrainer(self, initial)
-
 
 def case(schedule: str, num_ranks: int, num_microbatches: int, pattern: str, *, num_chunks: int = 1, **others: Any) -> HybridCase:
     """A case whose layers are those of the pattern."""
@@ -60,7 +57,7 @@ def case(schedule: str, num_ranks: int, num_microbatches: int, pattern: str, *, 
     return replace(made, num_layers=made.stages.num_layers, layout=made.stages.stage_layers.text)
 
 
-class HybridTrainer(MoeTrainer):
+class HybridTrainer(MoeTrainer, trains=HybridCase):
     """Trains a `HybridCase`."""
 
     case: HybridCase

@@ -10,7 +10,7 @@ from megatron.core.transformer import MLATransformerConfig
 
 from megatron.zerobubble.mcore.attention.latent_attention import LatentDotProductAttention
 from megatron.zerobubble.training.models.layer_specs import stage_layers
-from tests.support.gpt import Case, Tensors, Trainer
+from tests.support.gpt import Case, Trainer
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,8 @@ class MlaCase(Case):
         words = [super().__str__(), f"q{self.q_lora_rank}", self.rope_type]
         return "-".join(words + ["qknorm"] * self.qk_layernorm + [self.recompute or ""]).rstrip("-")
 
-    def trainer(self, initial: Tensors | None = None) -> Trainer:
-        return MlaTrainer(self, initial)
 
-
-class MlaTrainer(Trainer):
+class MlaTrainer(Trainer, trains=MlaCase):
     """Trains an `MlaCase`."""
 
     case: MlaCase

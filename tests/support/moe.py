@@ -12,7 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
 from megatron.zerobubble.mcore.compat import router_loss_entries
 from megatron.zerobubble.training.models.layer_specs import stage_layers
-from tests.support.gpt import Case, Tensors, Trainer
+from tests.support.gpt import Case, Trainer
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,8 @@ class MoeCase(Case):
             coeff = tuple(weight * each for weight, each in zip(weights, coeff, strict=True))
         return replace(self, schedule="stock", num_ranks=1, num_chunks=1, layout=None, aux_loss_coeff=coeff)
 
-    def trainer(self, initial: Tensors | None = None) -> Trainer:
-        return MoeTrainer(self, initial)
 
-
-class MoeTrainer(Trainer):
+class MoeTrainer(Trainer, trains=MoeCase):
     """Trains a `MoeCase`. A rank's `parameters` are those of its own experts."""
 
     case: MoeCase

@@ -9,7 +9,7 @@ from typing import Any
 from megatron.zerobubble.mcore.compat import mtp_entries
 from megatron.zerobubble.mcore.model.stage_layout import pipeline_layout
 from megatron.zerobubble.training.models.layer_specs import mtp_layers, stage_layers
-from tests.support.gpt import Case, Tensors, Trainer
+from tests.support.gpt import Case, Trainer
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,8 @@ class MtpCase(Case):
     def __str__(self) -> str:
         return f"{super().__str__()}-heads{self.num_mtp_layers}"
 
-    def trainer(self, initial: Tensors | None = None) -> Trainer:
-        return MtpTrainer(self, initial)
 
-
-class MtpTrainer(Trainer):
+class MtpTrainer(Trainer, trains=MtpCase):
     """Trains a `MtpCase`. Its losses are those of the microbatches, then the sum over them of each MTP layer's."""
 
     case: MtpCase

@@ -10,7 +10,7 @@ import torch
 
 from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
-from tests.support.gpt import MICRO_BATCH, SEQUENCE, Case, Tensors, Trainer
+from tests.support.gpt import MICRO_BATCH, SEQUENCE, Case, Trainer
 from tests.support.mla import MlaCase, MlaTrainer
 from tests.support.moe import MoeCase, MoeTrainer
 from tests.support.mtp import MtpCase, MtpTrainer
@@ -57,32 +57,20 @@ class Sliced(Case):
 class SlicedCase(Sliced):
     """A dense model."""
 
-    def trainer(self, initial: Tensors | None = None) -> Trainer:
-        return SlicedTrainer(self, initial)
-
 
 @dataclass(frozen=True)
 class SlicedMlaCase(Sliced, MlaCase):
     """A model with multi-latent attention."""
-
-    def trainer(self, initial: Tensors | None = None) -> Trainer:
-        return SlicedMlaTrainer(self, initial)
 
 
 @dataclass(frozen=True)
 class SlicedMoeCase(Sliced, MoeCase):
     """A model with experts."""
 
-    def trainer(self, initial: Tensors | None = None) -> Trainer:
-        return SlicedMoeTrainer(self, initial)
-
 
 @dataclass(frozen=True)
 class SlicedMtpCase(Sliced, MtpCase):
     """A model with MTP layers."""
-
-    def trainer(self, initial: Tensors | None = None) -> Trainer:
-        return SlicedMtpTrainer(self, initial)
 
 
 class SlicedBatches(Trainer):
@@ -127,7 +115,7 @@ class SlicedBatches(Trainer):
         return float(total / num_tokens)
 
 
-class SlicedTrainer(SlicedBatches):
+class SlicedTrainer(SlicedBatches, trains=SlicedCase):
     """Trains a `SlicedCase`."""
 
 
@@ -135,11 +123,8 @@ class SlicedTrainer(SlicedBatches):
 class SlicedUnequalCase(Sliced, UnequalCase):
     """A dense model whose microbatches have lengths of their own."""
 
-    def trainer(self, initial: Tensors | None = None) -> UnequalTrainer:
-        return SlicedUnequalTrainer(self, initial)
 
-
-class SlicedUnequalTrainer(SlicedBatches, UnequalTrainer):
+class SlicedUnequalTrainer(SlicedBatches, UnequalTrainer, trains=SlicedUnequalCase):
     """Trains a `SlicedUnequalCase`."""
 
     case: SlicedUnequalCase
@@ -152,15 +137,15 @@ class SlicedUnequalTrainer(SlicedBatches, UnequalTrainer):
         return SlicedBatches._schedule_options(self) | {"unequal": unequal}
 
 
-class SlicedMlaTrainer(SlicedBatches, MlaTrainer):
+class SlicedMlaTrainer(SlicedBatches, MlaTrainer, trains=SlicedMlaCase):
     """Trains a `SlicedMlaCase`."""
 
 
-class SlicedMtpTrainer(MtpTrainer, SlicedBatches):
+class SlicedMtpTrainer(MtpTrainer, SlicedBatches, trains=SlicedMtpCase):
     """Trains a `SlicedMtpCase`."""
 
 
-class SlicedMoeTrainer(SlicedBatches, MoeTrainer):
+class SlicedMoeTrainer(SlicedBatches, MoeTrainer, trains=SlicedMoeCase):
     """Trains a `SlicedMoeCase`."""
 
 
@@ -189,11 +174,8 @@ class SlicedPositionsCase(Sliced):
         """Whether the loop reads them from its batch."""
         return self.positions.startswith("restart")
 
-    def trainer(self, initial: Tensors | None = None) -> Trainer:
-        return SlicedPositionsTrainer(self, initial)
 
-
-class SlicedPositionsTrainer(SlicedTrainer):
+class SlicedPositionsTrainer(SlicedTrainer, trains=SlicedPositionsCase):
     """Trains a `SlicedPositionsCase`."""
 
     case: SlicedPositionsCase
@@ -241,11 +223,8 @@ class SlicedPositionsTrainer(SlicedTrainer):
 class SlicedMtpPositionsCase(SlicedPositionsCase, MtpCase):
     """The same with MTP layers."""
 
-    def trainer(self, initial: Tensors | None = None) -> Trainer:
-        return SlicedMtpPositionsTrainer(self, initial)
 
-
-class SlicedMtpPositionsTrainer(MtpTrainer, SlicedPositionsTrainer):
+class SlicedMtpPositionsTrainer(MtpTrainer, SlicedPositionsTrainer, trains=SlicedMtpPositionsCase):
     """Trains a `SlicedMtpPositionsCase`."""
 
     weights_seed = 1  # under V a rank has two embeddings of one name

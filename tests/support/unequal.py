@@ -32,10 +32,6 @@ class UnequalCase(Case):
     """Lengths are multiples of this."""
     num_steps: int = 3
 
-    def trainer(self, initial: Tensors | None = None) -> UnequalTrainer:
-        """What trains this case."""
-        return UnequalTrainer(self, initial)
-
     @property
     def unpipelined(self) -> Case:
         """The same training without a pipeline."""
@@ -50,7 +46,7 @@ class UnequalCase(Case):
         return [self.multiple * generator.randint(1, most) for _ in range(self.num_microbatches)]
 
 
-class UnequalTrainer(Trainer):
+class UnequalTrainer(Trainer, trains=UnequalCase):
     """Trains on microbatches of unequal length."""
 
     case: UnequalCase
@@ -95,12 +91,8 @@ class UnequalTrainer(Trainer):
 class UnequalMoeCase(UnequalCase, MoeCase):
     """The same with experts."""
 
-    def trainer(self, initial: Tensors | None = None) -> UnequalMoeTrainer:
-        """What trains this case."""
-        return UnequalMoeTrainer(self, initial)
 
-
-class UnequalMoeTrainer(UnequalTrainer, MoeTrainer):
+class UnequalMoeTrainer(UnequalTrainer, MoeTrainer, trains=UnequalMoeCase):
     """The same with experts."""
 
     case: UnequalMoeCase

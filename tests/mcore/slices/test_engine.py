@@ -16,7 +16,6 @@ from megatron.zerobubble.mcore.slices.current_slice import CurrentSlice
 from megatron.zerobubble.mcore.slices.prefix_attention import attend_to_prefix
 from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
 from tests.mcore.slices.test_slices import LOSS
-from tests.support.gpt import Tensors, Trainer
 from tests.support.ranks import RankPool
 from tests.support.sliced import Sliced, SlicedBatches
 from tests.support.tolerances import OTHER_ORDER
@@ -27,23 +26,17 @@ from tests.support.transformer_engine.gpt import EngineCase, EngineMlaCase, Engi
 class SlicedEngineCase(Sliced, EngineCase):
     """A dense model of Transformer Engine's layers."""
 
-    def trainer(self, initial: Tensors | None = None) -> Trainer:
-        return _EngineTrainer(self, initial)
-
 
 @dataclass(frozen=True)
 class SlicedEngineMlaCase(Sliced, EngineMlaCase):
     """The same with multi-latent attention."""
 
-    def trainer(self, initial: Tensors | None = None) -> Trainer:
-        return _EngineMlaTrainer(self, initial)
 
-
-class _EngineTrainer(SlicedBatches, EngineTrainer):
+class _EngineTrainer(SlicedBatches, EngineTrainer, trains=SlicedEngineCase):
     pass
 
 
-class _EngineMlaTrainer(SlicedBatches, EngineMlaTrainer):
+class _EngineMlaTrainer(SlicedBatches, EngineMlaTrainer, trains=SlicedEngineMlaCase):
     pass
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.slices.losses import SlicedLosses
 from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
-from tests.support.gpt import Tensors, Trainer
 from tests.support.ranks import RankPool
 from tests.support.sliced import SlicedCase, SlicedTrainer
 
@@ -146,11 +145,8 @@ def test_a_report_without_a_rule_is_refused(first: Any, second: Any, what: str) 
 class ReportsCase(SlicedCase):
     """A loop that reports what RL loops do."""
 
-    def trainer(self, initial: Tensors | None = None) -> Trainer:
-        return _ReportsTrainer(self, initial)
 
-
-class _ReportsTrainer(SlicedTrainer):
+class _ReportsTrainer(SlicedTrainer, trains=ReportsCase):
     def forward_step(self, iterator: Any, model: Any) -> tuple[Tensor, Any]:
         output, loss_function = super().forward_step(iterator, model)
 

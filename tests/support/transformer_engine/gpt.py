@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 
 from megatron.zerobubble.mcore.model.wgrad_split import deferring_modules
 from megatron.zerobubble.training.models.layer_specs import stage_layers
-from tests.support.gpt import Case, Difference, Tensors, Trainer, difference, unpipelined
+from tests.support.gpt import Case, Difference, Trainer, difference, unpipelined
 from tests.support.mla import MlaCase, MlaTrainer
 from tests.support.moe import MoeCase, MoeTrainer
 
@@ -49,9 +49,6 @@ class EngineCase(Case):
         """Without a pipeline; sequences stay shared."""
         return replace(self, schedule="stock", num_ranks=1, num_chunks=1, layout=None, userbuffers=False)
 
-    def trainer(self, initial: Tensors | None = None) -> Trainer:
-        return EngineTrainer(self, initial)
-
 
 @dataclass(frozen=True)
 class EngineMoeCase(MoeCase):
@@ -62,9 +59,6 @@ class EngineMoeCase(MoeCase):
 
     def __str__(self) -> str:
         return "-".join([super().__str__(), *["fused"] * self.fuses, *["grouped"] * self.grouped])
-
-    def trainer(self, initial: Tensors | None = None) -> Trainer:
-        return EngineMoeTrainer(self, initial)
 
 
 @dataclass(frozen=True)
@@ -81,14 +75,11 @@ class EngineMlaCase(MlaCase):
         """Without a pipeline; sequences stay shared."""
         return replace(self, schedule="stock", num_ranks=1, num_chunks=1, layout=None)
 
-    def trainer(self, initial: Tensors | None = None) -> Trainer:
-        return EngineMlaTrainer(self, initial)
-
 
 ENGINE = {"transformer_impl": "transformer_engine"}
 
 
-class EngineTrainer(Trainer):
+class EngineTrainer(Trainer, trains=EngineCase):
     """Trains an `EngineCase`."""
 
     case: EngineCase
@@ -113,7 +104,7 @@ class EngineTrainer(Trainer):
         super().close()
 
 
-class EngineMlaTrainer(MlaTrainer):
+class EngineMlaTrainer(MlaTrainer, trains=EngineMlaCase):
     """Trains an `EngineMlaCase`."""
 
     case: EngineMlaCase
@@ -122,7 +113,7 @@ class EngineMlaTrainer(MlaTrainer):
         return super()._config_changes() | ENGINE | {"gradient_accumulation_fusion": self.case.fuses}
 
 
-class EngineMoeTrainer(MoeTrainer):
+class EngineMoeTrainer(MoeTrainer, trains=EngineMoeCase):
     """Trains an `EngineMoeCase`."""
 
     case: EngineMoeCase
