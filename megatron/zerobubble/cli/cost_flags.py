@@ -23,9 +23,9 @@ from megatron.zerobubble.plan.costs.links import Links
 from megatron.zerobubble.plan.costs.slicing import NUMBERS_OF_SLICES, costs_of_other_slices
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.objective import Objective
+from megatron.zerobubble.plan.plan_request import SCALARS, PlanRequest
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.registry import parse_max_pending_backward, parse_num_slices
-from megatron.zerobubble.plan.request import SCALARS, PlanRequest
 from megatron.zerobubble.plan.search.search_options import Effort
 from megatron.zerobubble.profiling.report import COSTS_BY_LENGTH, FORMAT, last_iteration
 

@@ -12,9 +12,9 @@ from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.objective import DEFAULT_OBJECTIVE, Objective
 from megatron.zerobubble.plan.partition.layout import Layout
+from megatron.zerobubble.plan.plan_request import SCALARS, PlanRequest
 from megatron.zerobubble.plan.planner import AUTO, with_default_limit
 from megatron.zerobubble.plan.registry import parse_max_pending_backward, schedule_info
-from megatron.zerobubble.plan.request import SCALARS, PlanRequest
 from megatron.zerobubble.plan.search.search_options import Effort
 from megatron.zerobubble.playground.length_fields import KEYS, read_lengths
 from megatron.zerobubble.playground.limits import (
