@@ -18,7 +18,8 @@ import torch.distributed as dist
 from megatron.zerobubble.profiling.profiler import Profiler
 from megatron.zerobubble.training.models import mcore_config
 from megatron.zerobubble.wgrad import sharing
-from tests.support.gpt import Case, Tensors, Trainer, assert_near, assert_same_bits, compare
+from tests.support.comparisons import assert_near, assert_same_bits, compare
+from tests.support.gpt import Case, Tensors, Trainer
 from tests.support.ranks import RankPool
 from tests.support.tolerances import OTHER_ORDER
 from tests.training.test_arguments import settings

@@ -12,7 +12,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.gpt import Case, Difference, compare
+from tests.support.comparisons import Difference, compare
+from tests.support.gpt import Case
 from tests.support.memory_ledger import train_watched
 from tests.support.ranks import RankPool
 from tests.support.sliced import SlicedCase

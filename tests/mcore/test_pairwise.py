@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from megatron.zerobubble.mcore.post_validation.optimizer import post_validation
-from tests.support.gpt import Case, Difference, Outcome, Tensors, Trainer, assert_near, difference, unpipelined
+from tests.support.comparisons import Difference, assert_near, difference, unpipelined
+from tests.support.gpt import Case, Outcome, Tensors, Trainer
 from tests.support.ranks import RankPool
 
 pytestmark = [

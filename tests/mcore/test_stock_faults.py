@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from megatron.zerobubble.mcore.stock_faults import warned_of_wrong_gradients, wrong_gradients
-from tests.support.gpt import Case, Tensors, Trainer, compare
+from tests.support.comparisons import compare
+from tests.support.gpt import Case, Tensors, Trainer
 from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.claims(

@@ -15,7 +15,8 @@ from megatron.zerobubble.plan.communication import Message
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.validate import live_timeline
 from tests.support.after_each_op import after_each_op
-from tests.support.gpt import Case, Trainer, unpipelined
+from tests.support.comparisons import unpipelined
+from tests.support.gpt import Case, Trainer
 from tests.support.plans import receive_buffers
 from tests.support.ranks import RankPool
 from tests.wgrad.test_linear import GemmCount

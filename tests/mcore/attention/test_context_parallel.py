@@ -24,7 +24,8 @@ from megatron.zerobubble.mcore.attention.torch_attention import TorchDotProductA
 from megatron.zerobubble.profiling.profiler import Profiler
 from tests.optimizer.support import Scenario
 from tests.optimizer.support import compare as compare_with_synchronous_steps
-from tests.support.gpt import Case, Difference, Trainer, compare
+from tests.support.comparisons import Difference, compare
+from tests.support.gpt import Case, Trainer
 from tests.support.mla import MlaCase
 from tests.support.moe import MoeCase
 from tests.support.mtp import MtpCase

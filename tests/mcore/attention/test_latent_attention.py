@@ -13,7 +13,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.zerobubble.mcore.attention.latent_attention import LatentDotProductAttention
 from megatron.zerobubble.mcore.attention.torch_attention import TorchDotProductAttention
 from megatron.zerobubble.training.models.layer_specs import local_layer
-from tests.support.gpt import assert_near, compare, grown_by_op, refusal
+from tests.support.comparisons import assert_near, compare, grown_by_op, refusal
 from tests.support.mla import MlaCase, MlaTrainer, own_part
 from tests.support.ranks import RankPool
 

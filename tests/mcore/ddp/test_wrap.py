@@ -17,7 +17,8 @@ from megatron.zerobubble.plan.ir import OpKind
 from megatron.zerobubble.plan.timeline import Activity, Bucket, RankTimeline
 from megatron.zerobubble.profiling.recorder import Exchange
 from megatron.zerobubble.training.checkpoint.contents import SHARDING
-from tests.support.gpt import Case, Trainer, assert_near, compare, record
+from tests.support.comparisons import assert_near, compare, record
+from tests.support.gpt import Case, Trainer
 from tests.support.ranks import RankPool
 from tests.support.tolerances import OTHER_ORDER
 from tools.benchmarks.reductions import Finals, final_ops

@@ -23,11 +23,12 @@ from megatron.zerobubble.plan.registry import known_schedules
 from megatron.zerobubble.plan.timeline import Activity
 from tests.optimizer.support import BASE, Scenario
 from tests.optimizer.support import compare as compare_optimistic
+from tests.support.comparisons import record, refusal
 from tests.support.fake_nccl.communicators import Communicator
 from tests.support.fake_nccl.engine import FakeNcclError
 from tests.support.fake_nccl.megatron import run_megatron
 from tests.support.fake_nccl.tracing import TracedOps
-from tests.support.gpt import Case, Outcome, Trainer, record, refusal
+from tests.support.gpt import Case, Outcome, Trainer
 from tests.support.ranks import RankPool
 from tests.support.tolerances import OTHER_ORDER
 

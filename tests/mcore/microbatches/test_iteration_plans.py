@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.gpt import Case, assert_near, compare
+from tests.support.comparisons import assert_near, compare
+from tests.support.gpt import Case
 from tests.support.ranks import RankPool
 from tests.support.tolerances import OTHER_ORDER
 from tests.support.unequal import (

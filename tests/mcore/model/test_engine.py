@@ -25,7 +25,8 @@ from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumu
 from megatron.zerobubble.wgrad.store import WeightGradStore
 from tests.mcore.test_waits import _first_uses
 from tests.optimizer.support import Scenario, compare
-from tests.support.gpt import _destroy_groups, assert_near
+from tests.support.comparisons import assert_near
+from tests.support.gpt import _destroy_groups
 from tests.support.ranks import RankPool
 from tests.support.tolerances import OTHER_ORDER
 from tests.support.transformer_engine import chosen_version

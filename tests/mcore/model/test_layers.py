@@ -20,7 +20,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.zerobubble.mcore.cpu.streams import InertStream, _CudaWithoutStreams
 from megatron.zerobubble.plan.ir import OpKind
 from tests.support.after_each_op import after_each_op
-from tests.support.gpt import assert_near, assert_same_bits, compare, grown_by_op
+from tests.support.comparisons import assert_near, assert_same_bits, compare, grown_by_op
 from tests.support.hybrid import HAS_HYBRID_MODEL, WHY_NOT, HybridCase, case
 from tests.support.moe import ZB_H2, ZBV, MoeCase
 from tests.support.mtp import ZB_H2 as MTP_ZB_H2

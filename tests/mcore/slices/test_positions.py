@@ -16,7 +16,7 @@ from megatron.zerobubble.mcore.slices.current_slice import CurrentSlice
 from megatron.zerobubble.mcore.slices.positions import PositionIds
 from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
 from tests.mcore.slices.test_slices import LOSS, check
-from tests.support.gpt import compare
+from tests.support.comparisons import compare
 from tests.support.ranks import RankPool
 from tests.support.sliced import SlicedMtpPositionsCase, SlicedPositionsCase
 from tests.support.tolerances import OTHER_ORDER

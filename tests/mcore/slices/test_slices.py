@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron.zerobubble.errors import ConfigError
-from tests.support.gpt import compare
+from tests.support.comparisons import compare
 from tests.support.ranks import RankPool
 from tests.support.sliced import SlicedCase, SlicedMlaCase, SlicedMoeCase, SlicedMtpCase, SlicedUnequalCase
 from tests.support.tolerances import OTHER_ORDER, after_steps

@@ -16,7 +16,8 @@ from megatron.core import parallel_state
 
 from megatron.zerobubble.mcore.model.wgrad_split import deferring_modules
 from megatron.zerobubble.training.models.layer_specs import stage_layers
-from tests.support.gpt import Case, Difference, Trainer, difference, unpipelined
+from tests.support.comparisons import Difference, difference, unpipelined
+from tests.support.gpt import Case, Trainer
 from tests.support.mla import MlaCase, MlaTrainer
 from tests.support.moe import MoeCase, MoeTrainer
 
