@@ -35,7 +35,8 @@ help:  ## list the targets
 setup: $(STAMP)  ## create .venv and install the pinned requirements
 $(STAMP): requirements/base.txt requirements/dev.txt pyproject.toml setup.py $(wildcard megatron/zerobubble/plan/search/*pp)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt
+	@echo "installing torch, megatron-core and what the tests need into $(VENV): two minutes or more"
+	$(BIN)/python -m pip install --disable-pip-version-check -r requirements/dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
@@ -45,6 +46,10 @@ $(DATA).idx: $(STAMP) tools/preprocess_data.py
 
 train: setup data  ## train a small GPT on real text through a zero-bubble pipeline
 	PATH="$(abspath $(BIN)):$$PATH" DATA_PATH=$(DATA) bash examples/pretrain_zero_bubble.sh
+	@echo
+	@echo "A small GPT trained through ZBV. On a CPU its times are no measure: passes of a few ms wait for messages and for the host."
+	@echo "Faster than 1F1B on this machine?    bash examples/benchmark.sh --quick"
+	@echo "What ran, and when:                  make playground, and drop runs/zbv/trace/report.json on the page"
 
 lint: setup  ## ruff, import-linter and mypy --strict
 	$(BIN)/ruff check .

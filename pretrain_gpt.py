@@ -1,5 +1,7 @@
 """Megatron-LM's training loop with zero-bubble flags: `torchrun --nproc-per-node 8 pretrain_gpt.py --zero-bubble-v-schedule ...`.
 
+Megatron-LM has another script of this name, which runs unedited: `zerobubble run /path/to/Megatron-LM/pretrain_gpt.py ...`.
+
 Flags, data, tokenizers, checkpoints and logs are Megatron-LM's: its loop, `megatron.training`, comes with megatron-core from 0.17
 on, for Python 3.12. Model, data and loss are in `megatron/zerobubble/gpt_script.py`, which a script for another model may begin
 from; one that exists runs unchanged by `zerobubble run`. `--help` lists all flags.

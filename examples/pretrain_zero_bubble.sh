@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train a GPT through a zero-bubble pipeline. Without GPUs: a small one on the CPU, in a few minutes.
 #
-#   bash examples/pretrain_zero_bubble.sh                        ZBV on 4 CPU ranks, or on all GPUs
+#   bash examples/pretrain_zero_bubble.sh                        ZBV on CPU ranks (4, or 2 on less than 4 cores), or on all GPUs
 #   ENABLE_ZERO_BUBBLE=1 bash examples/pretrain_zero_bubble.sh   ZB-H1
 #   ENABLE_ZERO_BUBBLE=0 bash examples/pretrain_zero_bubble.sh   megatron-core's own 1F1B
 #
@@ -57,10 +57,8 @@ if ((gpus * nodes >= 2)); then
     ranks_per_node="${GPUS_PER_NODE:-$gpus}"
 else # a pipeline needs two devices; with one GPU or none the ranks share the CPU
     backend=gloo
-    ranks_per_node="${GPUS_PER_NODE:-4}"
-    if [[ -n "${BENCH:-}" && -z "${GPUS_PER_NODE:-}" ]]; then # ranks that share cores show no schedule's gain
-        ranks_per_node="$(($(nproc) < 4 ? 2 : 4))"
-    fi
+    few="$(($(nproc) < 4 ? 2 : 4))" least="$((2 * ${TP_SIZE:-1} * ${CP_SIZE:-1}))" # ranks that share cores show no schedule's gain
+    ranks_per_node="${GPUS_PER_NODE:-$((few > least ? few : least))}"
 fi
 ranks=$((nodes * ranks_per_node))
 tensor="${TP_SIZE:-1}" context="${CP_SIZE:-1}"
@@ -94,6 +92,8 @@ else
     name=1f1b schedule=()
 fi
 
+run="${RUN_DIR:-$here/runs/$name${MODEL:+-$MODEL}}"
+
 # -- the model ----------------------------------------------------------------------------------------------------------
 if [[ $backend == nccl ]]; then
     hidden="${HIDDEN_SIZE:-2048}" layers="${LAYERS:-$((pipeline * 4))}" heads="${ATTENTION_HEADS:-16}" length="${SEQ_LENGTH:-2048}"
@@ -108,8 +108,10 @@ else
     micro="${MICRO_BATCH_SIZE:-2}" iterations="${TRAIN_ITERS:-120}" lr="${LR:-2e-3}"
     batch="${GLOBAL_BATCH_SIZE:-$((replicas * 8 * micro))}"
     device=(--exit-duration-in-mins "$([[ $loop == megatron ]] && echo 4 || echo 3.5)")
-    # A short run: profile and re-plan early, and briefly.
-    [[ $name == zb* && -z "${BENCH:-}" ]] && device+=(--zero-bubble-pipeline-timers-start-iter 20 --zero-bubble-planning-seconds 2)
+    # A short run: profile and re-plan early, and briefly; and a trace of what ran.
+    if [[ $name == zb* && -z "${BENCH:-}" ]]; then
+        device+=(--zero-bubble-pipeline-timers-start-iter 20 --zero-bubble-planning-seconds 2 --zero-bubble-trace "$run/trace")
+    fi
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
     export CUDA_VISIBLE_DEVICES= # the sizes above are for the CPU; with gloo, ranks would use visible GPUs
 fi
@@ -138,7 +140,6 @@ else
     tokens=(--tokenizer-type ByteLevelTokenizer)
 fi
 data="${DATA_PATH:-${DATASET:-$here/data/python-stdlib}}"
-run="${RUN_DIR:-$here/runs/$name${MODEL:+-$MODEL}}"
 
 if [[ $loop == megatron ]]; then
     log=(--save-interval 1000)

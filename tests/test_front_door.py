@@ -6,10 +6,15 @@ import pkgutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
+from megatron.core.pipeline_parallel import schedules
 
 import megatron.zerobubble
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.overlay import ScheduleName
+from megatron.zerobubble.plan.registry import known_schedules
 
 _LOADED = """
 import sys
@@ -52,6 +57,38 @@ def test_importing_the_package_imports_neither_torch_nor_megatron_core() -> None
     script = "import sys, megatron.zerobubble; print(sorted({'torch', 'megatron.core'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_completion_lists_what_the_package_offers() -> None:
+    assert dir(megatron.zerobubble) == sorted(megatron.zerobubble.__all__)
+
+
+def test_types_of_schedules_are_those_of_the_flag() -> None:
+    assert list(get_args(ScheduleName)) == ["stock", "auto", *(info.name for info in known_schedules())]
+
+
+@pytest.mark.parametrize(
+    ("args", "given", "message"),
+    [
+        (["zb-h1"], {}, r"install takes a schedule by keyword: install\(schedule='zb-h1'\)"),
+        ([], {"schedle": "zb-h1"}, "install has no argument 'schedle'; did you mean schedule?"),
+        ([], {"schedule": "zb-h1", "zero_bubble_replan_intervall": 5}, "did you mean zero_bubble_replan_interval?"),
+        ([], {"schedule": "zbh1"}, "did you mean zb-h1?"),
+        ([], {"schedule": "zb-h1", "frobnicate": 1}, "besides those of its own it takes enable_zero_bubble"),
+    ],
+)
+def test_what_install_was_meant_to_get_is_said(args: list[Any], given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
+        megatron.zerobubble.install(*args, **given)
+
+
+def test_the_handle_of_install_undoes_it() -> None:
+    before = schedules.forward_backward_pipelining_without_interleaving
+    with megatron.zerobubble.install(schedule="zb-h1") as zb:
+        assert schedules.forward_backward_pipelining_without_interleaving is not before
+        assert zb.status() is None
+        zb.settle()
+    assert schedules.forward_backward_pipelining_without_interleaving is before
 
 
 @pytest.mark.parametrize("name", megatron.zerobubble.__all__)

@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule as PipelineSchedule
     from megatron.zerobubble.optimizer.post_validation import PostValidation as PostValidation
     from megatron.zerobubble.optimizer.post_validation import Verdict as Verdict
+    from megatron.zerobubble.overlay import Installed as Installed
     from megatron.zerobubble.overlay import add_zero_bubble_args as add_zero_bubble_args
     from megatron.zerobubble.overlay import install as install
     from megatron.zerobubble.plan.registry import schedule_spec as schedule_spec
     from megatron.zerobubble.plan.schedule_spec import ScheduleSpec as ScheduleSpec
 
 _HOMES = {
+    "Installed": "overlay",
     "PipelineSchedule": "mcore.zb_schedules",
     "PostValidation": "optimizer.post_validation",
     "ScheduleSpec": "plan.schedule_spec",
@@ -46,6 +48,10 @@ _HOMES = {
 }
 
 __all__ = ["__version__", *_HOMES]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 def __getattr__(name: str) -> Any:

@@ -16,10 +16,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.dataclass_flags import add_group, flag_of
@@ -27,11 +28,31 @@ from megatron.zerobubble.flags.require import installed
 from megatron.zerobubble.flags.targets import check_targets
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.job.launch import Launch, is_turned_off, read_launch
-from megatron.zerobubble.messages import quoted
+from megatron.zerobubble.messages import closest, quoted
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.registry import schedule_info
 
-__all__ = ["add_zero_bubble_args", "install"]
+if TYPE_CHECKING:
+    from megatron.zerobubble.mcore.stock_loop.status import Status
+
+__all__ = ["Installed", "ScheduleName", "add_zero_bubble_args", "install"]
+
+ScheduleName = Literal[
+    "stock",
+    "auto",
+    "1f1b",
+    "interleaved-1f1b",
+    "zb-h1",
+    "zb-h2",
+    "zb",
+    "zbv",
+    "v-half",
+    "v-min",
+    "1f1b-v",
+    "zb-interleaved",
+    "zb-w",
+]
+"""A schedule's name, as --zero-bubble-schedule takes it."""
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +98,7 @@ def add_zero_bubble_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 def install(
     args: argparse.Namespace | None = None,
     *,
-    schedule: str | None = None,
+    schedule: ScheduleName | None = None,
     max_pending_backward: str | int | None = None,
     memory_limit: float | str | None = None,
     v_schedule: bool = False,
@@ -97,7 +118,7 @@ def install(
     slices: int | Literal["auto"] | None = None,
     cut: Callable[[Any, int, int], Any] | Mapping[str | int, int | None] | None = None,
     **flags: Any,
-) -> None:
+) -> Installed:
     """Make a training loop that is written for megatron-core run a zero-bubble schedule. Every rank must call it.
 
     Every rank must give the same options, which are compared before a model's first pass.
@@ -174,6 +195,9 @@ def install(
             loss_mask, advantages, log_probs and such [b, sequence, ...]. Goes with `args`, too.
         **flags: other flags of `add_zero_bubble_args`, by their names in parsed flags: `zero_bubble_replan_interval=5000`.
 
+    Returns:
+        A handle with `status`, `settle` and `uninstall`, for `with megatron.zerobubble.install(...) as zb:`; need not be kept.
+
     Raises:
         CompatibilityError: the installed megatron-core is not supported; the message lists the differences.
         ConfigError: an option is not supported in a stock loop, `trace` or `save_plan` cannot be written, or other options
@@ -184,7 +208,7 @@ def install(
     if is_turned_off():
         if launch.rank == 0:
             _log.warning("ZERO_BUBBLE=0 in the environment: no schedule is installed, megatron-core's own runs")
-        return
+        return Installed()
     if not (microbatch_tokens is None or callable(microbatch_tokens) or microbatch_tokens in READY_LENGTHS):
         raise ConfigError(
             f"microbatch_tokens is {quoted(microbatch_tokens)}; give {' or '.join(map(repr, READY_LENGTHS))}, or a function that "
@@ -205,10 +229,7 @@ def install(
         "zero_bubble_watchdog_seconds": watchdog_seconds,
         "zero_bubble_slices": None if slices is None else str(slices),
     }
-    for name in flags:
-        if name not in _SUPPORTED or name in given:
-            others = ", ".join(each for each in _SUPPORTED if each not in given)
-            raise ConfigError(f"install has no argument {quoted(name)}; besides those of its own it takes {others}")
+    _check_names(flags, given)
     given |= flags
     if args is None:
         config = ZeroBubbleConfig(**given)
@@ -222,18 +243,8 @@ def install(
     check_supported(config)
     refusal = _refused_target(config, launch)
     if config.schedule == "stock":
-        return
-    if config.chooses_slices and microbatch_tokens is not None:
-        raise ConfigError(
-            "slices 'auto' measures slices of sequences of one length, and microbatch_tokens gives each its own: give a number"
-        )
-    if config.num_slices == 1 and cut is not None:
-        raise ConfigError("cut cuts batches into slices, and there are none: give slices, or leave it out")
-    if not (cut is None or callable(cut) or isinstance(cut, Mapping)):
-        raise ConfigError(
-            f"cut is {quoted(cut)}; give a function that cuts batches, or a dictionary of names of tensors and the dimension of "
-            "each that is the sequence, or None"
-        )
+        return Installed()
+    _check_slices(config, cut, knows_lengths=microbatch_tokens is not None)
     from megatron.zerobubble.mcore.microbatches.ready import READY
     from megatron.zerobubble.mcore.run_options import RunOptions
     from megatron.zerobubble.mcore.stock_loop.patches import install_options
@@ -252,6 +263,61 @@ def install(
             refusal=refusal,
         )
     )
+    return Installed()
+
+
+def _check_names(flags: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for keywords of `install` that are neither its own nor flags."""
+    own = list(inspect.signature(install).parameters)[:-1]
+    for name in flags:
+        if name not in _SUPPORTED or name in given:
+            others = [each for each in _SUPPORTED if each not in given]
+            meant = closest(name, [*own, *others], cutoff=0.7)
+            hint = f"; did you mean {meant}?" if meant else f"; besides those of its own it takes {', '.join(others)}"
+            raise ConfigError(f"install has no argument {quoted(name)}{hint}")
+
+
+def _check_slices(config: ZeroBubbleConfig, cut: object, *, knows_lengths: bool) -> None:
+    """Raise ConfigError for arguments of `install` about slices that do not go together."""
+    if config.chooses_slices and knows_lengths:
+        raise ConfigError(
+            "slices 'auto' measures slices of sequences of one length, and microbatch_tokens gives each its own: give a number"
+        )
+    if config.num_slices == 1 and cut is not None:
+        raise ConfigError("cut cuts batches into slices, and there are none: give slices, or leave it out")
+    if not (cut is None or callable(cut) or isinstance(cut, Mapping)):
+        raise ConfigError(
+            f"cut is {quoted(cut)}; give a function that cuts batches, or a dictionary of names of tensors and the dimension of "
+            "each that is the sequence, or None"
+        )
+
+
+class Installed:
+    """What `install` returns. As a context manager it undoes the installation at the end. Every rank must do the same with it."""
+
+    def status(self) -> Status | None:
+        """See `megatron.zerobubble.status`; None before a model's first training iteration, and where nothing is installed."""
+        from megatron.zerobubble.mcore.stock_loop.patches import status
+
+        return status()
+
+    def settle(self) -> None:
+        """See `megatron.zerobubble.settle`."""
+        from megatron.zerobubble.mcore.stock_loop.patches import settle
+
+        settle()
+
+    def uninstall(self) -> None:
+        """See `megatron.zerobubble.uninstall`."""
+        from megatron.zerobubble.mcore.stock_loop.patches import uninstall
+
+        uninstall()
+
+    def __enter__(self) -> Installed:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.uninstall()
 
 
 def _refused_target(config: ZeroBubbleConfig, launch: Launch) -> ConfigError | None:
@@ -306,6 +372,8 @@ def _expect_install(args: argparse.Namespace) -> None:
 
 def flags_of(args: argparse.Namespace) -> ZeroBubbleConfig:
     """The zero-bubble flags that were parsed. Raises ConfigError."""
+    if isinstance(args, str):
+        raise ConfigError(f"install takes a schedule by keyword: install(schedule={quoted(args)})")
     fields = [field for field in dataclasses.fields(ZeroBubbleConfig) if hasattr(args, field.name)]
     if not fields:
         raise ConfigError("no zero-bubble flags were parsed: call megatron.zerobubble.add_zero_bubble_args(parser) first")

@@ -2,7 +2,7 @@
 
 ::
 
-    torchrun --nproc-per-node 4 -m megatron.zerobubble.run --enable-zero-bubble pretrain_gpt.py ITS FLAGS
+    torchrun --nproc-per-node 4 -m megatron.zerobubble.run --enable-zero-bubble /path/to/Megatron-LM/pretrain_gpt.py ITS FLAGS
 """
 
 import sys

@@ -11,9 +11,10 @@ from pathlib import Path
 from megatron.zerobubble.flags.targets import check_targets
 from megatron.zerobubble.job.launch import Launch, is_turned_off
 from megatron.zerobubble.job.rendezvous import connect
-from megatron.zerobubble.overlay import flags_of, install
+from megatron.zerobubble.overlay import flags_of, install, schedule_of
+from megatron.zerobubble.plan.schedule_spec import STOCK
 
-__all__ = ["put_folder_first", "run_script"]
+__all__ = ["add_seeds", "put_folder_first", "run_script"]
 
 
 def put_folder_first(script: str) -> None:
@@ -34,6 +35,23 @@ def put_folder_first(script: str) -> None:
     sys.path.insert(0, str(Path(script).resolve().parent))
 
 
+def add_seeds(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `run_script` for weights and dropout masks that do not depend on the schedule."""
+    parser.add_argument(
+        "--zero-bubble-weights-seed",
+        type=int,
+        metavar="SEED",
+        help="draw each first weight by this seed and its name, so that every schedule begins with the same weights; a "
+        "loaded checkpoint replaces them",
+    )
+    parser.add_argument(
+        "--zero-bubble-dropout-seed",
+        type=int,
+        metavar="SEED",
+        help="draw dropout masks by this seed, the layer and the sample, so that all zero-bubble schedules have the same ones",
+    )
+
+
 def run_script(
     script: str,
     arguments: Sequence[str],
@@ -42,6 +60,8 @@ def run_script(
     zero_bubble: argparse.Namespace,
     on_cpu: bool,
     microbatch_tokens: str | None = None,
+    weights_seed: int | None = None,
+    dropout_seed: int | None = None,
 ) -> None:
     """Run it as `__main__`. All ranks must call this, with the script's folder first on the path; a failure ends the process.
 
@@ -54,6 +74,8 @@ def run_script(
         zero_bubble: the zero-bubble flags; with schedule `stock` nothing is installed.
         on_cpu: whether it runs on the CPU instead of GPUs, with gloo.
         microbatch_tokens: see `install`.
+        weights_seed: see `install`; also with schedule `stock`.
+        dropout_seed: see `install`.
     """
     from megatron.zerobubble.mcore.cpu import scripts
 
@@ -61,7 +83,11 @@ def run_script(
     with scripts.script_device(launch, on_cpu=on_cpu):
         if not is_turned_off():  # one line ends the other ranks here at once
             check_targets(flags_of(zero_bubble).written, tries=launch.rank == 0)
-        install(zero_bubble, microbatch_tokens=microbatch_tokens)
+        install(zero_bubble, microbatch_tokens=microbatch_tokens, weights_seed=weights_seed, dropout_seed=dropout_seed)
+        if weights_seed is not None and schedule_of(zero_bubble) == STOCK and not is_turned_off():
+            from megatron.zerobubble.mcore.model.named_weights import draw_when_wrapped
+
+            draw_when_wrapped(weights_seed)
         from megatron.zerobubble.job.failure import JobGuard
         from megatron.zerobubble.mcore.stock_faults import warned_of_wrong_gradients
         from megatron.zerobubble.mcore.stock_loop.patches import finish, supervise_by

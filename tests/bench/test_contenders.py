@@ -205,6 +205,7 @@ def test_a_contender_takes_virtual_stages_away_where_it_has_one_chunk() -> None:
         ("--contenders zbv --contender-flags v-half=-x -- SCRIPT", "'v-half=-x': v-half is not among the contenders zbv"),
         ("--contenders zbv --contender-flags zbv=' -- SCRIPT", "No closing quotation"),
         ("-- SCRIPT --zero-bubble-planning-seconds -1", "--zero-bubble-planning-seconds"),
+        ("--zero-bubble-own-weights -- SCRIPT --zero-bubble-weights-seed 3", "--zero-bubble-weights-seed draws the weights that"),
     ],
 )
 def test_wrong_words_about_a_script_are_one_line(words: str, message: str) -> None:
@@ -212,6 +213,26 @@ def test_wrong_words_about_a_script_are_one_line(words: str, message: str) -> No
         script(*(__file__ if word == "SCRIPT" else word for word in words.split()))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "seed"), [("", 1234), ("--zero-bubble-weights-seed 7", 7), ("--zero-bubble-own-weights", None)]
+)
+def test_weights_of_a_script_are_drawn_by_one_seed_in_the_first_blocks(words: str, seed: int | None) -> None:
+    for program in script("--contenders", "stock-1f1b,zbv", "--", __file__, *words.split()).programs.values():
+        assert isinstance(program, ScriptJob)
+        assert (program.weights_seed, program.has_one_start) == (seed, seed is not None)
+        assert program.later().weights_seed is None
+
+
+def test_the_command_to_use_is_whole() -> None:
+    words = ["--cpu", "--contenders", "stock-1f1b,zb-h1", "--", "SCRIPT", "--lr", "1"]
+    for ranks_on_host, start in ((4, "zerobubble run --nproc-per-node 4"), (2, "torchrun ... -m megatron.zerobubble.run")):
+        given = [__file__ if word == "SCRIPT" else word for word in words]
+        options = parse_options(given, world_size=4, prog="bench", ranks_on_host=ranks_on_host)
+        uses = {name: outcome.use for name, outcome in options.outcomes.items()}
+        own = f"{__file__} --lr 1"
+        assert uses == {"stock-1f1b": own, "zb-h1": f"{start} --cpu --zero-bubble-schedule zb-h1 {own}"}
 
 
 def test_a_layout_for_other_stages_is_dropped_with_a_note() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron.zerobubble.bench.comparison_report import markdown, summary, to_json, write
-from megatron.zerobubble.bench.speed_ups import Idle, Outcome, Table, interval, speed_up
+from megatron.zerobubble.bench.speed_ups import Idle, Outcome, Table, interval, rounds_to_decide, speed_up
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.playground.opened_files import open_file
@@ -90,13 +90,20 @@ def test_memory_is_that_of_the_allocator_where_it_is_known() -> None:
 QUIET = (2.0, 2.01, 1.99)
 
 
+@pytest.mark.parametrize(("spread", "wanted"), [(0.02, 3), (0.1, 11), (2.0, None)])
+def test_rounds_that_would_decide_are_those_of_students_interval(spread: float, wanted: int | None) -> None:
+    found = interval([1.1 * math.exp(spread), 1.1 * math.exp(-spread)])
+    assert rounds_to_decide(found, 2) == wanted
+
+
 def test_the_verdict_names_the_fastest_with_its_memory() -> None:
     base = outcome("stock-1f1b", *QUIET, state_bytes=8 * MIB, activation_bytes=2 * MIB)
     fast = outcome("zbv", *(each / 1.25 for each in QUIET), state_bytes=8 * MIB, activation_bytes=1 * MIB)
     slow = outcome("v-half", *(each / 1.1 for each in QUIET))
-    assert table(base, slow, fast).verdict() == "zbv is 1.25 times as fast as stock-1f1b at 0.90 times its memory."
+    wanted = "zbv is 1.25 times as fast as stock-1f1b, with 9 MiB on the fullest rank in place of 10 MiB"
+    assert table(base, slow, fast).verdict() == f"{wanted}."
     fast.use = "--zero-bubble-schedule zbv"
-    assert table(base, slow, fast).verdict().endswith("times its memory. use: --zero-bubble-schedule zbv")
+    assert table(base, slow, fast).verdict() == f"{wanted}. use: --zero-bubble-schedule zbv"
 
 
 def test_the_verdict_is_also_over_1f1b_without_its_wait() -> None:
@@ -142,7 +149,8 @@ NO_BASELINE = [failed("stock-1f1b"), outcome("zbv", 1.0), outcome("zb-h1", 1.0)]
         (
             [outcome("stock-1f1b", 2.0, 2.2), outcome("zbv", 1.7, 2.0)],
             {},
-            "^zbv was 1.14 times as fast as stock-1f1b, but the interval contains 1: more --rounds make it narrower.$",
+            "^zbv was 1.14 times as fast as stock-1f1b, but the interval contains 1: about --rounds 3 would decide, if times "
+            "vary as they did.$",
         ),
         ([outcome("stock-1f1b", 2.0), outcome("zbv", 1.0)], {}, "no evidence yet"),
         ([outcome("stock-1f1b", 1.0, 2.0), outcome("zbv", 1.5, 1.5)], {}, "which was not quiet.$"),
@@ -167,21 +175,35 @@ def test_losses_are_compared_after_the_same_iterations() -> None:
     other.losses = {0: 2.5 * (1 + 1e-7), 1: 9.0}  # a later block is shorter: only the first ones compare
     assert "agree to 1e-07" in table(base, other).same_losses()
     other.losses = {0: 2.6}
-    assert "differ by 4.0e-02: stock-1f1b 2.500000, zbv 2.600000" in table(base, other).same_losses()
+    apart = "differ by 4.0e-02: stock-1f1b 2.500000, zbv 2.600000"
+    assert f"{apart}. They begin with weights drawn by name, on the same samples" in table(base, other).same_losses()
+    alone = table(base, other, losses_compare=False, loss_causes="Not compared.")
+    assert f"{apart}. Not compared." in alone.same_losses()
+    assert [table(base, other).rows[1].has_same_loss, alone.rows[1].has_same_loss] == [False, None]
+    other.losses = {0: 2.5 * (1 + 2e-3)}
+    assert [table(base, other, is_fp32=each).rows[1].has_same_loss for each in (True, False)] == [False, True]
+
+
+def test_a_faster_schedule_with_another_loss_is_not_recommended() -> None:
+    base, fast = outcome("stock-1f1b", *QUIET), outcome("zbv", *(each / 1.25 for each in QUIET), use="--flag")
+    fast.losses = {0: 2.6}
+    wanted = (
+        "zbv is 1.25 times as fast as stock-1f1b. Do not use it yet: its loss is 2.600000 where stock-1f1b has 2.500000, from "
+    )
+    assert table(base, fast).verdict() == f"{wanted}the same weights and samples."
+    assert table(base, fast, losses_compare=False).verdict().endswith("use: --flag")
 
 
 def test_a_terminal_gets_eight_columns_and_the_verdict_last() -> None:
     idle = Idle(share=0.2, imbalance=0.12, schedule=0.05, waiting=0.03)
     fast = outcome("zbv", 1.0, 1.01, 0.99, state_bytes=3 * MIB, activation_bytes=2 * MIB, idle=idle, use="--flag")
     text = summary(table(outcome("stock-1f1b", *QUIET), fast))
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[:4]]
-    assert rows[0] == [
-        *("contender", "ms [95 %]", "speed-up [95 %]", "predicted", "tokens/s/GPU", "peak GiB", "idle", "same loss?"),
-    ]
-    assert [len(row) for row in rows] == [8] * 4
-    assert rows[3][0] == "zbv"
-    assert rows[3][2].startswith("2 [")
-    assert rows[3][-2:] == ["20.0%", "yes"]
+    rows = [re.split(r"  +", line) for line in text.splitlines()[:3]]
+    assert rows[0] == ["contender", "ms", "speed-up [95 %]", "plan", "tok/s", "MiB", "idle", "loss"]
+    assert rows[2] == ["zbv", "1000", "2.00 [1.98, 2.03]", "-", "500", "5", "20%", "yes"]
+    longest = [replace(each, name=each.name.ljust(18, "x")) for each in (outcome("stock-1f1b", *QUIET), fast)]
+    wide = summary(table(*longest, baseline=longest[0].name))
+    assert max(map(len, wide.splitlines()[:6])) <= 80
     assert "Under zbv the mean rank is idle for 12% of the passes" in text
     assert text.endswith("use: --flag\n")
 

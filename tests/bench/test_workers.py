@@ -22,6 +22,7 @@ from megatron.zerobubble.bench import workers as module
 from megatron.zerobubble.bench.workers import BlockFailure, Interrupted, Workers
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.job.error_file import write_error_file
+from megatron.zerobubble.job.failure import JobGuard
 from megatron.zerobubble.job.launch import Launch
 
 Run = Callable[..., Any]
@@ -87,6 +88,22 @@ def loses_its_peer(request: Any, launch: Launch, *, tick: Any, end: Any) -> Any:
     os._exit(1)
 
 
+def raises_for_its_peer(request: Any, launch: Launch, *, tick: Any, end: Any) -> Any:
+    time.sleep(1.0)
+    raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234")
+
+
+def leaves(request: Any, launch: Launch, *, tick: Any, end: Any) -> Any:
+    os.write(2, b"usage: script\nno such flag\n\n")
+    os._exit(3)
+
+
+def fails_under_a_guard(request: Any, launch: Launch, *, tick: Any, end: Any) -> Any:
+    log = os.fdopen(2, "w", closefd=False)  # sys.stderr is pytest's here
+    with JobGuard(dist.HashStore(), launch.rank, error_file=launch.error_file, stream=log):  # type: ignore[attr-defined]
+        raise ValueError("the cause")
+
+
 def is_killed(request: Any, launch: Launch, *, tick: Any, end: Any) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -107,10 +124,12 @@ def test_the_result_comes_back_from_a_process_of_its_own(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("run", "reason"),
     [
-        (raises, "RuntimeError: CUDA out of memory. Tried to allocate 20.00 GiB"),
+        (raises, f"rank 0: RuntimeError: CUDA out of memory. Tried to allocate 20.00 GiB ({__file__}:"),
         (refuses, "--bf16 is given, but the device cannot"),
         (reports_and_leaves, "rank 0 failed: ValueError: the cause"),
-        (is_killed, "a rank was ended by SIGKILL: the machine may have run out of memory (see"),
+        (is_killed, "rank 0 was ended by SIGKILL: the machine may have run out of memory (see"),
+        (leaves, "rank 0 exited with code 3, its last line: no such flag (see "),
+        (fails_under_a_guard, f"rank 0 failed: ValueError: the cause ({__file__}:"),
     ],
 )
 def test_a_failure_is_one_line(run: Run, reason: str, tmp_path: Path) -> None:
@@ -130,10 +149,12 @@ def test_a_block_after_a_failure_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("runs", "reason"),
     [
-        ((raises, hangs), "RuntimeError: CUDA out of memory."),
+        ((raises, hangs), "rank 0: RuntimeError: CUDA out of memory."),
         ((loses_its_peer, reports_and_leaves), "rank 0 failed: ValueError: the cause"),
-        ((hangs, is_killed), "a rank was ended by SIGKILL"),
-        ((succeeds, raises), "RuntimeError: CUDA out of memory."),
+        ((raises_for_its_peer, reports_and_leaves), "rank 0 failed: ValueError: the cause"),
+        ((raises_for_its_peer, leaves), "rank 1 exited with code 3, its last line: no such flag"),
+        ((hangs, is_killed), "rank 1 was ended by SIGKILL"),
+        ((succeeds, raises), "rank 1: RuntimeError: CUDA out of memory."),
     ],
 )
 def test_all_ranks_learn_the_cause_and_end(

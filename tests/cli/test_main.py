@@ -82,6 +82,19 @@ def test_bash_completes_commands_flags_and_files(
     assert set(done.stdout.split()) == completed
 
 
+def test_fish_completes_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "fish"]) == 0
+    script = capsys.readouterr().out
+    assert "complete -c zerobubble" in script
+    assert all(re.search(rf"\b{name}\b", script) for name in (*plan.COMMANDS, "run", "bench"))
+
+
+@pytest.mark.parametrize("words", [["show"], ["export", "--torch-csv", "-"], ["import"]])
+def test_a_file_that_is_not_there_is_named(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([words[0], "nofile", *words[1:]]) == 2
+    assert capsys.readouterr().err == "zerobubble: error: nofile: No such file or directory\n"
+
+
 def test_completion_names_the_extra_that_it_takes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["completion", "zsh"]) == 2

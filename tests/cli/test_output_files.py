@@ -45,7 +45,7 @@ def test_a_file_that_does_not_fit_leaves_the_old_one(option: str, tmp_path: Path
     assert len(old) > 1024
     failed = _planned(9, option, str(file), preexec_fn=_with_1_kib_files)
     assert failed.returncode == 2
-    assert failed.stderr == f"zerobubble: error: [Errno 27] File too large: '{file}'\n"
+    assert failed.stderr == f"zerobubble: error: {file}: File too large\n"
     assert file.read_bytes() == old
     assert os.listdir(tmp_path) == ["plan"]
 
@@ -102,6 +102,24 @@ def test_a_file_in_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(Path, "replace", lambda *names: pytest.fail("the file was replaced"))
     write_whole(str(file), "text")
     assert file.read_text() == "text"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["plan", "--svg", "none/plan.svg"], "--svg none/plan.svg: none is not a writable directory: it does not exist"),
+        (["pareto", "--json", "."], "--json . is a directory; give the file to write in it, such as "),
+        (["compare", "--json", "/dev/full/x"], "--json /dev/full/x: /dev/full is not a writable directory: it "),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_a_search(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("megatron.zerobubble.cli.plan._result", lambda *given, **more: pytest.fail("it searched"))
+    assert main([*words, "--num-ranks", "2", "--num-microbatches", "4"]) == 2
+    assert message.replace("none is", f"{tmp_path / 'none'} is") in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["", "none/plan", "x" * 300, "loop"])

@@ -26,7 +26,9 @@ def test_plan_shows_the_timeline_and_writes_files(tmp_path: Path, capsys: pytest
     assert main([*ZBV, *written]) == 0
     out = capsys.readouterr().out
     assert "zbv: 4 pipeline ranks (PP), 8 microbatches per iteration, 2 stage(s) per rank (V)" in out
-    assert "bubble 0.00 %, iteration time 24.000 ms with post-validation (span), " in out
+    assert (
+        "with the synchronous optimizer (makespan), bubble 5.88 %; 24.000 ms with post-validation (span), bubble 0.00 %; " in out
+    )
     assert "\nrank 3 " in out
     assert Plan.from_json(files["json"].read_text()).num_ranks == 4
     ElementTree.parse(files["svg"])

@@ -56,6 +56,16 @@ def script(tmp_path: Path) -> Path:
         ("--enable-zero-bubble nowhere.py --lr 1", "the script nowhere.py is not a file"),
         ("SCRIPT --lr 1", "no schedule is chosen: give --enable-zero-bubble, --zero-bubble-v-schedule or"),
         ("--zero-bubble-foo SCRIPT", "unrecognized arguments: --zero-bubble-foo (see --help)"),
+        ("--enable-zero-buble SCRIPT", "unrecognized arguments: --enable-zero-buble; did you mean --enable-zero-bubble? (see"),
+        (
+            "--enable-zero-bubble SCRIPT --zero-bubble-slice=4",
+            "--zero-bubble-slice is not a zero-bubble flag of zerobubble run; did you mean --zero-bubble-slices? (see --help)",
+        ),
+        (
+            "SCRIPT --zero-bubble-schedule zbpp_light",
+            "--zero-bubble-schedule 'zbpp_light' is unknown; choose from stock, auto, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb, "
+            "zbv, v-half, v-min, 1f1b-v, zb-interleaved, zb-w; did you mean zb-h1?",
+        ),
         ("--enable-zero-bubble SCRIPT --zero-bubble-foo=1", "--zero-bubble-foo is not a zero-bubble flag of zerobubble run"),
         ("SCRIPT --zero-bubble-schedule nope", "--zero-bubble-schedule 'nope' is unknown; choose from stock, auto"),
         ("--cpu SCRIPT --zero-bubble-schedule auto --zero-bubble-planning-seconds 0", "--zero-bubble-schedule auto needs"),
@@ -88,13 +98,13 @@ def test_flags_count_wherever_they_stand_and_the_script_sees_only_its_own(script
     assert run.schedule_of(both) == "v-half"
 
 
-def test_the_name_of_a_ready_function_reaches_install(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_name_of_a_ready_function_and_seeds_reach_install(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, object] = {}
     monkeypatch.setattr(_DEVICE, lambda launch, on_cpu: contextlib.nullcontext())
     monkeypatch.setattr("megatron.zerobubble.script.install", lambda args, **options: given.update(options))
-    for words, name in (["--microbatch-tokens", "nested"], "nested"), ([], None):
+    for words, name, seed in (["--microbatch-tokens", "nested"], "nested", None), (["--zero-bubble-weights-seed", "7"], None, 7):
         assert main(["run", *words, "--enable-zero-bubble", str(script)]) == 0
-        assert given == {"microbatch_tokens": name}
+        assert given == {"microbatch_tokens": name, "weights_seed": seed, "dropout_seed": None}
 
 
 def test_the_script_runs_as_by_python(script: Path) -> None:

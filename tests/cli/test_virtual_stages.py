@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import shlex
+import sys
+from types import ModuleType
 
 import pytest
 
+from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.virtual_stages import with_chunks
+from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
+from megatron.zerobubble.mcore.run_options import RunOptions
 
 MEGATRON = "--pipeline-model-parallel-size 4 --micro-batch-size 1"
 TWO = "--num-virtual-stages-per-pipeline-rank 2"
@@ -89,3 +94,22 @@ def test_the_contents_of_stages_become(flag: str, given: str, chunks: int, becam
 
 def test_a_script_that_has_the_flags_gets_them_always() -> None:
     assert with_chunks([], 2, "s", always=True)[0] == TWO.split()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "given", "message"),
+    [
+        ("zbv", None, "size None: add --num-virtual-stages-per-pipeline-rank 2"),
+        ("zb-h1", 2, "size 2: leave out --num-virtual-stages-per-pipeline-rank and the other flags of virtual stages"),
+    ],
+)
+def test_where_megatron_lm_parsed_the_flags_the_error_names_its_flag(
+    schedule: str, given: int | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = RunOptions(flags=ZeroBubbleConfig(zero_bubble_schedule=schedule))
+    monkeypatch.delitem(sys.modules, "megatron.training", raising=False)
+    with pytest.raises(ConfigError, match="in initialize_model_parallel"):
+        options.spec(num_ranks=2, num_chunks=given)
+    monkeypatch.setitem(sys.modules, "megatron.training", ModuleType("megatron.training"))
+    with pytest.raises(ConfigError, match=f"{message}$"):
+        options.spec(num_ranks=2, num_chunks=given)

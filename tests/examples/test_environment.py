@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.claims(
 )
 
 SCRIPT = "pretrain_zero_bubble.sh"
+RANKS_ON_CPU = "4" if (os.cpu_count() or 1) >= 4 else "2"
 VARIABLES = (
     *("CUDA_MODULE_LOADING", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"),
     *("NVTE_FWD_LAYERNORM_SM_MARGIN", "NVTE_BWD_LAYERNORM_SM_MARGIN", "NVTE_EXT_MARGIN_SM"),
@@ -72,7 +74,12 @@ def test_without_two_gpus_ranks_run_on_the_cpu_and_nothing_is_set(cluster: Clust
     environment = started(cluster, GPUS=gpus)
     assert not set(VARIABLES) & set(environment)
     assert environment["CUDA_VISIBLE_DEVICES"] == ""
-    assert cluster.rank_arguments(None)[:3] == ["--nproc-per-node", "4", "--standalone"]
+    arguments = cluster.rank_arguments(None)
+    assert arguments[:3] == ["--nproc-per-node", RANKS_ON_CPU, "--standalone"]
+    report = Path(arguments[arguments.index("--zero-bubble-trace") + 1]) / "report.json"
+    printed = subprocess.run(["make", "-n", "train"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    *_, last = printed.splitlines()
+    assert f"drop {report.relative_to(ROOT)} on the page" in last
 
 
 RENDEZVOUS = "--nproc-per-node 8 --nnodes 2 --rdzv-backend c10d --rdzv-id 4f1c --rdzv-endpoint node0:29500 "
@@ -125,7 +132,7 @@ def test_the_benchmark_runs_the_same_job_under_other_schedules(cluster: Cluster)
 def test_the_benchmark_gives_each_cpu_rank_a_core(cluster: Cluster) -> None:
     done = cluster.run("benchmark.sh", environment=cluster.environment(GPUS="0"))
     assert done.returncode == 0, done.stderr
-    assert cluster.rank_arguments(None)[:2] == ["--nproc-per-node", "4" if (os.cpu_count() or 1) >= 4 else "2"]
+    assert cluster.rank_arguments(None)[:2] == ["--nproc-per-node", RANKS_ON_CPU]
 
 
 def test_megatron_lms_loop_gets_flags_of_its_own(cluster: Cluster) -> None:
@@ -146,7 +153,7 @@ def test_megatron_lms_loop_gets_flags_of_its_own(cluster: Cluster) -> None:
 def test_restarts_continue_from_the_latest_checkpoint(cluster: Cluster) -> None:
     started(cluster, GPUS="0", MAX_RESTARTS="3", RUN_DIR="/run/1")
     arguments = cluster.rank_arguments(None)
-    assert arguments[:5] == ["--nproc-per-node", "4", "--standalone", "--max-restarts", "3"]
+    assert arguments[:5] == ["--nproc-per-node", RANKS_ON_CPU, "--standalone", "--max-restarts", "3"]
     assert arguments[arguments.index("--load") + 1] == "/run/1/checkpoints" == arguments[arguments.index("--save") + 1]
 
 

@@ -115,6 +115,9 @@ def test_files_are_opened_and_a_trace_is_compared_with_its_plan(opened: Open) ->
     with opened(f"{SMALL}&s=1f1b") as page:
         drop(page, "trace.json", render_trace([replace(run, iteration=8), run]))
         page.wait_for_selector(".panel:has-text('iteration 9 as it ran')")
+        page.wait_for_selector("#notes:has-text('The schedules are planned for its costs.')")
+        page.wait_for_selector("main[aria-busy=false]")
+        assert cells(page, "speed-up, synchronous optimizer")[1] != "\u2013", "1F1B has the costs of the run"
         page.select_option(".slot label:has-text('iteration') select", label="8")
         page.wait_for_selector(".panel:has-text('iteration 8 as it ran')")
         page.wait_for_selector("#deviations-result:has-text('the plan has 4 stages and the trace 8')")

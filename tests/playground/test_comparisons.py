@@ -19,7 +19,7 @@ def test_only_plans_for_one_problem_are_compared(opened: Open) -> None:
     with opened(f"{SMALL}&s=1f1b&s=zbv&base=0") as page:
         page.wait_for_selector("main[aria-busy=false]")
         assert page.locator("#verdict").inner_text() == (
-            "ZBV (B) is 1.38 times as fast as 1F1B (A), 1.46 with post-validation, at 1.00 times its memory."
+            "ZBV (B) is 1.38 times as fast as 1F1B (A), 1.46 with post-validation, at 1.00 times its activation memory."
         )
         assert cells(page, "speed-up, synchronous optimizer") == ["1.00\u00d7", "1.38\u00d7"]
         assert page.locator("#metrics strong").count() > 0
@@ -113,7 +113,7 @@ def test_of_schedules_that_are_as_fast_the_one_with_fewer_messages_is_the_verdic
         page.wait_for_selector("main[aria-busy=false]")
         sentence = page.locator("#verdict").inner_text()
         assert sentence.startswith("ZB-H2 (C) is 1.25 times as fast as 1F1B (A) with post-validation, 1.15 without")
-        assert sentence.endswith("ZBV (B) is as fast, with 2.00 times the messages and 0.57 times the memory.")
+        assert sentence.endswith("ZBV (B) is as fast, with 2.00 times the messages and 0.57 times the activation memory.")
 
 
 def test_times_of_efforts_are_for_the_size_on_the_page(opened: Open) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -58,9 +59,10 @@ def test_layers_are_a_model() -> None:
 GIB = 2**30
 
 
-def with_memory() -> tuple[str, list[RankMemory]]:
+def with_memory(*, is_cpu: bool = False) -> tuple[str, list[RankMemory]]:
     """The report of a run under ZBV that measured its memory: 2 GiB per unit of the plan's, and different weights."""
     seen = report(run_as_simulated(build_plan("zbv", num_ranks=2, num_microbatches=6), UNEVEN))
+    seen = replace(seen, measured_bytes=None if is_cpu else [9 * GIB] * 2)
     memory = [
         RankMemory(
             predicted_bytes=int(2 * GIB * peak),
@@ -79,11 +81,15 @@ def test_the_memory_of_a_run_is_that_of_its_plan_and_of_no_other_number_of_stage
     given = {"num_ranks": 2, "num_microbatches": 6, "stages": found["costs"], "run_memory": found["memory"] | {"device_gib": 79}}
     *_, best, _ = run_task("search", json.dumps(given | {"schedule": "zbv", "effort": "drawn"}))
     memory, peaks = best["drawing"]["memory"], best["drawing"]["metrics"]["peak_memory"]
+    assert memory["device_bytes"] == 79 * GIB
     for rank, each in enumerate(measured):
         planned = memory["static_bytes"][rank] + memory["unit_bytes"] * peaks[rank]
         assert planned == pytest.approx(each.state_bytes + each.workspace_bytes + each.measured_bytes)
     *_, best, _ = run_task("search", json.dumps(given | {"schedule": "1f1b", "effort": "drawn"}))
     assert best["drawing"]["memory"] is None
+    on_cpu = given | {"run_memory": opened(with_memory(is_cpu=True)[0])["memory"], "schedule": "zbv", "effort": "drawn"}
+    *_, best, _ = run_task("search", json.dumps(on_cpu))
+    assert best["drawing"]["memory"]["device_bytes"] is None
     body = json.loads(text)
     assert opened(body | {"memory": None})["memory"] is None
     assert opened(body | {"memory": []})["memory"] is None

@@ -42,7 +42,7 @@ def test_the_stories_lead_to_each_other_and_say_what_the_page_shows(opened: Open
             ready(page)
             text = page.locator("#story p").inner_text()
             seen.append(text)
-            shown = [float(value.split(" ")[0]) for value in cells(page, "bubble rate")]
+            shown = [float(value.split(" ")[0]) for value in cells(page, "bubble")]
             for claimed in re.findall(r"([\d.]+) % of the time", text):
                 assert shown == [float(claimed)]
             for one, other in re.findall(r"from ([\d.]+) % to ([\d.]+) %", text):

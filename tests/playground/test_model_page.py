@@ -135,6 +135,21 @@ def test_a_report_with_memory_is_planned_in_gib(opened: Open) -> None:
             assert other.locator("#metrics").inner_text() == reached
 
 
+def test_a_report_of_a_cpu_is_compared_with_no_gpu(opened: Open) -> None:
+    with opened("p=4&m=9&effort=drawn&s=1f1b&s=zbv") as page:
+        drop(page, "report.json", with_memory(is_cpu=True)[0])
+        page.wait_for_selector("#metrics tr:has-text('memory of the fullest rank')")
+        page.wait_for_selector("main[aria-busy=false]")
+        assert page.locator("[name=gib]").is_hidden()
+        assert not page.locator("text=/GPU [0-9.]+ GiB/").count()
+        fields = [page.locator(f"[name={name}]") for name in "fbwac"]
+        assert [field.is_disabled() for field in fields] == [True] * 4 + [False], "the table of stages is in force"
+        with opened(page.url.partition("#")[2]) as other:
+            other.wait_for_selector("main[aria-busy=false]")
+            assert other.locator("[name=gib]").is_hidden()
+            assert other.locator("#metrics").inner_text() == page.locator("#metrics").inner_text()
+
+
 EVIL = "<img src=x onerror=window.harmed=1>"
 
 

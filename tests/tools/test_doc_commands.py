@@ -167,6 +167,48 @@ def test_the_jobs_of_a_page_train(page: Path, last: str, folder: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+STAND_IN = """
+import runpy
+import sys
+
+ours, theirs = "--num-virtual-stages-per-pipeline-rank", "--virtual-pipeline-model-parallel-size"
+sys.argv[1:] = [theirs if word == ours else word for word in sys.argv[1:]]
+runpy.run_path({example!r}, run_name="__main__")
+"""
+"""A loop for megatron-core that takes Megatron-LM's flag for virtual stages, in place of Megatron-LM's own script."""
+README_COMMANDS = [command for page, command in LINES if page == "README.md" and command.startswith("zerobubble ")]
+
+
+@pytest.mark.sampled(0.07, group="whole jobs")
+@pytest.mark.parametrize("command", README_COMMANDS, ids=[" ".join(each.split()[:5]) for each in README_COMMANDS])
+def test_the_commands_of_the_readme_run_as_printed(command: str, folder: Path) -> None:
+    """On two CPU ranks, with a small loop in place of Megatron-LM's script and of ITS FLAGS."""
+    script = folder / "pretrain_gpt_of_megatron_lm.py"
+    script.write_text(STAND_IN.format(example=str(ROOT / "examples" / "stock_megatron_core.py")))
+    sizes = "--pipeline-model-parallel-size 2 --micro-batch-size 2 --train-iters 100"
+    given = {
+        "--nproc-per-node 4": "--nproc-per-node 2 --cpu",
+        "/path/to/Megatron-LM/pretrain_gpt.py": str(script),
+        "ITS FLAGS": sizes,
+    }
+    if "bench" in command:
+        given["--contenders"] = "--rounds 1 --timed-iters 1 --contenders"
+    else:
+        given["ITS FLAGS"] = sizes.replace("100", "4")
+    for printed, here in given.items():
+        assert printed in command
+        command = command.replace(printed, here)
+    done = subprocess.run(command, shell=True, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if "bench" in command:
+        table = re.findall(r"^(stock-1f1b|zb-h1|zbv) .* (yes|-)$", done.stdout, re.MULTILINE)
+        assert table == [("stock-1f1b", "-"), ("zb-h1", "yes"), ("zbv", "yes")]
+    else:
+        assert ("with --num-virtual-stages-per-pipeline-rank 2: zbv takes 2" in done.stderr) == (
+            "--zero-bubble-v-schedule" in command
+        )
+
+
 def unknown(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
     """Flags that the parser does not have."""
     known = {flag for action in parser._actions for flag in action.option_strings}

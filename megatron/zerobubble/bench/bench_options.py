@@ -6,7 +6,7 @@ import argparse
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.zerobubble.bench.contenders import DEFAULT, WARM_UP, Contender, parse_contenders
@@ -16,6 +16,7 @@ from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.job.launch import is_turned_off
 from megatron.zerobubble.messages import quoted, shown
 from megatron.zerobubble.overlay import add_flags, flags_of
+from megatron.zerobubble.script import add_seeds
 from megatron.zerobubble.training.arguments import settings_from_argv
 
 __all__ = ["Options", "build_parser", "parse_options"]
@@ -24,6 +25,8 @@ _LATER_WARM_UP = 2
 """Untimed iterations of a contender's later blocks, which load the plan and measure nothing."""
 _NAMES_AND_FLAGS = re.compile(r"((?:[^=]|(?<=:slices)=)*)=(.*)", re.DOTALL)
 _EXAMPLE = "'zbv,v-half=--virtual-pipeline-model-parallel-size 2'"
+_SEED = 1234
+"""--zero-bubble-weights-seed, if it is not given: Megatron-LM's --seed."""
 _TRAIN_ITERS = "1000"
 """--train-iters, if it is not given: it only stretches the learning rate's schedule."""
 
@@ -66,13 +69,14 @@ class Options:
         return self.warm_up(number) + self.num_timed
 
 
-def parse_options(argv: Sequence[str], *, world_size: int, prog: str) -> Options:
+def parse_options(argv: Sequence[str], *, world_size: int, prog: str, ranks_on_host: int | None = None) -> Options:
     """Parse and check the command line.
 
     Args:
         argv: options of the comparison and flags of the reference trainer, in any order; or options, `--`, a script, its flags.
         world_size: number of ranks.
         prog: program name in the usage.
+        ranks_on_host: number of ranks on this machine; None: all.
 
     Raises:
         UserError: one line.
@@ -84,7 +88,7 @@ def parse_options(argv: Sequence[str], *, world_size: int, prog: str) -> Options
     if has_script:
         split = words.index("--")
         script, words = words[split + 1 :], words[:split]
-        add_flags(parser)
+        _add_job_flags(parser)
     args, rest = parser.parse_known_args(words)
     contenders = parse_contenders(args.contenders)
     names = [contender.text for contender in contenders]
@@ -96,7 +100,12 @@ def parse_options(argv: Sequence[str], *, world_size: int, prog: str) -> Options
     num_warm_up = _number("--warmup-iters", args.warmup_iters, default=WARM_UP, least=WARM_UP)
     if not has_script and (args.cpu or args.contender_flags):
         raise ConfigError("--cpu and --contender-flags are for a script: give -- SCRIPT and its flags after them")
-    job = _script_job(args, rest, script, names) if has_script else _trainer_job(rest, world_size=world_size, prog=prog)
+    job: Job
+    if has_script:
+        several = (ranks_on_host or world_size) < world_size
+        job = replace(_script_job(args, rest, script, names), num_ranks=world_size, is_on_several_hosts=several)
+    else:
+        job = _trainer_job(rest, world_size=world_size, prog=prog)
     num_iterations = num_warm_up + num_timed + 1  # the last timed one ends where the next one begins
     outcomes = {name: Outcome(name=name) for name in names}
     programs = _programs(contenders, job, num_iterations, outcomes)
@@ -146,14 +155,30 @@ def _script_job(args: argparse.Namespace, unknown: Sequence[str], script: Sequen
     if is_turned_off():
         raise ConfigError("ZERO_BUBBLE=0 is in the environment, so no schedule would be installed; unset it to compare")
     among_its_own = _BenchParser(add_help=False, allow_abbrev=False)
-    add_flags(among_its_own)
+    _add_job_flags(among_its_own)
     args, own = among_its_own.parse_known_args(script[1:], args)
+    if args.zero_bubble_own_weights and args.zero_bubble_weights_seed is not None:
+        raise ConfigError("--zero-bubble-weights-seed draws the weights that --zero-bubble-own-weights leaves to the script")
+    seed = _SEED if args.zero_bubble_weights_seed is None else args.zero_bubble_weights_seed
     return ScriptJob(
         script=script[0],
         arguments=tuple(own),
         zero_bubble=flags_of(args),
         flags=_flags(args.contender_flags, contenders),
+        weights_seed=None if args.zero_bubble_own_weights else seed,
+        dropout_seed=args.zero_bubble_dropout_seed,
         on_cpu=args.cpu,
+    )
+
+
+def _add_job_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the zero-bubble flags of a script's job, which may stand among its own."""
+    add_flags(parser)
+    add_seeds(parser)
+    parser.add_argument(
+        "--zero-bubble-own-weights",
+        action="store_true",
+        help="leave first weights to the script; by default each is drawn by its name, the same for all contenders",
     )
 
 

@@ -105,6 +105,8 @@ class Sizes:
     """Of the schedule's call."""
     precision: str
     """fp32, bf16 or fp16."""
+    has_dropout: bool
+    """Whether the model's config has dropout."""
 
     @property
     def tokens(self) -> int:
@@ -430,4 +432,5 @@ def _sizes(config: Any, given: Mapping[str, Any]) -> Sizes:
         micro_batch_size=given["micro_batch_size"],
         seq_length=given["seq_length"],
         precision="bf16" if config.bf16 else "fp16" if config.fp16 else "fp32",
+        has_dropout=bool(config.hidden_dropout or config.attention_dropout),
     )

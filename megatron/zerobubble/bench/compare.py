@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -90,7 +91,7 @@ class _Comparison:
         self._progress.block(f"{name}, round {number + 1} of {options.rounds}")
         request = BlockRequest(
             number=self._num_blocks,
-            program=options.programs[name],
+            program=options.programs[name] if first is None else options.programs[name].later(),
             is_first=first is None,
             num_warm_up=options.warm_up(number),
             num_timed=options.num_timed,
@@ -100,9 +101,14 @@ class _Comparison:
         self._num_blocks += 1
         result = self._workers.run(request, tick=self._progress.tick)
         if isinstance(result, BlockFailure):
-            self._outcomes[name].failure = result.reason
+            reason = result.reason
+            culprit = re.match(r"rank (\d+)", reason)
+            if contender.is_stock and first is None and culprit:
+                log = options.directory / "logs" / f"block-{request.number}-rank-{culprit[1]}.log"
+                reason += f"; nothing of ours is installed under {name}, so the job fails without us: {log}"
+            self._outcomes[name].failure = reason
             self._progress.skip(sum(options.block_length(each) for each in range(number, options.rounds)))
-            self._progress.say(f"{name}, round {number + 1}: failed: {result.reason}")
+            self._progress.say(f"{name}, round {number + 1}: failed: {reason}")
         else:
             self._keep(contender, number, result)
 
@@ -141,6 +147,8 @@ class _Comparison:
             num_microbatches=1 if sizes is None else sizes.num_microbatches,
             interleaved=interleaved_ms(firsts, job),
             costs=None if costs is None else costs.to_json(),
+            losses_compare=job.has_one_start and (sizes is None or job.has_one_dropout or not sizes.has_dropout),
+            is_fp32=sizes is None or sizes.precision == "fp32",
             loss_causes=job.loss_causes,
         )
 

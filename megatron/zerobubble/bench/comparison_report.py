@@ -43,8 +43,42 @@ def markdown(table: Table, about: Mapping[str, Any]) -> str:
 
 
 def summary(table: Table) -> str:
-    """For a terminal: what decides in eight columns, and the verdict last."""
-    return _joined(_columns(table, _cells), *_remarks(table), table.verdict())
+    """For a terminal of 80 columns: what decides in eight, what they are, and the verdict last."""
+    rows = [{"contender": row.outcome.label} | _short(row) for row in table.rows]
+    lines = [{name: name for name in rows[0]}, *rows]
+    widths = {name: max(len(cells[name]) for cells in lines) for name in rows[0]}
+    texts = [
+        "  ".join(f"{cells[name]:{'<' if name == 'contender' else '>'}{widths[name]}}" for name in widths) for cells in lines
+    ]
+    kind = "GPU" if table.num_cores is None else "rank"
+    key = (
+        f"plan: predicted speed-up; tok/s: tokens per second and {kind}; {_memory_unit(table)[0]}: peak memory of\n"
+        "the fullest rank; idle: mean share of the passes; loss: the baseline's?"
+    )
+    return _joined("\n".join(text.rstrip() for text in texts), key, *_remarks(table), table.verdict())
+
+
+def _memory_unit(table: Table) -> tuple[str, int]:
+    """MiB where no contender takes a GiB."""
+    most = max((row.outcome.peak_bytes or 0 for row in table.rows), default=0)
+    return ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
+
+
+def _short(row: Row) -> dict[str, str]:
+    """Column -> cell of a terminal."""
+    outcome, ratio, (unit, size) = row.outcome, row.speed_up, _memory_unit(row.table)
+    speed = "-" if ratio is None else f"{ratio.value:.2f}"
+    if ratio is not None and ratio.low is not None and outcome is not row.base:
+        speed += f" [{ratio.low:.2f}, {ratio.high:.2f}]"
+    return {
+        "ms": "failed" if outcome.failure else _digits(None if outcome.ms is None else outcome.ms.value),
+        "speed-up [95 %]": speed,
+        "plan": _formatted(row.predicted_speed_up, ".2f"),
+        "tok/s": _digits(row.tokens_per_s_per_rank),
+        unit: _digits(None if outcome.peak_bytes is None else outcome.peak_bytes / size),
+        "idle": _formatted(None if outcome.idle is None else outcome.idle.share, ".0%"),
+        "loss": {True: "yes", False: "no", None: "-"}[row.has_same_loss],
+    }
 
 
 def _joined(*parts: str) -> str:
@@ -71,14 +105,14 @@ def _columns(table: Table, cells_of: Callable[[Row], dict[str, str]]) -> str:
 
 def _cells(row: Row) -> dict[str, str]:
     """Column -> cell: what decides; "-" where nothing is known."""
-    outcome = row.outcome
+    outcome, (unit, size) = row.outcome, _memory_unit(row.table)
     same = {True: "yes", False: "no", None: "-"}[row.has_same_loss]
     return {
         "ms [95 %]": "failed" if outcome.failure else _interval(outcome.ms),
         "speed-up [95 %]": "1" if outcome is row.base and outcome.ms is not None else _interval(row.speed_up),
         "predicted": _formatted(row.predicted_speed_up, ".3f"),
         f"tokens/s/{'GPU' if row.table.num_cores is None else 'rank'}": _digits(row.tokens_per_s_per_rank),
-        "peak GiB": _digits(None if outcome.peak_bytes is None else outcome.peak_bytes / 2**30),
+        f"peak {unit}": _digits(None if outcome.peak_bytes is None else outcome.peak_bytes / size),
         "idle": _formatted(None if outcome.idle is None else outcome.idle.share, ".1%"),
         "same loss?": same,
     }

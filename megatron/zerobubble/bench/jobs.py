@@ -48,8 +48,18 @@ class TrainerJob:
     """In messages."""
     records_steps = True
     """Whether optimizer steps are recorded with the passes."""
-    loss_causes = "Dropout and --init-by-rank do this."
-    """Why losses may differ."""
+    loss_causes = "Not compared: --init-by-rank, or dropout without --layout-independent-dropout."
+    """Why losses are not compared."""
+
+    @property
+    def has_one_start(self) -> bool:
+        """Whether all contenders begin with the same weights."""
+        return not self.settings.run.init_by_rank
+
+    @property
+    def has_one_dropout(self) -> bool:
+        """Whether dropout masks are the same under all contenders."""
+        return self.settings.run.layout_independent_dropout
 
     @property
     def zero_bubble(self) -> ZeroBubbleConfig:
@@ -87,6 +97,10 @@ class TrainerJob:
                 spread = contender.settings(self.settings.without_layout(), num_iterations=num_iterations)
                 return TrainerJob(settings=spread), _SPREAD
             raise
+
+    def later(self) -> TrainerJob:
+        """The job of blocks whose losses are not compared."""
+        return self
 
     def use(self, contender: Contender) -> str:
         """The flags that train like this job, which is one under the contender."""
@@ -133,8 +147,18 @@ class ScriptJob:
     """Contender -> the flags that the script needs under it, such as a number of chunks; those missing here get Megatron-LM's."""
     on_cpu: bool = False
     """Whether it runs on the CPU in place of GPUs."""
+    num_ranks: int = 1
+    """Of the job."""
+    is_on_several_hosts: bool = False
+    """Whether the ranks are on several machines."""
 
-    loss_causes = "Dropout does this, and weights that the script draws rank by rank: they depend on the layers of a rank."
+    weights_seed: int | None = None
+    """By which first weights are drawn under every contender, see `install`; None: the script's own."""
+    dropout_seed: int | None = None
+    """See `install`; megatron-core's own schedules keep their masks."""
+
+    loss_causes = "Not compared: the script has dropout (try its flags for 0), or draws its own weights."
+    has_one_dropout = False
     has_unequal_lengths = False
     has_full_sequences = True
 
@@ -151,7 +175,24 @@ class ScriptJob:
     def run(self, launch: Launch) -> None:
         """Run the script as `python SCRIPT` would. All ranks must call it. Its folder is first on the path already."""
         flags = {field.name: getattr(self.zero_bubble, field.name) for field in dataclasses.fields(self.zero_bubble)}
-        run_script(self.script, self.arguments, launch, zero_bubble=argparse.Namespace(**flags), on_cpu=self.on_cpu)
+        run_script(
+            self.script,
+            self.arguments,
+            launch,
+            zero_bubble=argparse.Namespace(**flags),
+            on_cpu=self.on_cpu,
+            weights_seed=self.weights_seed,
+            dropout_seed=self.dropout_seed,
+        )
+
+    def later(self) -> ScriptJob:
+        """See `TrainerJob`. The script's own weights are there sooner: those by name are drawn on the CPU."""
+        return dataclasses.replace(self, weights_seed=None)
+
+    @property
+    def has_one_start(self) -> bool:
+        """See `TrainerJob`."""
+        return self.weights_seed is not None
 
     def under(self, contender: Contender, *, num_iterations: int) -> tuple[Job, str | None]:
         """See `TrainerJob`. How long the script trains is its own."""
@@ -170,11 +211,14 @@ class ScriptJob:
         return with_chunks(self.arguments, contender.num_chunks_per_rank, contender.text, always=True)
 
     def use(self, contender: Contender) -> str:
-        """See `TrainerJob`. It is a command, with "..." for the script's own flags."""
-        flags, chunks = _schedule_flags(contender, self.zero_bubble), contender.num_chunks_per_rank
-        start = f"zerobubble run {flags} " if flags else ""
-        added = self.flags.get(contender.text, f"{CHUNKS} {chunks}" if chunks > 1 else "")
-        return f"{start}{shlex.quote(self.script)} ... {added}".strip()
+        """See `TrainerJob`. It is the whole command; of several machines, for each."""
+        flags, script = _schedule_flags(contender, self.zero_bubble), shlex.join([self.script, *self.arguments])
+        if not flags:
+            return script
+        start = f"zerobubble run --nproc-per-node {self.num_ranks}"
+        if self.is_on_several_hosts:
+            start = "torchrun ... -m megatron.zerobubble.run"
+        return f"{start}{' --cpu' * self.on_cpu} {flags} {script}"
 
     def costs_of(self, costs: CostModel, measured: Job, wanted: Job | None) -> CostsOf:
         """See `TrainerJob`. Layers are spread as in the stages that were profiled, which may be merged."""

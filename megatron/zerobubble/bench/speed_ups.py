@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Estimate", "Idle", "Outcome", "Row", "Table", "interval", "speed_up"]
+__all__ = ["Estimate", "Idle", "Outcome", "Row", "Table", "interval", "rounds_to_decide", "speed_up"]
 
 _T_975: tuple[float, ...] = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)
 _T_975 += (2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
@@ -28,7 +28,10 @@ _NORMAL_975 = 1.960
 _WORTH_MORE_ROUNDS = 1.02
 """A speed-up above this may be one, although its interval contains 1."""
 _SAME_LOSS = 1e-4
-"""Largest relative difference of losses that the order of sums explains."""
+"""Largest relative difference of losses that the order of sums explains in fp32."""
+_SAME_LOSS_HALF = 3e-3
+"""The same in bf16 and fp16: 9e-4 after 15 iterations on a GPU (docs/benchmarks/gpu.md)."""
+_UNEXPECTED = "They begin with weights drawn by name, on the same samples and without dropout: find out why before you train."
 _IMBALANCED = 0.10
 """Share of an iteration above which the report says what to do about imbalance."""
 _LITTLE = 0.1
@@ -57,10 +60,25 @@ def interval(values: Sequence[float]) -> Estimate:
     mean = statistics.fmean(logs)
     if len(logs) < 2:
         return Estimate(math.exp(mean))
-    freedom = len(logs) - 1
-    quantile = _T_975[freedom - 1] if freedom <= len(_T_975) else _NORMAL_975
-    half = quantile * statistics.stdev(logs) / math.sqrt(len(logs))
+    half = _quantile(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
     return Estimate(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
+
+
+def rounds_to_decide(estimate: Estimate, num_rounds: int) -> int | None:
+    """About how many rounds an interval above 1 takes if times vary as in those that ran; None: more than 100.
+
+    Args:
+        estimate: the speed-up in these rounds, above 1, whose interval contains 1.
+        num_rounds: how many they were, 2 or more.
+    """
+    assert estimate.high is not None
+    deviation = math.log(estimate.high / estimate.value) * math.sqrt(num_rounds) / _quantile(num_rounds - 1)
+    wanted = (n for n in range(num_rounds, 101) if _quantile(n - 1) * deviation / math.sqrt(n) < math.log(estimate.value))
+    return next(wanted, None)
+
+
+def _quantile(freedom: int) -> float:
+    return _T_975[freedom - 1] if freedom <= len(_T_975) else _NORMAL_975
 
 
 def speed_up(baseline: Mapping[int, float], contender: Mapping[int, float]) -> Estimate | None:
@@ -183,11 +201,11 @@ class Row:
 
     @property
     def has_same_loss(self) -> bool | None:
-        """Whether the first block ended with the baseline's loss, up to the order of sums; None for the baseline."""
+        """Whether the first block ended with the baseline's loss, up to the order of sums; None where that is no question."""
         own, other = self.outcome.first_loss, self.base.first_loss
-        if self.outcome is self.base or own is None or other is None:
+        if self.outcome is self.base or own is None or other is None or not self.table.losses_compare:
             return None
-        return math.isclose(own, other, rel_tol=_SAME_LOSS)
+        return math.isclose(own, other, rel_tol=self.table.same_loss)
 
     @property
     def reached(self) -> float | None:
@@ -227,8 +245,17 @@ class Table:
     """Per iteration and data-parallel replica."""
     costs: Mapping[str, Any] | None = None
     """The pass times that all predictions use, as in a plan's JSON form; None if nothing was profiled."""
+    losses_compare: bool = True
+    """Whether all contenders begin with the same weights, and have no dropout or the same masks."""
+    is_fp32: bool = True
+    """Whether the model computes in fp32."""
     loss_causes: str = ""
-    """Why losses may differ: a sentence."""
+    """Why losses do not compare: a sentence."""
+
+    @property
+    def same_loss(self) -> float:
+        """Largest relative difference of losses that the order of sums explains."""
+        return _SAME_LOSS if self.is_fp32 else _SAME_LOSS_HALF
 
     @functools.cached_property
     def rows(self) -> tuple[Row, ...]:
@@ -245,10 +272,11 @@ class Table:
         if low == high:
             return f"All contenders have the same loss after the same iterations: {low:.6f}."
         apart = (high - low) / abs(low) if low else math.inf
-        if apart <= _SAME_LOSS:
+        if apart <= self.same_loss:
             return f"The losses of all contenders agree to {apart:.0e}: their sums are formed in another order."
         names = ", ".join(f"{name} {value:.6f}" for name, value in last.items())
-        return f"The losses after the same iterations differ by {apart:.1e}: {names}. {self.loss_causes}"
+        known = self.loss_causes if not self.losses_compare else _UNEXPECTED
+        return f"The losses after the same iterations differ by {apart:.1e}: {names}. {known}"
 
     def noise(self) -> str:
         """A warning if the same contender's time differs much between rounds; else empty."""
@@ -287,14 +315,16 @@ class Table:
         best = max((row for row in ran if row.speed_up is not None), key=lambda row: row.speed_up.value if row.speed_up else 0.0)
         if best is base or best.speed_up is None or not best.speed_up.is_above_one:
             return self._no_gain(base, best)
-        where = "" if best.memory_ratio is None else f" at {best.memory_ratio:.2f} times its memory"
+        mine, theirs = best.outcome.peak_bytes, base.outcome.peak_bytes
+        where = f", with {_bytes(mine)} on the fullest rank in place of {_bytes(theirs)}" if mine and theirs else ""
         text = f"{best.outcome.label} is {best.speed_up.value:.2f} times as fast as {base.outcome.name}{where}"
-        return (
-            text
-            + self._over_no_sync(ran, best)
-            + self._alternative(best)
-            + (f" use: {best.outcome.use}" if best.outcome.use else "")
-        )
+        text += self._over_no_sync(ran, best) + self._alternative(best)
+        if best.has_same_loss is False:
+            return (
+                f"{text} Do not use it yet: its loss is {best.outcome.first_loss:.6f} where {base.outcome.name} has "
+                f"{base.outcome.first_loss:.6f}, from the same weights and samples."
+            )
+        return text + (f" use: {best.outcome.use}" if best.outcome.use else "")
 
     def _over_no_sync(self, ran: Sequence[Row], best: Row) -> str:
         """The end of the sentence: also what the best one gains over 1F1B without its device-wide wait."""
@@ -319,9 +349,11 @@ class Table:
                 "Give every rank a core of its own to see a schedule's effect."
             )
         if best is not base and best.speed_up is not None and best.speed_up.value > _WORTH_MORE_ROUNDS:
+            needed = rounds_to_decide(best.speed_up, len(best.outcome.seconds.keys() & base.outcome.seconds.keys()))
+            more = "more than --rounds 100" if needed is None else f"about --rounds {needed}"
             return (
                 f"{best.outcome.label} was {best.speed_up.value:.2f} times as fast as {base.outcome.name}, but the interval "
-                "contains 1: more --rounds make it narrower."
+                f"contains 1: {more} would decide, if times vary as they did."
             )
         if base.outcome.predicted_bubble is not None and base.outcome.predicted_bubble > _LITTLE:
             return (
@@ -344,6 +376,10 @@ class Table:
             return ""
         least = min(close)
         return f" By prediction interleaved 1F1B with {least} chunks per rank (interleaved-1f1b:{least}) would do as well."
+
+
+def _bytes(count: float) -> str:
+    return f"{count / 2**30:.3g} GiB" if count >= 2**30 else f"{count / 2**20:.3g} MiB"
 
 
 def _cores(count: int) -> str:

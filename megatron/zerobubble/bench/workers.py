@@ -12,9 +12,11 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from typing import Any
 
 from megatron.zerobubble.bench.block import BlockRequest, BlockResult, run_block
 from megatron.zerobubble.job.error_file import read_error_file
+from megatron.zerobubble.job.failure import lost_a_peer
 from megatron.zerobubble.job.key_value_store import Store
 from megatron.zerobubble.job.launch import Launch, enter_block
 
@@ -33,6 +36,10 @@ __all__ = ["BlockFailure", "Interrupted", "Workers"]
 _POLL_S = 0.2
 _GRACE_S = 10.0
 """Seconds that a rank waits after another one's failure for its own child to end by itself, with a reason that is its own."""
+_MOST = 300
+"""Most characters of a message."""
+_PLACE = re.compile(r'\s*File "([^"]+)", line (\d+)')
+"""In a traceback."""
 _PR_SET_PDEATHSIG = 1
 """Of Linux' prctl: the signal that a process gets when its parent ends."""
 
@@ -48,7 +55,7 @@ class BlockFailure:
     reason: str
     """One line."""
     is_own: bool = True
-    """Whether this rank knows the cause. A rank that only lost its peers does not."""
+    """Whether this rank knows the cause. A rank that only lost its peers, or left without a reason, does not."""
 
 
 class Workers:
@@ -95,9 +102,11 @@ class Workers:
         outcome = self._run_child(request, tick)
         key = f"block-{request.number}"
         if isinstance(outcome, BlockFailure):
-            if not outcome.is_own:
+            cause = outcome.reason
+            if not outcome.is_own:  # then the first of these is the likeliest
+                cause = self._store.compare_set(f"{key}/left", "", cause).decode(errors="replace")
                 self._wait_for(f"{key}/failed")
-            self._store.compare_set(f"{key}/failed", "", outcome.reason)
+            self._store.compare_set(f"{key}/failed", "", cause)
         self._store.add(f"{key}/ended", 1)
         self._wait_for_all(f"{key}/ended")
         if self._store.check([f"{key}/failed"]):
@@ -138,7 +147,7 @@ class Workers:
             receiving.close()
         cause = read_error_file(reason)
         reason.unlink(missing_ok=True)
-        return outcome or _ended(child.exitcode, log, cause)
+        return outcome or _ended(child.exitcode, self._launch.rank, log, cause)
 
     def _listen(
         self, receiving: Connection, child: Any, request: BlockRequest, tick: Callable[[], None]
@@ -202,7 +211,7 @@ def _serve(
     try:
         run(request, enter_block(launch, request.number, reason), tick=lambda: sending.send(None), end=end)
     except Exception as error:
-        sending.send(BlockFailure(_line(error)))
+        sending.send(BlockFailure(_line(error, launch.rank), is_own=not lost_a_peer(error)))
         raise
 
 
@@ -216,19 +225,26 @@ def _redirect(log: Path) -> None:
     os.close(file)
 
 
-def _line(error: BaseException) -> str:
-    """An exception in one line of at most 300 characters."""
-    text = " ".join(str(error).split())
-    name = type(error).__name__
-    return (text if type(error).__module__.startswith("megatron.zerobubble") else f"{name}: {text}" if text else name)[:300]
+def _line(error: BaseException, rank: int) -> str:
+    """An exception in one line, with the rank and the place; one for the user has neither."""
+    text = " ".join(str(error).split())[:_MOST]
+    if type(error).__module__.startswith("megatron.zerobubble"):
+        return text
+    place = traceback.extract_tb(error.__traceback__)[-1:]
+    where = "".join(f" ({frame.filename}:{frame.lineno})" for frame in place)
+    return f"rank {rank}: {type(error).__name__}{': ' if text else ''}{text}{where}"
 
 
-def _ended(exit_code: int | None, log: Path, reason: str | None) -> BlockFailure:
-    """The failure of a child that reported nothing, but may have left a reason."""
+def _ended(exit_code: int | None, rank: int, log: Path, reason: str | None) -> BlockFailure:
+    """The failure of a child that reported nothing, but may have left a reason, and a traceback in its log."""
+    lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
     if reason is not None:
-        return BlockFailure(reason.removeprefix("zerobubble bench: ").removeprefix("error: ")[:300])
+        reason = reason.removeprefix("zerobubble bench: ").removeprefix("error: ")[:_MOST]
+        places = [found for found in map(_PLACE.match, lines) if found] if reason.startswith(f"rank {rank} failed") else []
+        return BlockFailure(reason + "".join(f" ({file}:{number})" for file, number in (each.groups() for each in places[-1:])))
     if exit_code is not None and exit_code < 0:
         name = signal.Signals(-exit_code).name
         memory = ": the machine may have run out of memory" if name == "SIGKILL" else ""
-        return BlockFailure(f"a rank was ended by {name}{memory} (see {log})")
-    return BlockFailure(f"a rank exited with code {exit_code} (see {log})", is_own=False)
+        return BlockFailure(f"rank {rank} was ended by {name}{memory} (see {log})")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing")[:_MOST]
+    return BlockFailure(f"rank {rank} exited with code {exit_code}, its last line: {last} (see {log})", is_own=False)

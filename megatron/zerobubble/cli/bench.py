@@ -2,7 +2,7 @@
 
 ::
 
-    zerobubble bench --nproc-per-node 4 --contenders stock-1f1b,zb-h1,zbv -- pretrain_gpt.py ITS FLAGS
+    zerobubble bench --nproc-per-node 4 --contenders stock-1f1b,zb-h1,zbv -- /path/to/Megatron-LM/pretrain_gpt.py ITS FLAGS
 
 The job is a script's, as for `zerobubble run`, or without one the reference trainer's, by its flags.
 
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         exit_with_error(error, rank=0, prog=_PROG)
     try:
-        options = _checked(flags, world_size=launch.world_size)
+        options = _checked(flags, world_size=launch.world_size, ranks_on_host=launch.ranks_on_host)
     except UserError as error:
         exit_with_error(error, rank=launch.rank, prog=_PROG, before_exit=partial(announce_exit, launch))
     if isinstance(options.job, ScriptJob):
@@ -74,9 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return compare(options, launch, workers, argv=flags, progress=progress)
 
 
-def _checked(flags: Sequence[str], *, world_size: int) -> Options:
+def _checked(flags: Sequence[str], *, world_size: int, ranks_on_host: int | None = None) -> Options:
     """The options; the directory for the report exists and can be written to."""
-    options = parse_options(flags, world_size=world_size, prog=_PROG)
+    options = parse_options(flags, world_size=world_size, prog=_PROG, ranks_on_host=ranks_on_host)
     try:
         (options.directory / "logs").mkdir(parents=True, exist_ok=True)
         probe = options.directory / ".writable"

@@ -1,4 +1,4 @@
-"""`zerobubble completion bash` (or zsh, tcsh): a script for the shell, made by shtab from the parsers of all commands.
+"""`zerobubble completion bash` (or fish, zsh, tcsh): a script for the shell, made by shtab from the parsers of all commands.
 
 ::
 
@@ -33,7 +33,7 @@ _PARSERS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the script. 2 without shtab, which one line on stderr names."""
     parser = Parser(prog="zerobubble completion", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shell", choices=("bash", "zsh", "tcsh"), metavar="{bash,zsh,tcsh}")
+    parser.add_argument("shell", choices=("bash", "fish", "zsh", "tcsh"), metavar="{bash,fish,zsh,tcsh}")
     shell = parser.parse_args(argv).shell
     try:
         installed(parser.prog, "shtab", extra="completion")

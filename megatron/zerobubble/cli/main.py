@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron.zerobubble.cli import plan
+from megatron.zerobubble.cli.output_files import check_outputs
 from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.errors import ConfigError, PlanError, UserError
 from megatron.zerobubble.flags.require import installed
@@ -60,12 +61,16 @@ def _run(argv: Sequence[str] | None) -> int:
         return code
     args = build_parser().parse_args(words)
     try:
+        check_outputs(args)
         plan.COMMANDS[args.command](args)
     except BrokenPipeError:
         raise
     except (UserError, OSError, UnicodeDecodeError) as error:
         is_drawn = isinstance(error, PlanError) and "\n" in str(error)  # with the grid of the plan
-        text = str(error) if is_drawn else one_line(str(error), words)
+        said = str(error)
+        if isinstance(error, OSError) and error.filename is not None:
+            said = f"{error.filename}: {error.strerror}"
+        text = said if is_drawn else one_line(said, words)
         print(f"zerobubble: error: {text}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import os
 import secrets
@@ -10,11 +11,24 @@ import sys
 from pathlib import Path
 
 from megatron.zerobubble.files import replace_text
+from megatron.zerobubble.flags.targets import Target, check_targets
 
-__all__ = ["columns", "has_colors", "write_text", "write_whole"]
+__all__ = ["check_outputs", "columns", "has_colors", "write_text", "write_whole"]
+
+_OUTPUTS = ("json", "svg", "trace", "png", "save_layers", "torch_csv")
+"""Flags of the planning commands that name a file to write."""
 
 _DESCRIPTORS = ("/dev/std", "/dev/fd/", "/proc/")
 """Begins the name of an open file, whose content can be replaced but not the file."""
+
+
+def check_outputs(args: argparse.Namespace) -> None:
+    """Raise ConfigError unless the files that a command line names can be written, before anything is searched for."""
+    given = {name: getattr(args, name, None) for name in _OUTPUTS}
+    for name, file in given.items():
+        if file is not None and file != "-" and not file.startswith(_DESCRIPTORS):
+            target = Target(f"--{name.replace('_', '-')}", file, is_file=True, is_replaced=not Path(file).exists())
+            check_targets([target], tries=True)
 
 
 def write_whole(target: str, text: str) -> None:

@@ -18,7 +18,7 @@ from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.partition.joint import LayoutResult, plan_layout
 from megatron.zerobubble.plan.partition.layer_costs import Model
 from megatron.zerobubble.plan.registry import check_at_least_one
-from megatron.zerobubble.plan.render.plan_summary import headline
+from megatron.zerobubble.plan.render.plan_summary import headline, iteration_times
 from megatron.zerobubble.plan.render.text import render_text
 from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from megatron.zerobubble.plan.search.search_progress import Progress
@@ -205,10 +205,6 @@ def _bounds(bound: TimeBound, simulation: Simulation) -> str:
 def layout_summary(found: LayoutResult, width: int, *, is_colored: bool = False) -> str:
     """The layout as a flag, the timeline in `width` columns, iteration times, bounds, and the memory of every rank."""
     layout, simulation = found.layout, found.result.simulation
-    times = (
-        f"bubble {100 * simulation.bubble_rate:.2f} %, iteration time {simulation.span_ms:.3f} ms {Objective.SPAN.label}, "
-        f"{simulation.makespan_ms:.3f} ms {Objective.MAKESPAN.label}"
-    )
     work = zip(*(layout.ranks(name) for name in ("forward_ms", "backward_ms", "wgrad_ms")), strict=True)
     ranks = [
         f"  rank {rank}: {sum(passes):.3f} ms of F, B and W per microbatch, {peak / 2**30:.2f} GiB at most"
@@ -222,7 +218,7 @@ def layout_summary(found: LayoutResult, width: int, *, is_colored: bool = False)
             "",
             render_text(simulation.rows, max_width=width, is_colored=is_colored),
             "",
-            times,
+            iteration_times(simulation),
             f"this layout: {_bounds(found.result.bound, simulation)}",
             f"all layouts: {_bounds(found.bound, simulation)}; "
             f"{found.num_planned} planned, {found.num_ruled_out} ruled out by their bounds",

@@ -2,7 +2,7 @@
 
 ::
 
-    torchrun --nproc-per-node 4 -m megatron.zerobubble.run --enable-zero-bubble pretrain_gpt.py ITS FLAGS
+    torchrun --nproc-per-node 4 -m megatron.zerobubble.run --enable-zero-bubble /path/to/Megatron-LM/pretrain_gpt.py ITS FLAGS
 
 The schedule is installed, then the script runs as `python pretrain_gpt.py` would run it: as `__main__`, with its folder first on
 the path, so that a checkout's own `megatron.core` is imported. Not a line of it is edited.
@@ -37,8 +37,9 @@ from megatron.zerobubble.flags.virtual_stages import with_chunks
 from megatron.zerobubble.job.exit import exit_with_error
 from megatron.zerobubble.job.launch import Launch, is_turned_off, read_launch
 from megatron.zerobubble.job.rendezvous import announce_exit
+from megatron.zerobubble.messages import closest
 from megatron.zerobubble.overlay import READY_LENGTHS, add_flags, chunks_of, schedule_of
-from megatron.zerobubble.script import put_folder_first, run_script
+from megatron.zerobubble.script import add_seeds, put_folder_first, run_script
 
 __all__ = ["build_parser", "main", "run_itself"]
 
@@ -53,6 +54,9 @@ class _RunParser(argparse.ArgumentParser):
         """Raise ConfigError, so that one rank reports it."""
         if "SCRIPT" in message:
             message = "give a training script and its flags"
+        typos = [word for word in message.split() if message.startswith("unrecognized") and word.startswith("--")]
+        meant = [closest(word.partition("=")[0], list(self._option_string_actions), cutoff=0.85) for word in typos]
+        message += "".join(f"; did you mean {each}?" for each in meant if each)
         raise ConfigError(f"{message} (see --help)")
 
 
@@ -142,6 +146,7 @@ def build_parser() -> argparse.ArgumentParser:
         "arguments", nargs=argparse.REMAINDER, metavar="...", help="its flags; zero-bubble flags may be among them"
     )
     add_flags(parser)
+    add_seeds(parser)
     return parser
 
 
@@ -150,11 +155,15 @@ def _parse(words: Sequence[str], *, is_ours: bool = False) -> argparse.Namespace
     words, note = in_our_flags(words, is_ours=is_ours)
     args = build_parser().parse_args(words, argparse.Namespace(notes=[note]))
     among_its_own = _RunParser(prog=_PROG, add_help=False, allow_abbrev=False)
+    add_seeds(among_its_own)
     add_flags(among_its_own)  # a value that `args` has already is not replaced by the default
     _, args.arguments = among_its_own.parse_known_args(args.arguments, args)
     for word in args.arguments:
         if word.startswith(_OURS):
-            raise ConfigError(f"{word.partition('=')[0]} is not a zero-bubble flag of zerobubble run (see --help)")
+            name = word.partition("=")[0]
+            meant = closest(name, list(among_its_own._option_string_actions), cutoff=0.85)
+            hint = f"; did you mean {meant}?" if meant else ""
+            raise ConfigError(f"{name} is not a zero-bubble flag of zerobubble run{hint} (see --help)")
     if not Path(args.script).is_file():
         raise ConfigError(f"the script {args.script} is not a file")
     if schedule_of(args) == "stock" and not is_ours and args.zero_bubble_schedule is None:
@@ -173,7 +182,16 @@ def _run(args: argparse.Namespace, launch: Launch) -> int:
     for note in filter(None, args.notes if launch.rank == 0 else ()):
         print(note, file=sys.stderr)
     put_folder_first(args.script)
-    run_script(args.script, args.arguments, launch, zero_bubble=args, on_cpu=args.cpu, microbatch_tokens=args.microbatch_tokens)
+    run_script(
+        args.script,
+        args.arguments,
+        launch,
+        zero_bubble=args,
+        on_cpu=args.cpu,
+        microbatch_tokens=args.microbatch_tokens,
+        weights_seed=args.zero_bubble_weights_seed,
+        dropout_seed=args.zero_bubble_dropout_seed,
+    )
     return 0
 
 

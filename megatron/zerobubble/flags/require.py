@@ -56,10 +56,11 @@ def within(config: Any, low: float, high: float, *names: str) -> None:
             raise ConfigError(f"{flag} {shown(value)} must be at least {low:g} and less than {high:g}")
 
 
-def one_of(value: str, allowed: Sequence[str], flag: str) -> None:
-    """Raise ConfigError unless `value`, given for `flag`, is one of `allowed`."""
+def one_of(value: str, allowed: Sequence[str], flag: str, *, meant: str | None = None) -> None:
+    """Raise ConfigError unless `value`, given for `flag`, is one of `allowed`; `meant` was probably meant."""
     if value not in allowed:
-        raise ConfigError(f"{flag} {quoted(value)} is unknown; choose from {', '.join(allowed)}")
+        hint = f"; did you mean {meant}?" if meant in allowed else ""
+        raise ConfigError(f"{flag} {quoted(value)} is unknown; choose from {', '.join(allowed)}{hint}")
 
 
 def divides(size: int, flag: str, values: Mapping[str, int]) -> None:

@@ -21,6 +21,7 @@ from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT
 from megatron.zerobubble.plan.registry import (
     known_schedules,
+    meant_schedule,
     parse_max_pending_backward,
     parse_num_slices,
     schedule_info,
@@ -171,7 +172,8 @@ class ZeroBubbleConfig:
                 "the V schedule's memory is fixed, leave the first one out"
             )
         if self.zero_bubble_schedule is not None:
-            one_of(self.zero_bubble_schedule, _schedule_names(), "--zero-bubble-schedule")
+            name = self.zero_bubble_schedule
+            one_of(name, _schedule_names(), "--zero-bubble-schedule", meant=meant_schedule(name))
             is_v = self.zero_bubble_v_schedule and self.zero_bubble_schedule != AUTO
             if self.enable_zero_bubble or given is not None or is_v:
                 raise ConfigError(

@@ -38,7 +38,7 @@ from megatron.zerobubble.job.launch import store_name
 from megatron.zerobubble.job.siblings import write_beside
 from megatron.zerobubble.runtime.watch import Doing
 
-__all__ = ["JobGuard", "RankFailure", "first_to_fail", "who_failed"]
+__all__ = ["JobGuard", "RankFailure", "first_to_fail", "lost_a_peer", "who_failed"]
 
 _KEY = "first_failure"
 _GRACE_S = 3.0
@@ -131,7 +131,7 @@ class JobGuard:
         if not isinstance(error, Exception):
             return
         doing = self.doing()
-        has_lost_a_peer = _lost_a_peer(error)
+        has_lost_a_peer = lost_a_peer(error)
         failure = self._first_failure(error, doing, has_lost_a_peer=has_lost_a_peer)
         is_own, is_elsewhere = failure.rank == self._rank, failure.host != self._host
         if isinstance(error, UserError) and not has_lost_a_peer:
@@ -234,7 +234,7 @@ def _while(doing: Doing | None) -> str:
     return "" if doing is None else f" while it {doing.text}"
 
 
-def _lost_a_peer(error: Exception) -> bool:
+def lost_a_peer(error: Exception) -> bool:
     """Whether an error only means that another rank is gone."""
     reason: BaseException | None = error
     while reason is not None:  # megatron-core raises an error of its own about one in a collective

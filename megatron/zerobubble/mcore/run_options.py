@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.flags.virtual_stages import CHUNKS
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.mcore.microbatches.length_exchange import TokensOf
 from megatron.zerobubble.mcore.slices.batches import Cut, CutDimensions
@@ -89,9 +91,7 @@ class RunOptions:
         if given != wanted:
             raise ConfigError(
                 f"schedule {self.schedule} has {wanted} model chunk(s) per rank, the loop was started with "
-                f"virtual_pipeline_model_parallel_size {num_chunks}: {fields(num_ranks, wanted, layout)}, and the first also in "
-                "initialize_model_parallel, and build the chunks as for megatron-core's interleaved schedule (a V has two "
-                "chunks per rank, zb-w four, zb-interleaved any number from two)"
+                f"virtual_pipeline_model_parallel_size {num_chunks}: {_remedy(num_ranks, wanted, layout)}"
             )
         limit = self.flags.memory_limit
         return self.flags.schedule_spec(
@@ -115,3 +115,13 @@ def fields(num_ranks: int, num_chunks: int, layout: str | None) -> str:
             text = None  # megatron-core's division, or that of `DividedLayers`
     chunks = num_chunks if num_chunks > 1 else None
     return f"set virtual_pipeline_model_parallel_size={chunks} and pipeline_model_parallel_layout={text!r} in its configuration"
+
+
+def _remedy(num_ranks: int, wanted: int, layout: str | None) -> str:
+    """How to start a loop with so many model chunks per rank: Megatron-LM's flags, where they were parsed."""
+    if "megatron.training" in sys.modules and layout is None:
+        return f"add {CHUNKS} {wanted}" if wanted > 1 else f"leave out {CHUNKS} and the other flags of virtual stages"
+    return (
+        f"{fields(num_ranks, wanted, layout)}, and the first also in initialize_model_parallel, and build the chunks as for "
+        "megatron-core's interleaved schedule (a V has two chunks per rank, zb-w four, zb-interleaved any number from two)"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -188,9 +189,25 @@ def schedule_info(name: str) -> ScheduleInfo:
     for info in _ALL:
         if info.name == name:
             return info
-    meant = closest(name, names, cutoff=0.4)
+    meant = meant_schedule(name)
     hint = f"; did you mean {meant!r}?" if meant else ""
     raise ConfigError(f"unknown schedule {quoted(name)}: choose one of {', '.join(names)}{hint}")
+
+
+def meant_schedule(name: str) -> str | None:
+    """The schedule that was probably meant by another name: that of another project, or the most similar one of ours."""
+    plain = re.sub(r"[^a-z0-9]|^schedule", "", name.lower())
+    return _ELSEWHERE.get(plain) or closest(name, [info.name for info in _ALL], cutoff=0.4)
+
+
+_ELSEWHERE = {
+    **dict.fromkeys(("zbpplight", "zb1p", "1p", "zbh1", "zerobubble"), "zb-h1"),
+    **dict.fromkeys(("zb2p", "2p", "zbh2"), "zb-h2"),
+    **dict.fromkeys(("zbvzerobubble", "zbvpp"), "zbv"),
+    "interleavedzerobubble": "zb-interleaved",
+    "interleaved1f1b": "interleaved-1f1b",
+}
+"""Names in papers, forks and torch.distributed.pipelining, in small letters and digits alone -> ours."""
 
 
 def placement_of(name: str, *, num_ranks: int, num_chunks: int | None = None) -> Placement:

@@ -17,7 +17,7 @@ from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.cost_table import COST_LISTS, CostTable
 from megatron.zerobubble.plan.ir import OpKind, Plan
 from megatron.zerobubble.plan.planner import Result
-from megatron.zerobubble.plan.render.plan_summary import headline, lengths, measures, title
+from megatron.zerobubble.plan.render.plan_summary import headline, iteration_times, lengths, measures, title
 from megatron.zerobubble.plan.render.svg import SPAN_COLORS
 from megatron.zerobubble.plan.render.text import chunks_of, extent, render_text
 from megatron.zerobubble.plan.simulate import Simulation, TimedOp, memory_over_time
@@ -78,7 +78,7 @@ def draw_recorded(timeline: Timeline) -> Drawing:
     return drawing | {
         "source": "trace",
         "headline": f"iteration {timeline.iteration} as it ran: {headline(plan, title(plan.schedule))}",
-        "measures": f"bubble {100 * seen.bubble_rate:.2f} %, makespan {seen.makespan_ms:.3f} ms, span {seen.span_ms:.3f} ms",
+        "measures": iteration_times(seen),
         "memory_is_assumed": timeline.activations is None,
         "metrics": metrics | _sent(plan),
         "lines": [line.strip() for line in seen.lines()],

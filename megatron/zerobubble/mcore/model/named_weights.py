@@ -28,10 +28,12 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import layers
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-__all__ = ["draw_by_name", "remember_from", "remember_init_methods", "replacements"]
+__all__ = ["draw_by_name", "draw_when_wrapped", "remember_from", "remember_init_methods", "replacements"]
 
 _log = logging.getLogger(__name__)
 
@@ -115,6 +117,32 @@ def remember_init_methods(config: Any) -> Iterator[None]:
         for name, method in before.items():
             if method is not None:
                 setattr(config, name, method)
+
+
+def draw_when_wrapped(seed: int) -> None:
+    """Draw the weights of every module that DDP wraps by name, for the life of the process, where `install` replaces nothing.
+
+    Args:
+        seed: of the run, the same on all ranks; any int.
+    """
+    configured, wrap = TransformerConfig.__post_init__, DistributedDataParallel.__init__
+    signature = inspect.signature(wrap)
+
+    @functools.wraps(configured)
+    def remembering(config: Any) -> None:
+        configured(config)
+        remember_from(config)
+
+    @functools.wraps(wrap)
+    def drawing(*args: Any, **kwargs: Any) -> None:
+        module = signature.bind(*args, **kwargs).arguments["module"]
+        if hasattr(module, "sharded_state_dict"):
+            draw_by_name([module], seed=seed)
+        wrap(*args, **kwargs)
+
+    more = [(TransformerConfig, "__post_init__", remembering), (DistributedDataParallel, "__init__", drawing)]
+    for owner, name, replacement in (*replacements(), *more):
+        setattr(owner, name, replacement)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Plan
-from megatron.zerobubble.plan.objective import Objective
+from megatron.zerobubble.plan.objective import Objective, TimesAndBubble
 from megatron.zerobubble.plan.registry import stock_plan
 from megatron.zerobubble.plan.simulate import simulate
 
@@ -45,6 +45,10 @@ class Status:
     """Measured time of W."""
     measured_bubble_rate: float | None = None
     """Of this rank's pipeline in the last iteration that was recorded before re-planning; None: none was recorded."""
+    iteration_ms: float | None = None
+    """Measured time of the passes of that iteration, with the optimizer that runs."""
+    predicted_ms: float | None = None
+    """Predicted for measured times of the passes: what `iteration_ms` becomes; None before re-planning."""
 
     @staticmethod
     def of(
@@ -54,7 +58,7 @@ class Status:
         schedule: str,
         objective: Objective,
         is_measured: bool = False,
-        measured_bubble_rate: float | None = None,
+        recorded: TimesAndBubble | None = None,
     ) -> Status:
         """Simulate a plan and 1F1B.
 
@@ -64,7 +68,7 @@ class Status:
             schedule: the name by which it was installed; a plan that was searched for has that of its family.
             objective: the iteration time with the optimizer that runs.
             is_measured: whether the costs are.
-            measured_bubble_rate: see there.
+            recorded: the last iteration that was recorded before re-planning.
         """
         own = simulate(plan, costs)
         stock = stock_plan(plan.num_microbatches, num_ranks=plan.num_ranks, num_chunks=1)
@@ -80,7 +84,9 @@ class Status:
             bubble_rate_1f1b=other.bubble_rate,
             relative_time=_ratio(objective.of(own), objective.of(other)),
             relative_memory=_ratio(max(own.peak_memory), max(other.peak_memory)),
-            measured_bubble_rate=measured_bubble_rate,
+            measured_bubble_rate=None if recorded is None else recorded.bubble_rate,
+            iteration_ms=None if recorded is None else objective.of(recorded),
+            predicted_ms=objective.of(own) if is_measured else None,
             **times,
         )
 

@@ -305,7 +305,7 @@ class StockLoop:
             schedule=self.options.schedule,
             objective=self.options.objective,
             is_measured=measured is not None,
-            measured_bubble_rate=report(recorded[-1]).bubble_rate if recorded else None,
+            recorded=report(recorded[-1]) if recorded else None,
         )
         if dist.get_rank() == 0:
             times = "F = B = W" if measured is None else f"measured {measured.times_text}"

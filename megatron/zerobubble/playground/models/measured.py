@@ -27,8 +27,8 @@ class MeasuredMemory:
     """Activation memory of one microbatch: the mean of all ranks."""
     static_bytes: tuple[float, ...]
     """Per rank, weights, gradients, optimizer state, and the temporary tensors of a pass."""
-    device_bytes: float
-    """Memory of the GPU."""
+    device_bytes: float | None
+    """Memory of the GPU; None: it ran on the CPU."""
 
     def memory(self, placement: Placement, num_stages: int, num_microbatches: int) -> dict[str, Any] | None:
         """As `ModelProblem.memory`, for a placement; None if the run had another number of stages or ranks."""
@@ -55,7 +55,9 @@ def read_measured(given: object) -> MeasuredMemory:
     return MeasuredMemory(
         microbatch_bytes=number("microbatch_bytes", given.get("microbatch_bytes"), _MOST_BYTES),
         static_bytes=tuple(number("static_bytes", value, _MOST_BYTES) for value in given["static_bytes"]),
-        device_bytes=number("device_gib", given.get("device_gib"), _MOST_BYTES / _GIB, 0.1) * _GIB,
+        device_bytes=None
+        if given.get("is_cpu")
+        else number("device_gib", given.get("device_gib"), _MOST_BYTES / _GIB, 0.1) * _GIB,
     )
 
 
@@ -87,4 +89,5 @@ def memory_of_report(ranks: object, iteration: Mapping[str, Any], num_ranks: int
     return {
         "microbatch_bytes": math.fsum(column("measured_bytes")) / units / min(num_ranks, num_microbatches),
         "static_bytes": [math.fsum(pair) for pair in zip(column("state_bytes"), column("workspace_bytes"), strict=True)],
+        "is_cpu": isinstance(planned, dict) and planned.get("measured_bytes") is None,  # which CUDA's allocator counts
     }

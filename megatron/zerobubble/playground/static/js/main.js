@@ -121,6 +121,12 @@ class Playground {
     this.unequal.render();
     this.model.render();
     this.showSources();
+    this.disable();
+  }
+
+  /** Fields whose values are not in force are disabled: a table of costs per stage replaces those of a rank. */
+  disable() {
+    for (const name of ["f", "b", "w", "a"]) this.form[name].disabled = this.state.table !== null;
     for (const follow of this.sliders) follow();
   }
 
@@ -176,7 +182,7 @@ class Playground {
     byId("learn").href = firstStory(this.choices.models.shapes);
     window.addEventListener("hashchange", () => this.again());
     byId("link").addEventListener("click", () =>
-      copy(location.href).then(() => this.notify("The link is copied.", "good"), (error) => this.notify(error.message)),
+      copy(location.href).then(() => this.notify(`The link is copied. ${whereItOpens()}`, "good"), (error) => this.notify(error.message)),
     );
     byId("more").addEventListener("click", () => this.more(byId("more").getAttribute("aria-expanded") === "false"));
     document.querySelector(".skip").addEventListener("click", (event) => {
@@ -242,6 +248,7 @@ class Playground {
   /** The problem has changed: plan all slots again that are not files. */
   changed(slots = this.slots) {
     this.keepLink();
+    this.disable();
     if (slots === this.slots) this.pareto.outdate();
     for (const slot of slots) if (!slot.isOpened) this.waiting.add(slot);
     this.runWaiting();
@@ -253,6 +260,7 @@ class Playground {
       this.waiting.delete(slot);
       if (this.slots.includes(slot) && !slot.isOpened) slot.run(this.state);
     }
+    if (!this.rest.length) this.drawCurve(); // hand-written orders take no search
     this.updateBusy();
   }
 
@@ -323,10 +331,10 @@ class Playground {
     const base = shown.find(({ key }) => key === this.baseline?.key) ?? shown[0];
     const sentence = shown.length ? verdict(shown, base, this.state.objective) : "";
     if (byId("verdict").textContent !== sentence) byId("verdict").textContent = sentence;
-    byId("metrics").replaceChildren(...this.mistakes(), ...(shown.length ? results(shown, base, this.model.error) : []));
+    byId("metrics").replaceChildren(...this.mistakes(), ...(shown.length ? results(shown, base, this.state.objective, this.model.error) : []));
     this.offerBaselines(shown, base);
     this.deviations.offer(shown);
-    if (!this.slots.some(({ controller }) => controller)) this.drawCurve();
+    if (!this.rest.length) this.drawCurve();
   }
 
   /** The speed-up over m of all schedules that are planned, against the baseline if it is. */
@@ -392,7 +400,11 @@ class Playground {
     this.place().open({ name, drawings: answer.drawings, trace: isTrace ? text : null });
     const { num_ranks, num_microbatches, costs, attention_share } = answer.drawings[answer.drawings.length - 1];
     const given = { num_ranks, num_microbatches, costs, attention_share };
-    this.notify(`${name}: ${answer.verdict || "opened"}.`, "good", ["Plan for its costs", () => this.adoptCosts(given, name)]);
+    const said = `${name}: ${answer.verdict || "opened"}.`;
+    if (isTrace) {
+      this.adoptCosts(given, name); // so that the baseline is that of the run
+      this.notify(`${said} The schedules are planned for its costs.`, "good");
+    } else this.notify(said, "good", ["Plan for its costs", () => this.adoptCosts(given, name)]);
     this.keepLink();
     return undefined;
   }
@@ -464,6 +476,12 @@ class Playground {
     const button = offer && make("button", { type: "button", click: offer[1] }, offer[0]);
     byId("notes").replaceChildren(message ? make("p", { class: kind }, message, button) : "");
   }
+}
+
+/** Who can open a link to this page. */
+function whereItOpens() {
+  const isOwn = /^(localhost|127\.|\[::1\])/.test(location.hostname) || location.protocol === "file:";
+  return isOwn ? "It opens on this machine while this playground runs; behind # it fits any other playground's address." : "It opens for everybody who reaches this site.";
 }
 
 /** A plan's schedule as its paper calls it, with the number of virtual stages where that is a choice. */

@@ -20,7 +20,7 @@ const times = (value) => `${value.toFixed(2)}×`;
 const FIRST = [
   ["speed-up, synchronous optimizer", ({ metrics: m }, base) => base && time(base, "makespan") / time(m, "makespan"), times, "most"],
   ["speed-up with post-validation", ({ metrics: m }, base) => base && time(base, "span") / time(m, "span"), times, "most"],
-  ["bubble rate", ({ metrics: m }) => m.bubble_rate, percent, "least"],
+  ["bubble: idle share of the iteration", ({ metrics: m }, base, objective) => bubbles(m, objective)[0], percent, "least"],
   ["memory of the fullest rank", (drawing) => fullest(drawing)?.bytes, gibibytes, "least"],
   ["peak activation memory (1.0 = 1F1B on rank 0)", ({ metrics: m }) => peak(m), number, "least"],
 ];
@@ -29,13 +29,20 @@ const MORE = [
   ["makespan above its lower bound", ({ metrics: m }) => m.makespan_gap, percent, ""],
   ["iteration time with post-validation (span)", ({ metrics: m }) => m.span_ms, milliseconds, "least"],
   ["span above its lower bound", ({ metrics: m }) => m.span_gap, percent, ""],
-  ["bubble rate, lower bound", ({ metrics: m }) => m.bound_bubble_rate, percent, ""],
+  ["bubble, lower bound", ({ metrics: m }, base, objective) => bubbles(m, objective)[1], percent, ""],
   ["idle share of the makespan", ({ metrics: m }) => m.idle_share, percent, "least"],
   ["idle share in its own order with the data as it came", ({ metrics: m }) => m.came_idle_share, percent, ""],
   ["speed-up over its own order with the data as it came", ({ metrics: m }) => m.came_makespan_ms / m.makespan_ms, times, ""],
   ["P2P messages per iteration", ({ metrics: m }) => m.num_messages, (value) => value.toLocaleString("en"), "least"],
   ["P2P messages relative to 1F1B", ({ metrics: m }) => m.relative_messages, times, ""],
 ];
+
+/** Idle share of an iteration time on the bottleneck rank, and that of its lower bound: of the span or the makespan. */
+export function bubbles(metrics, objective) {
+  const work = metrics.span_ms * (1 - metrics.bubble_rate);
+  const idle = (time) => (time > 0 ? Math.max(0, 1 - work / time) : time);
+  return [idle(metrics[`${objective}_ms`]), idle(metrics[`bound_${objective}_ms`])];
+}
 
 /** Why two drawings cannot be compared, in words; "" if they can. */
 export function difference({ problem: one }, { problem: other }) {
@@ -50,17 +57,17 @@ export function difference({ problem: one }, { problem: other }) {
 }
 
 /**
- * The results of `shown`, a list of {letter, name, drawing}; `base` is the one that the others are compared with; `error`: how far times
- * may be off, as a share.
+ * The results of `shown`, a list of {letter, name, drawing}; `base` is the one that the others are compared with; `objective`: the
+ * iteration time that bubbles are shares of; `error`: how far times may be off, as a share.
  */
-export function results(shown, base, error = 0) {
+export function results(shown, base, objective, error = 0) {
   const apart = apartFrom(shown, base);
   const alike = shown.filter((each) => !apart.get(each));
   const head = ["", ...shown.map((each) => `${each.letter}  ${each.name}${each === base ? " (baseline)" : ""}`)];
   const hasBytes = shown.some(({ drawing }) => drawing.memory);
   const rows = (list) =>
     list.flatMap(([name, take, write, wanted]) => {
-      const values = new Map(shown.map((each) => [each, known(take(each.drawing, apart.get(each) ? null : base.drawing.metrics))]));
+      const values = new Map(shown.map((each) => [each, known(take(each.drawing, apart.get(each) ? null : base.drawing.metrics, objective))]));
       if ([...values.values()].every((value) => value === undefined)) return [];
       const isTime = write === milliseconds && error;
       const told = isTime ? (value) => `${write(value)} ± ${100 * error} %` : write;
@@ -98,7 +105,7 @@ export function verdict(shown, base, objective) {
   ];
   const [best, ...rest] = ranked(alike, measures);
   const misfit = fullest(best.drawing)?.excess > 0 ? ` It does not fit: ${misfits(best.drawing)}.` : "";
-  if (shown.length === 1) return `${titled(base)} takes ${milliseconds(measures[0](base))}, with a bubble of ${percent(base.drawing.metrics.bubble_rate)}.${misfit}`;
+  if (shown.length === 1) return `${titled(base)} takes ${milliseconds(measures[0](base))}, with a bubble of ${percent(bubbles(base.drawing.metrics, objective)[0])}.${misfit}`;
   if (!rest.length) return `Nothing is compared with ${titled(base)}: see below.`;
   if (best === base) return `No schedule here is better than ${titled(base)}.${misfit}`;
   const tied = rest.find((each) => isTie(measures[0](each), measures[0](best)));
@@ -123,7 +130,7 @@ function isTie(one, other) {
 function costs(each, best) {
   const [mine, theirs] = [each.drawing.metrics, best.drawing.metrics];
   const messages = ratio(mine.num_messages, theirs.num_messages);
-  return `with ${messages} times the messages and ${ratio(peak(mine), peak(theirs))} times the memory`;
+  return `with ${messages} times the messages and ${ratio(peak(mine), peak(theirs))} times the activation memory`;
 }
 
 /** The rank of a drawing that needs most bytes, {rank, bytes, excess}; undefined if bytes are not known. */
@@ -131,7 +138,7 @@ export function fullest({ memory, metrics }) {
   if (!memory) return undefined;
   const bytes = metrics.peak_memory.map((held, rank) => memory.static_bytes[rank] + held * memory.unit_bytes);
   const rank = bytes.indexOf(Math.max(...bytes));
-  return { rank, bytes: bytes[rank], excess: bytes[rank] - memory.device_bytes };
+  return { rank, bytes: bytes[rank], excess: memory.device_bytes === null ? 0 : bytes[rank] - memory.device_bytes };
 }
 
 function misfits(drawing) {
@@ -179,7 +186,12 @@ function sentence(each, base, objective) {
     objective === "span"
       ? `${faster("span")} times as fast as ${titled(base)} with post-validation, ${faster("makespan")} without`
       : `${faster("makespan")} times as fast as ${titled(base)}, ${faster("span")} with post-validation`;
-  return `${titled(each)} is ${both}, at ${ratio(peak(mine), peak(theirs))} times its memory.`;
+  const [held, other] = [fullest(each.drawing), fullest(base.drawing)];
+  const memory =
+    held && other
+      ? `with ${gibibytes(held.bytes)} on the fullest rank in place of ${gibibytes(other.bytes)}`
+      : `at ${ratio(peak(mine), peak(theirs))} times its activation memory`;
+  return `${titled(each)} is ${both}, ${memory}.`;
 }
 
 function bestOf(values, wanted) {

@@ -114,7 +114,7 @@ export class Panel {
   /** What the dashed line in the memory means: {value, text}; null: there is none. */
   get line() {
     const { memory } = this.drawing;
-    if (memory) return { value: memory.device_bytes / GIB, text: `GPU ${brief(memory.device_bytes / GIB)} GiB` };
+    if (memory) return memory.device_bytes === null ? null : { value: memory.device_bytes / GIB, text: `GPU ${brief(memory.device_bytes / GIB)} GiB` };
     const { limit } = this.shown;
     return limit === null || limit === undefined ? null : { value: limit, text: `limit ${limit.toFixed(2)}` };
   }

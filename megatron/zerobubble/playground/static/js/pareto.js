@@ -2,19 +2,13 @@
 
 import { listen } from "./api.js";
 import { make, table } from "./dom.js";
+import { bubbles } from "./metrics.js";
 import { milliseconds, percent } from "./numbers.js";
 import { problem, slot } from "./state.js";
 
 const LIMITS = [0.34, 0.5, 0.625, 0.75, 0.875, 1, 1.25, 1.5, 2];
 const HEIGHT = 260;
 const MARGIN = { top: 12, right: 18, bottom: 40, left: 52 };
-
-/** Idle share of the iteration time that is minimized, and of its lower bound; for the span this is the bubble rate. */
-function bubbles({ span_ms, makespan_ms, bubble_rate, bound_span_ms, bound_makespan_ms }, isSpan) {
-  const work = span_ms * (1 - bubble_rate);
-  const idle = (time) => (time > 0 ? Math.max(0, 1 - work / time) : 0);
-  return isSpan ? [idle(span_ms), idle(bound_span_ms)] : [idle(makespan_ms), idle(bound_makespan_ms)];
-}
 
 export class Pareto {
   /** `parts`: {root, button, status}; `choose` gets a point. */
@@ -80,9 +74,10 @@ export class Pareto {
       .attr("role", "group")
       .attr("aria-label", "Pareto front, bubble vs. memory limit");
     const x = d3.scaleLinear([0.25, 2.05], [MARGIN.left, width - MARGIN.right]);
-    const bubble = ({ metrics }) => bubbles(metrics, isSpan)[0];
-    const bound = ({ metrics }) => bubbles(metrics, isSpan)[1];
-    const label = isSpan ? "bubble rate" : "bubble of the makespan";
+    const objective = isSpan ? "span" : "makespan";
+    const bubble = ({ metrics }) => bubbles(metrics, objective)[0];
+    const bound = ({ metrics }) => bubbles(metrics, objective)[1];
+    const label = `bubble of the ${objective}`;
     const most = d3.max(this.points, bubble) || 0.01;
     const y = d3.scaleLinear([0, most * 1.1], [HEIGHT - MARGIN.bottom, MARGIN.top]).nice();
     axes(svg, x, y, width, label);

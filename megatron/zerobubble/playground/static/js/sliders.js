@@ -19,7 +19,7 @@ export function slide(field, name, span) {
   return () => {
     if (document.activeElement === slider) return;
     slider.value = String(toSlider(Number(field.value)));
-    slider.disabled = field.readOnly;
+    slider.disabled = field.readOnly || field.disabled;
     slider.setAttribute("aria-valuetext", field.value);
   };
 }

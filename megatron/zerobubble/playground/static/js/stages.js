@@ -28,7 +28,7 @@ export class Stages {
   render() {
     const values = this.state.table;
     this.clear.disabled = !values;
-    this.device.hidden = !(values && this.state.held);
+    this.device.hidden = !(values && this.state.held && !this.state.held.is_cpu);
     this.note.textContent = values ? `(${values.forward_ms.length} stages)` : "";
     if (!values) return this.box.replaceChildren();
     const rows = values.forward_ms.map((_, stage) => [

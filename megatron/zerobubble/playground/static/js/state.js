@@ -45,7 +45,7 @@ export function toQuery(state) {
   if (state.story) query.set("story", String(state.story));
   if (state.baseline) query.set("base", String(state.baseline));
   if (state.table) query.set("t", TABLE_KINDS.map((kind) => state.table[kind].join("_")).join("~"));
-  if (state.table && state.held) query.set("held", [state.held.microbatch_bytes, ...state.held.static_bytes].join("_"));
+  if (state.table && state.held) query.set("held", [state.held.microbatch_bytes, ...state.held.static_bytes, ...(state.held.is_cpu ? ["cpu"] : [])].join("_"));
   return query.toString();
 }
 
@@ -132,8 +132,10 @@ function readTable(text) {
 
 /** The memory of a run: bytes of a microbatch, and of every rank besides. */
 function readHeld(text) {
-  const [bytes, ...ranks] = (text ?? "").split("_").map(Number);
-  return ranks.length && [bytes, ...ranks].every(Number.isFinite) ? { microbatch_bytes: bytes, static_bytes: ranks } : null;
+  const words = (text ?? "").split("_");
+  const isCpu = words.at(-1) === "cpu";
+  const [bytes, ...ranks] = (isCpu ? words.slice(0, -1) : words).map(Number);
+  return ranks.length && [bytes, ...ranks].every(Number.isFinite) ? { microbatch_bytes: bytes, static_bytes: ranks, is_cpu: isCpu } : null;
 }
 
 function numberOr(text, otherwise) {

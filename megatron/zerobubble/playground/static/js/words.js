@@ -7,7 +7,9 @@ const WORDS = {
   B: "dgrad: the gradient of a stage's input, which the stage before it waits for. Half of the backward pass.",
   W: "wgrad: the gradient of the weights. Nobody waits for it, so it can fill a bubble. The other half of the backward pass.",
   BW: "Full backward: B and W without a break. The stage before waits for both.",
-  bubble: "Time in which a rank has nothing to compute: (span - work) / span of the bottleneck rank.",
+  bubble:
+    "Time in which a rank has nothing to compute, as a share of the iteration on the bottleneck rank: of the makespan with the " +
+    "synchronous optimizer, of the span with post-validation, whichever the page plans for.",
   chunk: "The layers of a rank are cut into chunks, its stages. In a V every rank has two: one on the way down, one on the way back.",
   "post-validation": "The optimizer steps before the global gradient norm is known, and undoes a wrong step. Ranks do not wait for each other, so iterations overlap.",
   "synchronous optimizer": "All ranks wait until the slowest has its gradients, then step: the usual optimizer.",
