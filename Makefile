@@ -27,7 +27,7 @@ PYTEST  := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loads
 QUICK   := not gpu and not slow
 
 .DEFAULT_GOAL := help
-.PHONY: te-python resiliency help setup data train lint format type test test-slow test-te test-faults test-hosts test-releases gpu-hour gpu-rehearsal bench playground check-upstream docs dist wheels clean
+.PHONY: te-python resiliency test-frameworks help setup data train lint format type test test-slow test-te test-faults test-hosts test-releases gpu-hour gpu-rehearsal bench playground check-upstream docs dist wheels clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -89,6 +89,16 @@ test-te: setup  ## all tests of Transformer Engine's layers, with its Python of 
 	  $(BIN)/python -m tools.releases te $$version || exit 1; \
 	  ZB_TEST_TRANSFORMER_ENGINE=$$version $(PYTEST) $(USE_TE) -m "not gpu" || exit 1; \
 	done
+
+# In a folder of their own, without what they depend on: that asks for CUDA, and one of them for another Python
+FRAMEWORKS := .frameworks/.installed
+$(FRAMEWORKS): requirements/frameworks.txt
+	rm -rf .frameworks
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python --target .frameworks -r $<
+	touch $@
+
+test-frameworks: setup te-python $(FRAMEWORKS)  ## Megatron-Bridge from PyPI, unedited, under stock and zero-bubble schedules; slow
+	folder="$$($(BIN)/python -m tools.releases path $(or $(MCORE),0.19.2))" && PYTHONPATH="$$folder" $(BIN)/python -m pytest tests/frameworks -m ""
 
 test-faults: setup  ## the fault laboratory: FAULTS=30 faults at random moments of real jobs, and a table of what became of them
 	rm -f fault-trials.jsonl

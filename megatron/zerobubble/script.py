@@ -96,7 +96,8 @@ def run_script(
         connection.use_for_process_group(launch)
         guard = JobGuard(connection.of(), launch.rank, error_file=launch.error_file)
         supervise_by(guard)
-        with guard, warned_of_wrong_gradients(is_logging=launch.rank == 0):
+        is_stock = is_turned_off() or flags_of(zero_bubble).schedule == "stock"
+        with guard, warned_of_wrong_gradients(is_writing=is_stock and launch.rank == 0):
             given = argparse.Namespace(**vars(zero_bubble) | {"cpu": on_cpu})
             runpy.run_path(script, init_globals={"__zero_bubble__": given}, run_name="__main__")
             finish()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
+import io
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -41,27 +42,12 @@ class StockTrainer(Trainer):
         return {"overlap_p2p_comm": not self.case.is_batched, "batch_p2p_comm": self.case.is_batched}
 
 
-class Lines(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def gradients_and_lines(rank: int, case: StockCase) -> tuple[float, list[str]]:
-    """The largest difference of a gradient to the unpipelined model's, and what was logged."""
-    handler, logger = Lines(), logging.getLogger("megatron.zerobubble.mcore.stock_faults")
-    logger.addHandler(handler)
-    try:
-        with warned_of_wrong_gradients(is_logging=rank == 0):
-            difference = compare(rank, case)
-    finally:
-        logger.removeHandler(handler)
-    return difference.gradients, handler.lines
+    """The largest difference of a gradient to the unpipelined model's, and what was written to stderr."""
+    written = io.StringIO()
+    with contextlib.redirect_stderr(written), warned_of_wrong_gradients(is_writing=rank == 0):
+        difference = compare(rank, case)
+    return difference.gradients, [line for line in written.getvalue().splitlines() if line.startswith("zero bubble: ")]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -73,7 +59,9 @@ def test_wrong_gradients_are_announced_and_right_ones_are_not(four_ranks: RankPo
     assert (max(difference for difference, _ in found) > 1e-3) == is_wrong
     assert [len(lines) for _, lines in found] == [int(is_wrong), 0, 0, 0]
     if is_wrong:
-        assert found[0][1][0].startswith("megatron-core's interleaved 1F1B trains on wrong gradients here: with 2 pipeline ranks")
+        assert found[0][1][0].startswith(
+            "zero bubble: megatron-core's interleaved 1F1B trains on wrong gradients here: with 2 pipeline ranks"
+        )
 
 
 @pytest.mark.parametrize("changes", [{"overlap_p2p_comm": True}, {"batch_p2p_comm": False}, {"use_ring_exchange_p2p": True}])

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
-__all__ = ["warned_of_wrong_gradients", "wrong_gradients"]
+from megatron.zerobubble.mcore.stock_loop.status import show_line
 
-_log = logging.getLogger(__name__)
+__all__ = ["warned_of_wrong_gradients", "wrong_gradients"]
 
 _INTERLEAVED = "forward_backward_pipelining_with_interleaving"
 
@@ -41,14 +40,17 @@ def wrong_gradients(config: Any, num_chunks: int) -> str | None:
 
 
 @contextlib.contextmanager
-def warned_of_wrong_gradients(*, is_logging: bool) -> Iterator[None]:
-    """While it is entered, megatron-core's own schedule logs `wrong_gradients` once, before the first passes.
+def warned_of_wrong_gradients(*, is_writing: bool) -> Iterator[None]:
+    """While it is entered, megatron-core's own schedule writes `wrong_gradients` to stderr once, before the first passes.
 
     Args:
-        is_logging: whether this process logs it.
+        is_writing: whether this process does. It must not have a schedule installed.
     """
+    if not is_writing:
+        yield
+        return
     original = getattr(schedules, _INTERLEAVED)
-    is_checked = not is_logging
+    is_checked = False
 
     @functools.wraps(original)
     def checked(**given: Any) -> Any:
@@ -57,7 +59,7 @@ def warned_of_wrong_gradients(*, is_logging: bool) -> Iterator[None]:
             is_checked = True
             why = wrong_gradients(get_model_config(given["model"][0]), len(given["model"]))
             if why is not None:
-                _log.warning(why)
+                show_line(why)
         return original(**given)
 
     setattr(schedules, _INTERLEAVED, checked)

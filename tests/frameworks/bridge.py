@@ -1,0 +1,185 @@
+"""Megatron-Bridge's own `pretrain()` on its own recipe, run by the ranks of a `RankPool`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib
+import io
+import multiprocessing
+import warnings
+from collections.abc import Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+
+import megatron.zerobubble
+from megatron.zerobubble.mcore.cpu.device import HostDevice, quiet_third_parties
+from megatron.zerobubble.mcore.cpu.scripts import without_gpus
+from tests.support.gpt import _destroy_groups
+from tests.support.megatron_lm import _forget
+
+__all__ = ["GPT", "INTERLEAVED", "SMALL", "VANILLA", "WITHOUT_CUDA", "Run", "pretrain", "set_fields"]
+
+WITHOUT_CUDA: dict[str, Any] = {
+    "dist.distributed_backend": "gloo",
+    "model.gradient_accumulation_fusion": False,
+    "model.masked_softmax_fusion": False,
+    "model.persist_layer_norm": False,
+    "model.bias_dropout_fusion": False,
+    "model.cross_entropy_loss_fusion": False,
+}
+"""What Bridge is told on a machine without CUDA: fused kernels that are compiled for a GPU."""
+SMALL: dict[str, Any] = {
+    "model.seq_length": 32,
+    "dataset.seq_length": 32,
+    "dataset.num_workers": 0,
+    "train.train_iters": 5,
+    "train.global_batch_size": 8,
+    "train.micro_batch_size": 2,
+    "validation.eval_interval": 5,
+    "validation.eval_iters": 1,
+    "scheduler.lr_warmup_iters": 0,
+    "scheduler.lr_decay_iters": 100,
+    "optimizer.lr": 1e-2,
+    "logger.log_interval": 1,
+    "logger.tensorboard_dir": None,
+    "checkpoint.save": None,
+    "checkpoint.load": None,
+    "checkpoint.save_interval": None,
+    "checkpoint.async_save": False,
+}
+"""A short job on its mock data, for any recipe."""
+GPT: dict[str, Any] = {
+    "model.num_layers": 4,
+    "model.hidden_size": 32,
+    "model.num_attention_heads": 4,
+    "model.hidden_dropout": 0.0,
+    "model.attention_dropout": 0.0,
+    "model.pipeline_model_parallel_size": 2,
+    "model.vocab_size": None,
+    "model.make_vocab_size_divisible_by": 4,
+    "tokenizer.vocab_size": 90,
+    "mixed_precision": None,
+    "model.pipeline_dtype": torch.float32,
+}
+"""Sizes of the recipe `VANILLA`, in float32."""
+VANILLA = "megatron.bridge.recipes.gpt.h100.vanilla_gpt:vanilla_gpt_pretrain_1gpu_h100_bf16_config"
+INTERLEAVED: dict[str, Any] = {
+    "model.virtual_pipeline_model_parallel_size": 2,
+    # without it megatron-core's interleaved schedule trains on wrong gradients with two pipeline ranks
+    "model.overlap_p2p_comm": True,
+    "model.batch_p2p_comm": False,
+    # on gloo its overlapped sends read an output after it was freed
+    "model.deallocate_pipeline_outputs": False,
+}
+"""Two chunks per rank, right under megatron-core's own schedule, too."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What one rank saw of a job."""
+
+    losses: dict[int, dict[str, float]]
+    """iteration -> losses by name; none on ranks without a loss."""
+    norms: dict[int, float]
+    """iteration -> norm of the gradients."""
+    schedule: str
+    """The schedule that ran."""
+    printed: str
+    """Standard output."""
+
+
+def pretrain(rank: int, recipe: str, changes: Mapping[str, Any], schedule: str | None = None) -> Run:
+    """Train on one rank.
+
+    Args:
+        rank: of the pool.
+        recipe: "module:function".
+        changes: what is set in the recipe's configuration, by dotted names.
+        schedule: what is installed; None leaves megatron-core's own.
+    """
+    printed = io.StringIO()
+    _destroy_groups()
+    with (
+        warnings.catch_warnings(),
+        quiet_third_parties(),
+        without_gpus(),
+        HostDevice().on_host(),
+        mock.patch.dict("os.environ", {"LOCAL_RANK": str(rank), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+        mock.patch.dict(multiprocessing.current_process()._config, daemon=False),  # type: ignore[attr-defined]  # it saves in another
+        contextlib.redirect_stdout(printed),
+    ):
+        warnings.simplefilter("ignore")
+        if schedule is not None:
+            megatron.zerobubble.install(schedule=schedule)
+        try:
+            losses, norms = _pretrain(configured(recipe, changes))
+            status = megatron.zerobubble.status()
+        finally:
+            megatron.zerobubble.uninstall()
+            _forget()
+    return Run(losses, norms, "stock" if status is None else status.schedule, printed.getvalue())
+
+
+def initialize_weights(chunks: list[Any]) -> list[Any]:
+    """Draw each matrix by its name and its layer's number, a tied head as the embedding: placements are then comparable."""
+    for chunk in chunks:
+        numbers = {
+            f"{name}.": layer.layer_number
+            for name, layer in chunk.named_modules()
+            if name.startswith("decoder.layers.") and name.count(".") == 2
+        }
+        for name, weight in chunk.named_parameters():
+            for prefix, number in numbers.items():
+                if name.startswith(prefix):
+                    name = f"decoder.layer {number}.{name.removeprefix(prefix)}"
+                    break
+            if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+                name = "embedding.word_embeddings.weight"
+            if weight.dim() > 1:
+                digest = hashlib.sha256(name.encode()).digest()
+                generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "big"))
+                with torch.no_grad():
+                    weight.copy_(0.02 * torch.randn(weight.shape, generator=generator))
+    return chunks
+
+
+def configured(recipe: str, changes: Mapping[str, Any]) -> Any:
+    """The recipe's configuration with these changes."""
+    module, _, function = recipe.partition(":")
+    config = getattr(importlib.import_module(module), function)()
+    set_fields(config, {**SMALL, **WITHOUT_CUDA, **changes})
+    config.model.register_pre_wrap_hook(initialize_weights)
+    return config
+
+
+def set_fields(config: Any, values: Mapping[str, Any]) -> None:
+    """Set fields of a configuration by dotted names, as Bridge's overrides do."""
+    for name, value in values.items():
+        *owners, last = name.split(".")
+        owner = functools.reduce(getattr, owners, config)
+        if not hasattr(owner, last):
+            raise AttributeError(f"the recipe has no {name}")
+        setattr(owner, last, value)
+
+
+def _pretrain(config: Any) -> tuple[dict[int, dict[str, float]], dict[int, float]]:
+    from megatron.bridge.training.callbacks import Callback
+    from megatron.bridge.training.gpt_step import forward_step
+    from megatron.bridge.training.pretrain import pretrain
+
+    losses: dict[int, dict[str, float]] = {}
+    norms: dict[int, float] = {}
+
+    class Digits(Callback):
+        def on_train_step_end(self, context: Any) -> None:
+            step = context.state.train_state.step
+            losses[step] = {name: float(value) for name, value in (context.loss_dict or {}).items()}
+            norms[step] = float(context.grad_norm)
+
+    pretrain(config, forward_step, callbacks=[Digits()])
+    return losses, norms

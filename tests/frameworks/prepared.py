@@ -1,0 +1,81 @@
+"""Makes frameworks on megatron-core importable in this process, on a machine without CUDA. `install` before anything of megatron.
+
+What stands in for what is missing here:
+
+===============================  ======================================================================================
+Transformer Engine                its Python on the CPU (`tests.support.transformer_engine`)
+`_NOT_INSTALLED`                  packages of which only names are imported: modules in which any name is a class that does
+                                  nothing. They train nothing here; the wheels of some need CUDA
+`typing.override`                 Python 3.12 has it
+megatron-core's compiled helpers  compiled already (`tools.releases`); a wheel has no Makefile to compile them with
+===============================  ======================================================================================
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["FOLDER", "install"]
+
+FOLDER = Path(__file__).resolve().parents[2] / ".frameworks"
+"""Where `make test-frameworks` installs them."""
+_NOT_INSTALLED = ("diffusers", "megatron.energon", "modelopt", "nvidia_resiliency_ext.inprocess")
+
+
+def install() -> None:
+    """Put the frameworks on the path, with what they import."""
+    import tests.support.python_3_12.sitecustomize  # noqa: F401
+    from tests.support import transformer_engine
+
+    sys.path.append(str(FOLDER))
+    transformer_engine.install()
+    importlib.import_module("megatron.zerobubble.mcore")  # makes megatron.core importable without triton
+    importlib.import_module("megatron.core.dist_checkpointing")  # looks for what is not installed itself
+    importlib.import_module("megatron.core.datasets.utils").compile_helpers = lambda: None
+    sys.meta_path.append(_Finder())
+    distillation: Any = importlib.import_module("modelopt.torch.distill.plugins.megatron")
+    distillation.get_tensor_shapes_adjust_fn_for_distillation = lambda *_, **__: None  # no model here is distilled
+
+
+class _Finder:
+    """Finds, after all others, what is not installed."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not any(f"{package}.".startswith(f"{name}.") or name.startswith(f"{package}.") for package in _NOT_INSTALLED):
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Nothing to run."""
+
+
+class _Module(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        made = type(name, (_Inert,), {"__module__": self.__name__})
+        setattr(self, name, made)
+        return made
+
+
+class _Inert:
+    """A class of which objects do nothing; called, as decorators are, they return what they were given."""
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
+
+    def __call__(self, given: Any = None, *_args: Any, **_kwargs: Any) -> Any:
+        return given
+
+    def __class_getitem__(cls, _item: Any) -> Any:
+        return cls
