@@ -17,6 +17,7 @@ from tests.support.gpt import Case
 from tests.support.memory_ledger import train_watched
 from tests.support.ranks import RankPool
 from tests.support.sliced import SlicedCase
+from tests.support.transformer_engine.graphed import GraphedCase, GraphedMoeCase
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Relative to a tensor's largest entry. The reference rounds each weight gradient to the format before adding it, W does not."""
@@ -49,6 +50,22 @@ def test_a_llama(nccl_ranks: RankPool) -> None:
 def test_slices(nccl_ranks: RankPool, dtype: torch.dtype, llama: bool) -> None:
     """Attention to the slices before by the kernels of a GPU, under a mask that ends with the last query and key."""
     case = SlicedCase("zbv", 2, 4, num_chunks=2, num_slices=4, llama=llama, dtype=dtype, adam_eps=1.0)
+    _assert_close(nccl_ranks.run(compare, case), case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        GraphedCase("zbv", 2, 4, num_chunks=2, adam_eps=1.0, fuses=True),
+        GraphedMoeCase("zb-h1", 2, 4, num_layers=4, adam_eps=1.0, fuses=True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("nccl_ranks", [2], indirect=True)
+def test_graphs_of_layers(nccl_ranks: RankPool, case: GraphedCase | GraphedMoeCase) -> None:
+    """Captured by Transformer Engine in the plan's order, and replayed with B and W split."""
+    pytest.importorskip("transformer_engine")
     _assert_close(nccl_ranks.run(compare, case), case)
 
 

@@ -86,6 +86,9 @@ def test_ops_that_are_issued_at_once_share_an_event(
     assert device.text == f"runs {op_text(Op.parse('0F0'))}{text}"
     assert host is not None
     assert host.text == f"runs {op_text(Op.parse('0B0'))}"
+    watch.quiesce()
+    monkeypatch.setattr(torch.cuda.Event, "query", lambda _: pytest.fail("a CUDA graph may be being captured"))
+    assert watch.current() is host
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:3"])

@@ -6,6 +6,7 @@ Everything here runs inside the ranks of a `RankPool`, with the trainers of `tes
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +67,7 @@ def difference(actual: Outcome, expected: Outcome) -> Difference:
     pairs = [(a, b) for x, y in zip(actual.losses, expected.losses, strict=True) for a, b in zip(x, y, strict=False)]
     norms = zip(actual.grad_norms, expected.grad_norms, strict=True)
     return Difference(
-        losses=max((abs(a - b) for a, b in pairs), default=0.0),
+        losses=max((abs(a - b) if math.isfinite(a) else math.inf for a, b in pairs), default=0.0),
         num_losses=len(actual.losses[0]),
         gradients=gradients,
         gradient_name=gradient_name,
@@ -143,5 +144,6 @@ def _largest(actual: Tensors, expected: Tensors) -> tuple[float, str]:
     for name, tensor in actual.items():
         if not torch.equal(tensor, expected[name]):
             scale = max(float(expected[name].abs().max()), torch.finfo(tensor.dtype).smallest_normal)
-            worst = max(worst, (float((tensor - expected[name]).abs().max()) / scale, name))
+            largest = float((tensor - expected[name]).abs().max()) / scale
+            worst = max(worst, (math.inf if math.isnan(largest) else largest, name))
     return worst

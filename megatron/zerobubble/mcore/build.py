@@ -201,17 +201,26 @@ _REFUSED = {
     "enable_autocast": "B and W compute in the dtype of the weights, outside of autocast; use bf16 or fp16 weights",
     "use_transformer_engine_op_fuser": "fused experts queue their weight gradients in operations outside of the module tree, "
     "where W would not compute them, and fused dense MLPs compute them in B",
-    "enable_cuda_graph": "a graph would hold the backward pass in one piece",
-    "external_cuda_graph": "a graph would hold the backward pass in one piece",
 }
 """Options of megatron-core's configuration, up to 0.19, and why none of them may be on where B and W are split."""
+
+
+_REFUSED_GRAPHS = {
+    "local": "megatron-core captures these graphs inside its own schedules, and lets neighboring layers share their buffers; "
+    'cuda_graph_impl="transformer_engine" captures the same layers',
+    "full_iteration": "in one graph of an iteration the driver, not the streams of this schedule, orders its transfers, and a "
+    "receive that is posted ahead of its op spins on the SMs that another rank waits for; "
+    'cuda_graph_impl="transformer_engine" captures layers',
+}
+"""`cuda_graph_impl` of megatron-core, and why not (ADR 53)."""
 
 
 def _refused(config: Any) -> Iterator[tuple[str, str]]:
     """(name, why) of each option that is on and does not go with a split of B and W. A release without an option has it off."""
     yield from ((name, why) for name, why in _REFUSED.items() if getattr(config, name, None))
-    if getattr(config, "cuda_graph_impl", None) not in (None, "none"):
-        yield f"cuda_graph_impl={config.cuda_graph_impl!r}", "a graph would hold the backward pass in one piece"
+    graphs = getattr(config, "cuda_graph_impl", None)
+    if graphs in _REFUSED_GRAPHS:
+        yield f"cuda_graph_impl={graphs!r}", _REFUSED_GRAPHS[graphs]
     layout = getattr(config, "pipeline_model_parallel_layout", None)
     first_rank = [] if layout is None or isinstance(layout, StageLayout) else layout.layout[0]
     if len(first_rank) > 1 and LayerType.mtp in first_rank[-1]:

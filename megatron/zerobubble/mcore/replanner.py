@@ -181,6 +181,9 @@ class Replanner:
 
     def before(self, iteration: int, num_microbatches: int) -> None:
         """Call before an iteration, with its number of microbatches."""
+        if self._schedule.is_fixed:
+            self._profiler = self._schedule.hooks.profiler = None
+            return
         if self._profiler is None and self._window.holds(iteration):
             self._profiler = Profiler(self._schedule.device)
             self._measured_with = num_microbatches
@@ -188,14 +191,14 @@ class Replanner:
 
     def is_due(self, iteration: int) -> bool:
         """Whether `after` will plan after this iteration. No transfer between ranks may be in flight then."""
-        return self._window.ends(iteration)
+        return self._window.ends(iteration) and not self._schedule.is_fixed
 
     def after(self, iteration: int, num_microbatches: int) -> None:
         """Call after an iteration. At the end of a window it measures the links, plans, and gives the schedule the plan.
 
         Plans for other numbers of microbatches are made when an iteration first needs them.
         """
-        if not self._window.ends(iteration):
+        if not self.is_due(iteration):
             return
         assert self._profiler is not None
         links = self._schedule.link_times()
@@ -391,6 +394,12 @@ def make_replanner(
         return total - state_bytes() - profile.workspace_bytes
 
     start, end = flags.timed_iterations
+    if schedule.graphs is not None:
+        steps = schedule.graphs.warmup_steps  # from then on the plan is fixed
+        start = flags.zero_bubble_pipeline_timers_start_iter or min(2, steps)
+        end = flags.zero_bubble_pipeline_timers_end_iter or steps
+        if dist.get_rank() == 0:
+            _log.info("iterations %d to %d are profiled, before CUDA graphs of layers are captured", start, end)
     return Replanner(
         schedule,
         Window(start=start, end=end, interval=flags.zero_bubble_replan_interval),

@@ -30,6 +30,7 @@ from megatron.zerobubble.mcore.ddp.final_gradients import FinalGradients
 from megatron.zerobubble.mcore.ddp.tail import Tail
 from megatron.zerobubble.mcore.model.aux_loss_scale import set_auxiliary_scales
 from megatron.zerobubble.mcore.model.dispatchers import drop_graphs
+from megatron.zerobubble.mcore.model.layer_graphs import IMPLEMENTATION
 from megatron.zerobubble.mcore.model.rng import ChunkStreams
 from megatron.zerobubble.mcore.model.shared_experts import between_streams
 from megatron.zerobubble.mcore.slices.batches import Cut, CutDimensions, SlicedBatches
@@ -140,6 +141,8 @@ class ChunkWork:
             iterators = [None if each is None else SlicedBatches(each, slices, iteration.cut) for each in iterators]
         self._iterators = iterators
         self._inflight: dict[tuple[int, int, int], tuple[Tensor | None, Tensor]] = {}
+        # The generators of a CUDA graph are those that it was captured with.
+        has_rng_streams = has_rng_streams and getattr(config, "cuda_graph_impl", None) != IMPLEMENTATION
         self._streams = ChunkStreams(len(chunks) if has_rng_streams and not iteration.forward_only else 0, device)
         self._sync: list[FinalGradients] = []
         """Per chunk, from the first B on: before it the caller zeroes the gradients, which resets the state of DDP."""

@@ -23,15 +23,14 @@ from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.agreement import check_same_program, refusing_together
-from megatron.zerobubble.mcore.compat import with_known_lengths
 from megatron.zerobubble.mcore.ddp.record_buckets import record_buckets
 from megatron.zerobubble.mcore.ddp.wrap import overlaps_reductions
 from megatron.zerobubble.mcore.iteration_runner import IterationHooks, IterationRunner
 from megatron.zerobubble.mcore.microbatches.iteration_plans import Arranged, UnequalMicrobatches, UnequalOptions
-from megatron.zerobubble.mcore.microbatches.length_exchange import GIVE_LENGTHS, Lengths
+from megatron.zerobubble.mcore.model.layer_graphs import IMPLEMENTATION, LayerGraphs
 from megatron.zerobubble.mcore.model.stage_layout import output_lengths
 from megatron.zerobubble.mcore.post_validation.token_count import TokenCount
-from megatron.zerobubble.mcore.schedule_call import check_call
+from megatron.zerobubble.mcore.schedule_call import check_call, tensor_shape
 from megatron.zerobubble.mcore.slices.current_slice import SlicePart
 from megatron.zerobubble.mcore.slices.refusals import check_sliced_call
 from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
@@ -145,6 +144,10 @@ class PipelineSchedule:
         self._runner: IterationRunner | None = None
         self.unequal: UnequalMicrobatches | None = None
         """Plans every iteration for the lengths of its microbatches; None: they are equal."""
+        self.graphs: LayerGraphs | None = None
+        """The CUDA graphs of this rank's layers, which a training loop captures; None: the layers have none."""
+        if store is not None and getattr(config, "cuda_graph_impl", None) == IMPLEMENTATION:
+            self.graphs = LayerGraphs(self._chunks, config, store.graph_memory)
         if not spec.is_stock:
             warm_up_groups(config, self._chunks, self.device)
             self._runner = self._make_runner(store, timeout, p2p_max_ctas, batch_p2p_comm)
@@ -224,6 +227,18 @@ class PipelineSchedule:
             else:
                 self._programs[key] = self._placed(plan, self._costs)
         return self._programs[key]
+
+    def capture_order(self, num_microbatches: int) -> list[int]:
+        """This rank's F and B in their order, for the capture of CUDA graphs (`LayerGraphs.order`), which fixes the plan."""
+        assert self.graphs is not None
+        if self.hooks.watch is not None:
+            self.hooks.watch.quiesce()
+        return self.graphs.order(self.plan(num_microbatches), self._rank)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether CUDA graphs were captured in the plan's order, so that no other one may run."""
+        return self.graphs is not None and self.graphs.num_microbatches is not None
 
     def _agreed_program(self, num_microbatches: int, *, forward_only: bool) -> Program:
         """`program`, compared with the other ranks' before it runs for the first time. All ranks of the pipeline must call it."""
@@ -336,12 +351,14 @@ class PipelineSchedule:
                 p2p_communicator=p2p_communicator,
             )
         self._has_begun.add(forward_only)
+        if self.graphs is not None:
+            self.graphs.begin(num_microbatches, forward_only=forward_only)
         timers, hooks = self._config.timers, self.hooks
         if timers is not None:
             timers("forward-backward", log_level=1).start(barrier=self._config.barrier_with_L1_time)
         arranged = self._arranged(iterators, num_microbatches, forward_only=forward_only)
         program, lengths = arranged.program, arranged.lengths or (None,) * num_microbatches
-        shape_of = partial(self._tensor_shape, seq_length, micro_batch_size, decoder_seq_length)
+        shape_of = partial(tensor_shape, self._config, seq_length, micro_batch_size, decoder_seq_length, schedule=self.spec.name)
         shapes = {each: shape_of(each) for each in dict.fromkeys(lengths)}
         parts: Sequence[tuple[SlicePart, ...]] = ()
         if self._runner.sliced is not None:
@@ -431,28 +448,6 @@ class PipelineSchedule:
     def _waits(self, text: str) -> AbstractContextManager[None]:
         return nullcontext() if self.hooks.watch is None else self.hooks.watch.waits(text)
 
-    def _tensor_shape(
-        self, seq_length: int, micro_batch_size: int, decoder_seq_length: int | None, lengths: Lengths | None
-    ) -> tuple[int, ...]:
-        """Shape of what travels between stages for a microbatch of these lengths; None: of the call's sequence length."""
-        if lengths is not None:
-            seq_length, decoder_seq_length = lengths.tokens, None
-            self._check_divides(seq_length)
-        elif getattr(self._config, "variable_seq_lengths", False):
-            raise ConfigError(
-                f"variable_seq_lengths with schedule {self.spec.name!r} needs the lengths before an iteration begins: "
-                f"{GIVE_LENGTHS}, or pad to the sequence length and leave it out"
-            )
-        (shape,) = schedules.get_tensor_shapes(
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
-            decoder_seq_length=decoder_seq_length,
-            config=with_known_lengths(self._config),
-            tp_group=parallel_state.get_tensor_model_parallel_group(),
-            cp_group=parallel_state.get_context_parallel_group(),
-        )
-        return tuple(shape)
-
     def cut(self, lengths: tuple[int, ...]) -> None:
         """From the next iteration on, cut sequences of their sum into slices of these lengths, or with one not at all.
 
@@ -471,13 +466,3 @@ class PipelineSchedule:
         """Leave the model's layers as they were before the schedule was constructed."""
         if self._runner is not None and self._runner.sliced is not None:
             self._runner.sliced.remove()
-
-    def _check_divides(self, tokens: int) -> None:
-        """Raise ConfigError if ranks cannot share the sequences of a microbatch."""
-        context = parallel_state.get_context_parallel_world_size()
-        by, why = (2 * context, f"context parallelism of {context}") if context > 1 else (1, "")
-        if self._config.sequence_parallel:
-            size = parallel_state.get_tensor_model_parallel_world_size()
-            by, why = by * size, " and ".join(filter(None, [why, f"sequence parallelism over {size} ranks"]))
-        if tokens % by:
-            raise ConfigError(f"a microbatch has {tokens} tokens, and {why} needs a multiple of {by}: pad it")

@@ -12,8 +12,8 @@ is recorded with reports, and the device is doing what was reported before the f
 own position is the last report; both are the same when the device has caught up. A wait that follows the end of an op shares its
 event: the device does nothing between the two. Ops that the host begins within `APART_S` of the last event, with no wait between
 them, share it, too: short passes do not pay for events, and what the device is doing is known to within these ops. Querying an
-event does not synchronize, but is not allowed while a CUDA graph is being captured; nothing here captures one. The thread that
-queries has the rank's GPU as its current device (`threads`).
+event does not synchronize, but is not allowed while a CUDA graph is being captured: before, `quiesce` leaves none to be queried.
+The thread that queries has the rank's GPU as its current device (`threads`).
 """
 
 from __future__ import annotations
@@ -169,6 +169,10 @@ class Watch(Recorder):
         yield
         self._enter(None)  # not after an error: the last report shows where it happened
 
+    def quiesce(self) -> None:
+        """Call when the device is idle: no event is queried until the next report."""
+        self._reported = deque([(self._reported[-1][0], None)])
+
     def last(self) -> Doing | None:
         """The last report: the host's position; None outside of the passes and of all phases."""
         return self._read(self._position) or self._phase
@@ -255,12 +259,13 @@ class Watch(Recorder):
 
     def current(self) -> Doing | None:
         """What the device is doing now; None outside of the passes and of all phases. A new object for every report."""
-        while len(self._reported) > 1:
-            (reported, begin), (_, end) = self._reported[0], self._reported[1]
+        queue = self._reported  # `quiesce` may replace it
+        while len(queue) > 1:
+            (reported, begin), (_, end) = queue[0], queue[1]
             if end is not None and not end.query():
                 break
             is_op = isinstance(reported, _Report) and reported.event is _Event.BEGUN
             if is_op and begin is not None and end is not None:
                 self.busy_s += begin.elapsed_time(end) / 1000.0
-            self._reported.popleft()
-        return self._read(self._reported[0][0] if self._is_cuda else self._position) or self._phase
+            queue.popleft()
+        return self._read(queue[0][0] if self._is_cuda else self._position) or self._phase

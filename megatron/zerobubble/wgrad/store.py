@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,25 @@ from megatron.zerobubble.wgrad.sharing import Gathered
 from megatron.zerobubble.wgrad.split_weight import DeferredGemm, SplitWeight
 
 
+class GraphMemory:
+    """Where the outputs of CUDA graphs are: in a pool of memory whose parts are handed out again, to graphs of later passes."""
+
+    def __init__(self) -> None:
+        self._addresses: set[int] = set()
+
+    def add(self, outputs: Sequence[object]) -> None:
+        """Note where the tensors among the outputs of a graph are. A graph has the same ones in every replay."""
+        self._addresses.update(each.untyped_storage().data_ptr() for each in outputs if isinstance(each, Tensor))
+
+    def own(self, operand: Any) -> Any:
+        """An operand of W, or a copy of it if it lies there; of a list, of each that does. Others than plain tensors do not."""
+        if isinstance(operand, list):
+            return [self.own(each) for each in operand]
+        if not self._addresses or type(operand) is not Tensor or operand.untyped_storage().data_ptr() not in self._addresses:
+            return operand
+        return operand.clone()
+
+
 class WeightGradStore:
     """What B has put and W has not yet taken, on one rank.
 
@@ -45,6 +65,8 @@ class WeightGradStore:
     def __init__(self, kernel: WgradKernel, *, rank: int = 0) -> None:
         self.kernel = kernel
         self.rank = rank
+        self.graph_memory = GraphMemory()
+        """Operands of W that lie there are copied."""
         self.keeps_order = False
         """While True no GEMM runs before its W: for iterations that measure the time and memory of each op."""
         self.due_at_once: frozenset[WgradKey] = frozenset()
@@ -149,6 +171,7 @@ class WeightGradStore:
             if self._at_once:
                 self._await_end(split)
             grad_output = input_ = grad_output.new_empty(0)
+        input_ = self.graph_memory.own(input_)
         self._open.append(DeferredGemm(split, grad_output, input_, gather_over))
 
     def _await_end(self, split: SplitWeight) -> None:

@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
-from megatron.zerobubble.mcore.cpu.streams import cuda_without_streams
+from megatron.zerobubble.mcore.cpu.streams import InertStream, cuda_without_streams
 from megatron.zerobubble.mcore.cpu.triton_import import _StandIn
+from tests.support.transformer_engine import graphs
 from tests.support.transformer_engine.extension import Extension
 
 __all__ = ["install"]
@@ -89,7 +90,12 @@ class _Decorators(_StandIn):
 
 
 class _Cuda(types.ModuleType):
-    """`torch.cuda` as Transformer Engine sees it: one device that is the CPU, without streams and graphs."""
+    """`torch.cuda` as Transformer Engine sees it: one device that is the CPU, without streams."""
+
+    CUDAGraph = graphs.CUDAGraph
+    graph = staticmethod(graphs.graph)
+    is_current_stream_capturing = staticmethod(graphs.is_capturing)
+    _STREAM = InertStream()
 
     def __init__(self) -> None:
         super().__init__("torch.cuda", self.__doc__)
@@ -105,9 +111,9 @@ class _Cuda(types.ModuleType):
     def is_available() -> bool:
         return True
 
-    @staticmethod
-    def is_current_stream_capturing() -> bool:
-        return False
+    @classmethod
+    def current_stream(cls, _device: object = None) -> InertStream:
+        return cls._STREAM
 
     @staticmethod
     def current_device() -> torch.device:
@@ -175,7 +181,9 @@ def _set_rng_state(new_state: torch.Tensor, *_args: object, **_kwargs: object) -
 
 _REPLACED: dict[str, dict[str, Any]] = {
     "transformer_engine.common": {"load_framework_extension": lambda _framework: None},
-    "transformer_engine.pytorch.utils": {"_empty_tensor": _empty_tensor},
+    "transformer_engine.pytorch.utils": {"_empty_tensor": _empty_tensor, "make_weak_ref": graphs.make_weak_ref},
+    "transformer_engine.pytorch.graph": {"graph_pool_handle": tuple},
+    "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention": {"is_graph_capturing": lambda: False},
     "transformer_engine.pytorch.distributed": {"_get_cuda_rng_state": _get_rng_state, "_set_cuda_rng_state": _set_rng_state},
 }
 """module -> name -> what replaces it before other modules import it."""

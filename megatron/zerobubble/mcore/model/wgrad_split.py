@@ -39,6 +39,7 @@ from torch import Tensor, nn
 
 from megatron.zerobubble.errors import SplitError
 from megatron.zerobubble.mcore.model.kept_in_b import KEEP_IN_B, declared_in_b, find_kept, is_declared
+from megatron.zerobubble.mcore.model.layer_graphs import check_not_captured, graphed_layers
 from megatron.zerobubble.mcore.model.transformer_engine import (
     OLDEST_TRANSFORMER_ENGINE,
     give_zeros_in_backward,
@@ -94,10 +95,13 @@ def split_weight_gradients(chunk: nn.Module, store: WeightGradStore) -> list[str
         names.append(split.name)
     for module in chunk.modules():
         _hook_biases_of_frozen_weights_in_backward(module)
+    has_graphs = bool(graphed_layers(chunk))
     for name, module in deferring_modules(chunk):
         mark_deferred_biases(module)
         deferred = {f"{name}.{key}": weight for key, weight in _own_parameters(module) if is_deferred(weight)}
         give_zeros_in_backward(module)
+        if has_graphs:
+            _own_operands_in_graphs(module, store)
         driven = DeferringModule(name, module, tuple(deferred.values()))
         setattr(module, _DRIVEN, driven)
         setattr(module, _FORWARD_HOOK, module.register_forward_hook(partial(_defer_in_backward, store, driven)))
@@ -158,6 +162,7 @@ class _SplitForward:
         output_dtype: torch.dtype | None = None,
         **others: Any,
     ) -> Tensor:
+        check_not_captured(self.how.split.name)
         if weight is not self.how.split.weight:
             raise SplitError(
                 f"{self.how.split.name} was called with the weight of another module; its gradient would go to the wrong weight"
@@ -281,9 +286,18 @@ def _defer_in_backward(store: WeightGradStore, driven: DeferringModule, _module:
     outputs = output if isinstance(output, tuple | list) else (output,)
     if driven.is_frozen:
         return
+    check_not_captured(driven.name)
     first = next((each for each in outputs if isinstance(each, Tensor) and each.grad_fn is not None), None)
     if first is not None:
         first.register_hook(lambda _grad: store.defer(driven))
+
+
+def _own_operands_in_graphs(module: Any, store: WeightGradStore) -> None:
+    """Let a module's queue hold copies of those operands of W that lie in the memory of CUDA graphs."""
+    if not hasattr(module, "wgrad_store"):  # another one's, whose queue is not known
+        return
+    put = module.wgrad_store.put
+    module.wgrad_store.put = lambda tensors, function: put(store.graph_memory.own(list(tensors)), function)
 
 
 def _hook_biases_of_frozen_weights_in_backward(module: nn.Module) -> None:

@@ -28,6 +28,7 @@ from megatron.zerobubble.mcore.model.hybrid_layers import check_hybrid
 from megatron.zerobubble.mcore.model.named_weights import draw_by_name
 from megatron.zerobubble.mcore.model.wgrad_split import remove_split, split_weight_gradients
 from megatron.zerobubble.mcore.run_options import RunOptions
+from megatron.zerobubble.mcore.stock_loop.graph_options import check_graph_options
 from megatron.zerobubble.mcore.stock_loop.layers import layout_text
 from megatron.zerobubble.mcore.stock_loop.megatron_lm import megatron_lm_args
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
@@ -95,6 +96,7 @@ class AdoptedChunks:
             num_chunks=config.virtual_pipeline_model_parallel_size,
             layout=None if layout is None else layout_text(layout),
         )
+        check_graph_options(config, self.options)
         check_config(config, spec, knows_lengths=self.options.microbatch_tokens is not None)
         accumulator = torch.float32 if ddp_config.grad_reduce_in_fp32 else config.params_dtype
         key = config.params_dtype, accumulator

@@ -7,6 +7,7 @@ These names are replaced, because megatron-core has no extension point there, an
 `schedules.forward_backward_pipelining_*`              the two functions that `get_forward_backward_func` chooses from
 `DistributedDataParallel.__init__`                     splits B and W before DDP registers hooks on the parameters
 `TransformerConfig.__post_init__`                      layer layout of V; deferred wgrad of Transformer Engine
+`cuda_graphs.convert_schedule_table_to_order`          order of captures of CUDA graphs, as in the plan
 `GPTModel.__init__`, `HybridModel.__init__`            options of Transformer Engine that were set since; under V which
                                                        chunk has the embedding, the output layer, and which layers
 under V: `Float16Module.forward`                       which chunk's output is in fp32
@@ -51,7 +52,7 @@ from megatron.core.optimizer.optimizer import (
 )
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import TransformerConfig, cuda_graphs
 from megatron.core.transformer.module import Float16Module
 
 from megatron.zerobubble.errors import ConfigError
@@ -83,6 +84,9 @@ _log = logging.getLogger(__name__)
 _SCHEDULES = ("forward_backward_pipelining_without_interleaving", "forward_backward_pipelining_with_interleaving")
 ALL_SCHEDULES = (*_SCHEDULES, "forward_backward_no_pipelining")
 """Functions of `schedules` from which `get_forward_backward_func` chooses."""
+
+
+_ORDER = "convert_schedule_table_to_order"
 
 
 class _PatchedSchedule:
@@ -238,6 +242,7 @@ def _replacements(loop: StockLoop) -> list[tuple[Any, str, Any]]:
         *((schedules, name, _PatchedSchedule(loop, getattr(schedules, name))) for name in _SCHEDULES),
         (DistributedDataParallel, "__init__", _wrapping(loop, DistributedDataParallel.__init__)),
         (TransformerConfig, "__post_init__", _configuring(loop, TransformerConfig.__post_init__)),
+        (cuda_graphs, _ORDER, _capturing(loop, getattr(cuda_graphs, _ORDER))),
     ]
     flags = loop.options.flags
     if flags.enable_optimizer_post_validation or flags.zero_bubble_trace is not None:
@@ -335,6 +340,18 @@ def _configuring(loop: StockLoop, original: Callable[[Any], None]) -> Callable[[
         loop.configured(self, options)
 
     return finish
+
+
+def _capturing(loop: StockLoop, original: Callable[..., list[int]]) -> Callable[..., list[int]]:
+    """What gives the order of captures of CUDA graphs."""
+
+    @functools.wraps(original)
+    def order(num_warmup_microbatches: int, num_model_chunks: int, schedule_table: Any) -> list[int]:
+        table = list(schedule_table)
+        stock = functools.partial(original, num_warmup_microbatches, num_model_chunks, table)
+        return loop.capture_order(stock, num_model_chunks, table)
+
+    return order
 
 
 def _building(loop: StockLoop, original: Callable[..., None]) -> Callable[..., None]:

@@ -39,6 +39,7 @@ from megatron.zerobubble.mcore.model.named_weights import remember_from
 from megatron.zerobubble.mcore.model.transformer_engine import defer_to_w
 from megatron.zerobubble.mcore.run_options import RunOptions
 from megatron.zerobubble.mcore.stock_loop.adoption import AdoptedChunks
+from megatron.zerobubble.mcore.stock_loop.graph_options import check_graph_options
 from megatron.zerobubble.mcore.stock_loop.layers import DividedLayers
 from megatron.zerobubble.mcore.stock_loop.lifetime import RunningModels
 from megatron.zerobubble.mcore.stock_loop.megatron_lm import megatron_lm_args, sliced_batches
@@ -127,6 +128,8 @@ class StockLoop:
         """
         for name, value in options.items():
             setattr(config, name, value)
+        if config.pipeline_model_parallel_size > 1:
+            check_graph_options(config, self.options)
         if self.options.weights_seed is not None:
             remember_from(config)
         if config.pipeline_model_parallel_size > 1:
@@ -277,6 +280,27 @@ class StockLoop:
             )
         self._models.add(running)
         return running
+
+    def capture_order(self, original: Callable[..., list[int]], num_chunks: int, table: Sequence[Any]) -> list[int]:
+        """The order in which megatron-core captures the CUDA graphs of a rank's layers.
+
+        Args:
+            original: returns that of its own schedules, for models that no schedule of ours runs.
+            num_chunks: of the rank.
+            table: (microbatch, chunk) of each F of its own schedule.
+
+        Raises:
+            ConfigError: graphs are captured before the model's first iteration, or there are several such models.
+        """
+        with_graphs = [each.engine.schedule for each in self._models if each.engine.schedule.graphs is not None]
+        if parallel_state.get_pipeline_model_parallel_world_size() < 2:
+            return original()
+        if len(with_graphs) != 1:
+            raise ConfigError(
+                f"CUDA graphs are captured in the order of the plan that runs one model, and schedule {self.options.schedule} "
+                f"runs {len(with_graphs)} with graphs: capture them after its first iteration (cuda_graph_warmup_steps)"
+            )
+        return with_graphs[0].capture_order(len(table) // num_chunks)
 
     def _unwrapped(self, chunk: nn.Module) -> ConfigError:
         return ConfigError(
