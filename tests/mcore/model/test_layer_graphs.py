@@ -28,7 +28,7 @@ from megatron.zerobubble.mcore.stock_loop.graph_options import check_graph_optio
 from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumulate
 from megatron.zerobubble.wgrad.store import GraphMemory, WeightGradStore
 from tests.mcore.model.test_engine import _Deferring
-from tests.support.gpt import difference
+from tests.support.comparisons import difference
 from tests.support.ranks import RankPool
 from tests.support.transformer_engine import graphs
 from tests.support.transformer_engine.graphed import GraphedCase, GraphedMoeCase, checked_sends, outcomes

@@ -17,7 +17,8 @@ from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer import TransformerConfig, cuda_graphs
 
 from megatron.zerobubble.runtime.p2p import Handle
-from tests.support.gpt import MICRO_BATCH, SEQUENCE, Case, Outcome, Tensors, Trainer, unpipelined
+from tests.support.comparisons import unpipelined
+from tests.support.gpt import MICRO_BATCH, SEQUENCE, Case, Outcome, Tensors, Trainer
 from tests.support.transformer_engine.gpt import EngineCase, EngineMoeCase, EngineMoeTrainer, EngineTrainer
 
 __all__ = ["GraphedCase", "GraphedMoeCase", "checked_sends", "outcomes"]
