@@ -17,7 +17,7 @@ from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
 from tests.support.command_lines import EVERYDAY, FORK, FORK_ZB, FORK_ZBV, on_cpu
 from tests.support.datasets import random_documents, write_documents
 from tests.support.hybrid import hybrid_stack
-from tests.support.megatron_lm import LR, MISSING, SMALL, flags_of_script, logged, pretrain_gpt
+from tests.support.megatron_lm import LR, MISSING, SMALL, WITHOUT_KERNELS, flags_of_script, logged, pretrain_gpt
 from tests.support.ranks import RankPool
 from tests.support.tolerances import after_steps
 from tests.training.launch import ROOT, TIMEOUT_S, command, environment
@@ -168,6 +168,27 @@ def check(actual: list[tuple[str, ...]], expected: list[tuple[str, ...]]) -> Non
         bound = max(after_steps(done, LR), 1e-6)
         assert float(ours[0]) == pytest.approx(float(theirs[0]), rel=bound)
         assert list(map(float, ours[1:])) == pytest.approx(list(map(float, theirs[1:])), rel=bound, abs=1e-3)
+
+
+ENGINE = (
+    f"{SMALL} {WITHOUT_KERNELS.replace('local', 'transformer_engine')} --bf16 --swiglu --disable-bias-linear --train-iters 10 "
+    "--eval-interval 100 --pipeline-model-parallel-size 2 --position-embedding-type rope --clip-grad 0 "
+    "--untie-embeddings-and-output-weights"
+)
+GRAPHS = "--cuda-graph-impl transformer_engine --cuda-graph-modules attn"
+
+
+@pytest.mark.claims(
+    "Your own script",
+    "CUDA graphs of layers in Megatron-LM's loop (`--cuda-graph-impl transformer_engine`; a double of `torch.cuda.CUDAGraph`), "
+    "captured after the warm-up steps in the order that was re-planned in them; ZB-H1 and ZBV",
+    "works, every printed digit of no graphs; **not run on a GPU**",
+)
+@pytest.mark.parametrize(("schedule", "flag"), [("zb-h1", "--enable-zero-bubble"), ("zbv", "--zero-bubble-v-schedule")])
+@pytest.mark.sampled(0.5)
+def test_graphs_of_layers_are_captured_in_the_order_of_the_plan(engine_ranks: RankPool, schedule: str, flag: str) -> None:
+    expected = losses(engine_ranks, f"{ENGINE} {flag}", schedule)
+    assert losses(engine_ranks, f"{ENGINE} {flag} {GRAPHS}", schedule) == expected
 
 
 def start(*words: str) -> subprocess.CompletedProcess[str]:
