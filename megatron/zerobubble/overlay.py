@@ -272,7 +272,8 @@ def _check_names(flags: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     for name in flags:
         if name not in _SUPPORTED or name in given:
             others = [each for each in _SUPPORTED if each not in given]
-            meant = closest(name, [*own, *others], cutoff=0.7)
+            longer = [each for each in [*own, *others] if name in each]
+            meant = longer[0] if len(longer) == 1 else closest(name, [*own, *others], cutoff=0.7)
             hint = f"; did you mean {meant}?" if meant else f"; besides those of its own it takes {', '.join(others)}"
             raise ConfigError(f"install has no argument {quoted(name)}{hint}")
 

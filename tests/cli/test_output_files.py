@@ -116,7 +116,8 @@ def test_what_cannot_be_written_is_refused_before_a_search(
     words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("megatron.zerobubble.cli.plan._result", lambda *given, **more: pytest.fail("it searched"))
+    for name in ("best", "searched"):
+        monkeypatch.setattr(f"megatron.zerobubble.cli.plan.{name}", lambda *given, **more: pytest.fail("it searched"))
     assert main([*words, "--num-ranks", "2", "--num-microbatches", "4"]) == 2
     assert message.replace("none is", f"{tmp_path / 'none'} is") in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -236,7 +236,7 @@ NO_LENGTHS = [*UNEQUAL[:-1], "--num-microbatches", "4"]
         ([*ZBV, "--wgrad-ms", "nan"], "wgrad_ms is nan"),
         ([*ZBV, "--max-pending-backward", "2p"], "drop max_pending_backward"),
         ([*ZBV, "--max-pending-backward", "some"], "1p or 2p"),
-        ([*ZBV, "--json", "/no/such/folder/plan.json"], "No such file"),
+        ([*ZBV, "--json", "/no/such/folder/plan.json"], "/no/such/folder is not a writable directory"),
         ([*UNEQUAL, "512,-7"], "--microbatch-tokens is '512,-7'"),
         ([*UNEQUAL, "512," + "9" * 400], "tokens; give a whole number, at most 1e+12"),
         ([*UNEQUAL, "512,x," * 2000], "give whole numbers separated by commas, or a file of them"),

@@ -77,7 +77,9 @@ def test_without_two_gpus_ranks_run_on_the_cpu_and_nothing_is_set(cluster: Clust
     arguments = cluster.rank_arguments(None)
     assert arguments[:3] == ["--nproc-per-node", RANKS_ON_CPU, "--standalone"]
     report = Path(arguments[arguments.index("--zero-bubble-trace") + 1]) / "report.json"
-    printed = subprocess.run(["make", "-n", "train"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        ["make", "-n", "--no-print-directory", "train"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     *_, last = printed.splitlines()
     assert f"drop {report.relative_to(ROOT)} on the page" in last
 

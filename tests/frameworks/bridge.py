@@ -32,7 +32,7 @@ WITHOUT_CUDA: dict[str, Any] = {
     "model.bias_dropout_fusion": False,
     "model.cross_entropy_loss_fusion": False,
 }
-"""What Bridge is told on a machine without CUDA: fused kernels that are compiled for a GPU."""
+"""What Bridge gets on a machine without CUDA: fused kernels that are compiled for a GPU."""
 SMALL: dict[str, Any] = {
     "model.seq_length": 32,
     "dataset.seq_length": 32,

@@ -29,8 +29,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("checkouts", nargs="+", type=Path, metavar="CHECKOUT", help="Megatron-Bridge, Megatron-LM or Primus")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables of the page to FILE, between its marks")
     args = parser.parse_args(argv)
-    warnings.simplefilter("ignore")
-    logging.getLogger().setLevel(logging.ERROR)
     allow_missing_triton()
     from tools.recipes.report import Source, rows_text, written
 
@@ -55,4 +53,6 @@ def _commit(checkout: Path) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    logging.getLogger().setLevel(logging.ERROR)
     sys.exit(main())

@@ -15,12 +15,12 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, MicrobatchCosts
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.cost_table import COST_LISTS, CostTable
+from megatron.zerobubble.plan.costs.lengths_and_links import LengthsAndLinks
 from megatron.zerobubble.plan.costs.links import Links
-from megatron.zerobubble.plan.costs.slicing import Slicing
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.search import core as core_module
@@ -52,14 +52,14 @@ def instance(kind: str, random: Random) -> tuple[Placement, int, CostModel]:
     if kind == "unequal":
         rows = {name: tuple(tuple(random.uniform(0.01, 5) for _ in range(m)) for _ in stages) for name in COST_LISTS}
         links = replace(links, message_bytes=tuple(random.randint(0, 3) for _ in range(m)))
-        return placement, m, CostModel.of_microbatches(MicrobatchCosts(**rows), comm_ms=0.2, links=random.choice([None, links]))
+        return placement, m, CostModel.of(CostTable.of_microbatches(rows), comm_ms=0.2, links=random.choice([None, links]))
     lists = {name: tuple(random.uniform(0.01, 5) for _ in stages) for name in COST_LISTS}
-    costs = CostModel(comm_ms=random.uniform(0, 3), links=links if kind == "links" else None, **lists)
+    costs = replace(CostModel.of_lists(lists, comm_ms=random.uniform(0, 3)), links=links if kind == "links" else None)
     if kind == "equal" or kind == "links":
         return placement, m, costs
     tokens = [random.randint(50, 4000) for _ in range(m)] if kind == "unequal slices" else []
-    cut = Slicing(tokens=4000, attention_share=0.3, key_share=random.choice([0.0, 0.2]))
-    return placement, m, cut.applied(costs, random.randint(2, 4), tokens)
+    lengths = LengthsAndLinks(tuple(tokens), 0.3, sequence_length=4000, key_share=random.choice([0.0, 0.2]))
+    return placement, m, lengths.applied(costs, random.randint(2, 4))
 
 
 def some_plan(placement: Placement, slices: Sequence[int], random: Random) -> Plan:
@@ -112,7 +112,7 @@ def test_times_and_memory_are_those_of_the_simulator(kind: str, is_makespan: boo
         costs = costs.reserved
         is_unequal = kind.startswith("unequal")
         assignment = random.sample(range(m), m) if is_unequal else list(range(m))
-        counts = [costs.slices_of(i).num_slices if costs.has_slices else 1 for i in assignment]
+        counts = [costs.table.of(i).num_slices for i in assignment]
         plan = replace(some_plan(placement, counts, random), assignment=tuple(assignment) if is_unequal else ())
         order, least, unit = order_of(plan), with_wgrad_behind(plan), min(placement.num_ranks, m)
         smallest, most = (unit * max(peak_memory(each, costs)) for each in (least, plan))
@@ -145,7 +145,7 @@ def test_times_and_memory_are_those_of_the_simulator(kind: str, is_makespan: boo
             if op.kind.value == "F"
         ]
         excess = math.fsum(max(0.0, each - smallest / 2) for each in held)
-        if costs.has_slices and any(costs.slices_of(0).keys):
+        if any(key for (key, *_) in costs.table.keys):
             continue  # these are charged with the first F
         full += excess > 0
         assert core(smallest / 2).fill_assigned(order, waits, assignment) == []

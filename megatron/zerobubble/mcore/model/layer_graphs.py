@@ -91,7 +91,7 @@ class _Graph:
 
     Args:
         captured: what Transformer Engine made.
-        memory: is told where the outputs are.
+        memory: notes where the outputs are.
     """
 
     def __init__(self, captured: Any, memory: GraphMemory) -> None:
