@@ -129,6 +129,7 @@ def test_the_script_runs_as_by_python(script: Path) -> None:
         (["WRAPPER"], ["/of-the-wrapper", "FOLDER", str(ROOT)]),
     ],
 )
+@pytest.mark.sampled(0.25)
 def test_the_scripts_folder_replaces_only_the_one_that_python_put_first(
     script: Path, python: list[str], given: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

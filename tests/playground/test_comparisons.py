@@ -85,6 +85,7 @@ def test_microbatch_numbers_are_wherever_they_fit(opened: Open) -> None:
 def test_both_timelines_and_the_verdict_are_above_the_fold(opened: Open, width: int, height: int, num_ranks: int) -> None:
     with opened(f"p={num_ranks}&m=24&effort=drawn", viewport={"width": width, "height": height}) as page:
         page.wait_for_selector(".panel:nth-child(2) .chart")
+        page.wait_for_selector("main[aria-busy=false]")  # until then a line about progress may be above
         for box in (page.locator(".chart").last.bounding_box(), page.locator("#verdict").bounding_box()):
             assert box is not None
             assert box["y"] + box["height"] <= height
