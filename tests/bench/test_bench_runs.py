@@ -220,6 +220,7 @@ def test_a_baseline_with_wrong_gradients_is_a_row_that_says_so(tmp_path: Path) -
 @pytest.mark.sampled(0.07, group="whole jobs")
 def test_a_script_that_ends_early_or_fails_is_a_row_with_the_reason(tmp_path: Path) -> None:
     flags = {"stock-1f1b": "--train-iters 3", "zb-h1": "--no-such-flag", "zb": "--pipeline-model-parallel-size 1", "zbv": ""}
+    flags["stock-1f1b:no-sync"] = "--no-such-flag"
     more = [word for name, each in flags.items() for word in ("--contender-flags", f"{name}={each}")]
     done = on_script(tmp_path, "--contenders", ",".join(flags), "--quick", *more, *_SCRIPT)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -233,6 +234,11 @@ def test_a_script_that_ends_early_or_fails_is_a_row_with_the_reason(tmp_path: Pa
         known = r"rank [01] " if name == "zb-h1" else ""
         assert re.search(f"{name}, round 1: failed: {known}{re.escape(reason)}", done.stderr), done.stderr
         assert re.search(f"{name}: {known}{re.escape(reason)}", done.stdout)
+    said = re.search(
+        r"no-sync, round 1: failed: rank ([01]) exited .*no-such-flag .*; stock-1f1b:no-sync runs no sch.*: (.*)", done.stderr
+    )
+    assert said is not None, done.stderr
+    assert Path(said[2]).name.endswith(f"-rank-{said[1]}.log")
 
 
 @pytest.mark.claims(

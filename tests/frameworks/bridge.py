@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
 import importlib
-import io
-import multiprocessing
 import warnings
 from collections.abc import Mapping
 from typing import Any
-from unittest import mock
 
 import torch
 
 import megatron.zerobubble
-from megatron.zerobubble.mcore.cpu.device import HostDevice, quiet_third_parties
-from megatron.zerobubble.mcore.cpu.scripts import without_gpus
-from tests.support.gpt import _destroy_groups
-from tests.support.megatron_lm import _forget
+from tests.support.megatron_lm import loop_of_its_own
 
 __all__ = ["GPT", "INTERLEAVED", "SMALL", "VANILLA", "WITHOUT_CUDA", "Run", "pretrain", "set_fields"]
 
@@ -102,26 +95,12 @@ def pretrain(rank: int, recipe: str, changes: Mapping[str, Any], schedule: str |
         changes: what is set in the recipe's configuration, by dotted names.
         schedule: what is installed; None leaves megatron-core's own.
     """
-    printed = io.StringIO()
-    _destroy_groups()
-    with (
-        warnings.catch_warnings(),
-        quiet_third_parties(),
-        without_gpus(),
-        HostDevice().on_host(),
-        mock.patch.dict("os.environ", {"LOCAL_RANK": str(rank), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
-        mock.patch.dict(multiprocessing.current_process()._config, daemon=False),  # type: ignore[attr-defined]  # it saves in another
-        contextlib.redirect_stdout(printed),
-    ):
+    with loop_of_its_own(LOCAL_RANK=str(rank), CUDA_DEVICE_MAX_CONNECTIONS="1") as printed:
         warnings.simplefilter("ignore")
         if schedule is not None:
             megatron.zerobubble.install(schedule=schedule)
-        try:
-            losses, norms = _pretrain(configured(recipe, changes))
-            status = megatron.zerobubble.status()
-        finally:
-            megatron.zerobubble.uninstall()
-            _forget()
+        losses, norms = _pretrain(configured(recipe, changes))
+        status = megatron.zerobubble.status()
     return Run(losses, norms, "stock" if status is None else status.schedule, printed.getvalue())
 
 

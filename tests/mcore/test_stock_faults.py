@@ -12,7 +12,7 @@ import pytest
 
 from megatron.zerobubble.mcore.stock_faults import warned_of_wrong_gradients, wrong_gradients
 from tests.support.comparisons import compare
-from tests.support.gpt import Case, Tensors, Trainer
+from tests.support.gpt import Case, Trainer
 from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.claims(
@@ -29,11 +29,8 @@ class StockCase(Case):
 
     is_batched: bool = False
 
-    def trainer(self, initial: Tensors | None = None) -> Trainer:
-        return StockTrainer(self, initial)
 
-
-class StockTrainer(Trainer):
+class StockTrainer(Trainer, trains=StockCase):
     case: StockCase
 
     def _config_changes(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import shlex
 import sys
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -169,19 +169,10 @@ def _run(
 ) -> str:
     import tests.support.python_3_12.sitecustomize  # noqa: F401 -- their wheels run on 3.11
 
-    printed = io.StringIO()
-    environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    _destroy_groups()
     with (
-        warnings.catch_warnings(),
-        quiet_third_parties(),
-        without_gpus(),
-        HostDevice().on_host(),
+        loop_of_its_own(RANK=str(rank), LOCAL_RANK=str(rank), CUDA_DEVICE_MAX_CONNECTIONS="1") as printed,
         mock.patch.object(sys, "argv", argv),
         mock.patch("megatron.core.datasets.utils.compile_helpers"),  # wheels come without the sources; this data needs none
-        mock.patch.dict("os.environ", environment),
-        mock.patch.dict(multiprocessing.current_process()._config, daemon=False),  # type: ignore[attr-defined]  # it saves in another
-        contextlib.redirect_stdout(printed),
     ):
         warnings.filterwarnings("ignore", module=r"megatron\.training")
         megatron.zerobubble.install(zero_bubble, microbatch_tokens=microbatch_tokens)
@@ -190,10 +181,34 @@ def _run(
         except SystemExit as exit:  # --exit-interval
             if exit.code:
                 raise
+    return printed.getvalue()
+
+
+@contextlib.contextmanager
+def loop_of_its_own(**environment: str) -> Iterator[io.StringIO]:
+    """Let a rank of a pool run a framework's loop, which makes the process groups and sets globals; gives what it prints.
+
+    At the end what was installed is undone, and the globals are gone.
+
+    Args:
+        environment: variables that the loop reads.
+    """
+    printed = io.StringIO()
+    _destroy_groups()
+    with (
+        warnings.catch_warnings(),
+        quiet_third_parties(),
+        without_gpus(),
+        HostDevice().on_host(),
+        mock.patch.dict("os.environ", environment),
+        mock.patch.dict(multiprocessing.current_process()._config, daemon=False),  # type: ignore[attr-defined]  # it saves in another
+        contextlib.redirect_stdout(printed),
+    ):
+        try:
+            yield printed
         finally:
             megatron.zerobubble.uninstall()
             _forget()
-    return printed.getvalue()
 
 
 def _forget() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from tests.support.ranks import RankPool
 
-CASES = [("sbhd", 1), ("bshd", 1), ("thd", 1), ("thd", 2)]
+CASES = [("sbhd", 1), ("bshd", 1), ("thd", 1), ("sbhd", 2), ("bshd", 2), ("thd", 2)]
 
 
 def rope_differences(rank: int, tensor_format: str, interleaved: bool, cp_size: int) -> tuple[float, float]:
@@ -17,12 +19,14 @@ def rope_differences(rank: int, tensor_format: str, interleaved: bool, cp_size: 
     generator = torch.Generator().manual_seed(1)
     lengths = torch.tensor([0, 4, 12, 24], dtype=torch.int32)  # of three packed sequences, over all ranks
     shape = {"sbhd": (8, 2), "bshd": (2, 8), "thd": (24 // cp_size,)}[tensor_format]
-    freqs = RotaryPositionEmbedding(6, interleaved=interleaved)(12)
+    freqs = RotaryPositionEmbedding(6, interleaved=interleaved)(16)
+    where: dict[str, Any] = {"cp_size": cp_size, "cp_rank": cp_size - 1} | (
+        {"cu_seqlens": lengths} if tensor_format == "thd" else {}
+    )
     found = []
     for fused in (False, True):
         t = torch.randn(*shape, 3, 8, generator=generator.manual_seed(1)).requires_grad_()
-        packed = {"cu_seqlens": lengths, "cp_size": cp_size, "cp_rank": cp_size - 1} if tensor_format == "thd" else {}
-        output = apply_rotary_pos_emb(t, freqs, tensor_format, None, interleaved, fused=fused, **packed)
+        output = apply_rotary_pos_emb(t, freqs, tensor_format, None, interleaved, fused=fused, **where)
         output.backward(torch.randn(output.shape, generator=generator.manual_seed(2)))
         found.append((output.detach(), t.grad))
     (output, gradient), (fused_output, fused_gradient) = found

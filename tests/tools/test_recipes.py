@@ -91,6 +91,7 @@ def checkouts(tmp_path: Path) -> list[Path]:
     cases = {
         "gpt/layout": f"{CASE}  --pipeline-model-parallel-layout: Ettt|(ttt|)*2tttL\n",
         "moe/by_layers": f"{CASE}  --num-layers-per-virtual-pipeline-stage: 1\n  --cpu-offloading-num-layers: 1\n",
+        "moe/graphs": f"{CASE}  --cuda-graph-impl: transformer_engine\n  --cuda-graph-warmup-steps: 0\n",
         "gpt/inference": "MODEL_ARGS: {--pipeline-model-parallel-size: 4}\n",
     }
     return [
@@ -139,7 +140,8 @@ def test_every_recipe_gets_a_verdict_by_schedule(checkouts: list[Path], capsys: 
         "gpt/layout  zbv  adapted: without --pipeline-model-parallel-layout 'Ettt|(ttt|)*2tttL' and with "
         "--pipeline-model-parallel-layout 'Ett|t|tt|t|tt|t|tt|tL': zbv takes 2 model chunks per rank",
         "moe/by_layers  zb-h1  adapted: without --num-layers-per-virtual-pipeline-stage 1: zb-h1 takes one model chunk",
-        "2 recipes, 2 with a pipeline, 0 not read",
+        "moe/graphs  auto  refused: cuda_graph_warmup_steps",
+        "3 recipes, 3 with a pipeline, 0 not read",
         "small/CARD/small_1B-BF16  zb-h1  accepted",
         "sharded/CARD/sharded  auto  refused: use_torch_fsdp2",
         "lost/CARD/lost  not read: ",
@@ -165,7 +167,7 @@ def test_a_folder_that_is_none_of_them_gets_one_line(tmp_path: Path, capsys: pyt
 def test_values_are_what_is_written(checkouts: list[Path]) -> None:
     plain = next(each for each in bridge(checkouts[0]) if each.name == "recipes/plain_pretrain_config")
     assert plain.values["virtual_pipeline_model_parallel_size"] == 5
-    layout, by_layers = megatron_lm(checkouts[1])
+    layout, by_layers, _ = megatron_lm(checkouts[1])
     assert layout.values["moe_layer_freq"] == "([0]*1+[1]*3)"
     assert layout.values["rope_fusion"] is False
     assert "sequence_parallel" not in layout.values

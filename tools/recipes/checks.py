@@ -20,7 +20,8 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.virtual_stages import with_chunks
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.mcore.build import check_config, turn_off
-from megatron.zerobubble.mcore.run_options import RunOptions, fields
+from megatron.zerobubble.mcore.run_options import RunOptions, fields_to_set
+from megatron.zerobubble.mcore.stock_loop.graph_options import check_graph_options
 from megatron.zerobubble.mcore.stock_loop.layers import DividedLayers, layout_text
 from megatron.zerobubble.overlay import chunks_of
 from megatron.zerobubble.plan.partition.hybrid_pattern import HybridPattern
@@ -49,7 +50,7 @@ class Verdict:
     lines: tuple[str, ...] = ()
     """What was adapted, one line each; or why it is refused, one line for each option."""
     options: tuple[str, ...] = ()
-    """What is refused, by name."""
+    """The options that are refused."""
 
 
 def verdict(recipe: Recipe, schedule: str) -> Verdict:
@@ -78,7 +79,7 @@ def verdict(recipe: Recipe, schedule: str) -> Verdict:
     turned_off: set[str] = set()
     _quietly(turn_off, config, turned_off)
     lines += [f"turned off: {', '.join(sorted(turned_off))}"] if turned_off else []
-    refusals += _refusals(config, spec)
+    refusals += _refusals(config, spec, options)
     if refusals:
         return Verdict(kind=REFUSED, lines=tuple(refusals), options=tuple(dict.fromkeys(map(_option, refusals))))
     return Verdict(kind=ADAPTED if lines else ACCEPTED, lines=tuple(lines))
@@ -111,7 +112,7 @@ def _placed(config: Any, options: RunOptions, chunks: int | None) -> tuple[Sched
     has_other_chunks = chunks is not None and (config.virtual_pipeline_model_parallel_size or 1) != chunks
     if has_other_chunks:
         assert chunks is not None
-        line = fields(num_ranks, chunks, layout)
+        line = fields_to_set(num_ranks, chunks, layout)
         if chunks == 1 and getattr(config, _WITH_STEP, False):
             line += f", and {_WITH_STEP}=False, which takes several chunks"
         config.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
@@ -129,18 +130,19 @@ def _placed(config: Any, options: RunOptions, chunks: int | None) -> tuple[Sched
     return spec, line
 
 
-def _refusals(config: Any, spec: ScheduleSpec) -> list[str]:
+def _refusals(config: Any, spec: ScheduleSpec, options: RunOptions) -> list[str]:
     """Why the configuration is refused, for each option: the next one shows when the one before is off."""
     found: list[str] = []
     while True:
         try:
+            check_graph_options(config, options)
             check_config(config, spec)
         except ConfigError as error:
             name = _option(str(error))
             if found and name == _option(found[-1]):
                 return found
             found.append(str(error))
-            setattr(config, name, "none" if name == "cuda_graph_impl" else None)
+            setattr(config, name, DEFAULTS.get(name))
         else:
             return found
 

@@ -113,7 +113,7 @@ def written(page: str, sources: Sequence[Source], release: str) -> str:
 
 
 def _tables(source: Source) -> str:
-    """By family, and by what is refused."""
+    """Counts by family, and by refused option."""
     lines = [
         f"### {source.name}",
         "",

@@ -105,7 +105,7 @@ class _Comparison:
             culprit = re.match(r"rank (\d+)", reason)
             if contender.is_stock and first is None and culprit:
                 log = options.directory / "logs" / f"block-{request.number}-rank-{culprit[1]}.log"
-                reason += f"; nothing of ours is installed under {name}, so the job fails without us: {log}"
+                reason += f"; {name} runs no schedule of this package, so look for the cause in the script: {log}"
             self._outcomes[name].failure = reason
             self._progress.skip(sum(options.block_length(each) for each in range(number, options.rounds)))
             self._progress.say(f"{name}, round {number + 1}: failed: {reason}")

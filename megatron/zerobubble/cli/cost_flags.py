@@ -118,6 +118,7 @@ def read_request(args: argparse.Namespace, *, more_slices: tuple[int, ...] = ())
         PlanError: a file that is not JSON, has no costs, or is not an object of matrices of links.
     """
     lengths, of_file, model = _read_lengths(args), None, None
+    num_microbatches = _num_microbatches(args, lengths.tokens)
     if args.costs is not None:
         of_file, model = _read_file(args.costs)
     is_measured = of_file is not None and of_file.table.is_alike and of_file.table.has_slices
@@ -143,7 +144,7 @@ def read_request(args: argparse.Namespace, *, more_slices: tuple[int, ...] = ())
     return FlagsRequest(
         schedule=getattr(args, "schedule", AUTO),
         num_ranks=args.num_ranks,
-        num_microbatches=_num_microbatches(args, lengths.tokens),
+        num_microbatches=num_microbatches,
         num_chunks=getattr(args, "num_chunks", None),
         num_slices=num_slices,
         max_pending_backward=None if pending is None else parse_max_pending_backward(pending, args.num_ranks),
@@ -211,7 +212,6 @@ def _read_file(name: str) -> tuple[CostModel, LengthModel | None]:
 
 def _read_lengths(args: argparse.Namespace) -> LengthsAndLinks:
     tokens = () if args.microbatch_tokens is None else _read_tokens(args.microbatch_tokens)
-    _num_microbatches(args, tokens)
     _check_used(args)
     return LengthsAndLinks(tokens, args.attention_share, None if args.links is None else _read_links(args, tokens))
 

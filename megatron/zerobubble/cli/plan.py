@@ -34,10 +34,7 @@ from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.communication import num_messages
 from megatron.zerobubble.plan.objective import DEFAULT_OBJECTIVE, Objective
 from megatron.zerobubble.plan.planner import AUTO, Result, best, pareto, searched, with_default_limit
-from megatron.zerobubble.plan.registry import (
-    known_schedules,
-    schedule_info,
-)
+from megatron.zerobubble.plan.registry import known_schedules, schedule_info
 from megatron.zerobubble.plan.render.plan_summary import summary
 from megatron.zerobubble.plan.search.search_options import Effort
 from megatron.zerobubble.plan.simulate import Simulation

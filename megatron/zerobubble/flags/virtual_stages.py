@@ -25,8 +25,8 @@ _WITH_STEP = "--overlap-param-gather-with-optimizer-step"
 def with_chunks(words: Sequence[str], chunks: int, schedule: str, *, always: bool = False) -> tuple[list[str], str | None]:
     """A script's command line with the number of model chunks per rank that a schedule takes.
 
-    A layout, or a hybrid model's pattern, gets the stages of so many chunks (`StageLayers.regrouped`). Where neither is given,
-    Megatron-LM's flag sets the number, and megatron-core or `DividedLayers` divides the layers by the other flags.
+    A layout, or a hybrid model's pattern, gets as many stages as the chunks need (`StageLayers.regrouped`). Where neither is
+    given, Megatron-LM's flag sets the number, and megatron-core or `DividedLayers` divides the layers by the other flags.
 
     Args:
         words: the command line.

@@ -17,7 +17,7 @@ from megatron.zerobubble.plan.partition.stage_layers import regrouped_text
 from megatron.zerobubble.plan.registry import placement_of, schedule_info
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 
-__all__ = ["RunOptions", "fields"]
+__all__ = ["RunOptions", "fields_to_set"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +99,8 @@ class RunOptions:
         )
 
 
-def fields(num_ranks: int, num_chunks: int, layout: str | None) -> str:
-    """What to set in a configuration for so many chunks per rank.
+def fields_to_set(num_ranks: int, num_chunks: int, layout: str | None) -> str:
+    """The fields of a configuration that set the number of chunks per rank, with their values, for an error message.
 
     Args:
         num_ranks: p.
@@ -118,10 +118,10 @@ def fields(num_ranks: int, num_chunks: int, layout: str | None) -> str:
 
 
 def _remedy(num_ranks: int, wanted: int, layout: str | None) -> str:
-    """How to start a loop with so many model chunks per rank: Megatron-LM's flags, where they were parsed."""
+    """How to start a loop with the wanted number of model chunks per rank: by Megatron-LM's flags, where they were parsed."""
     if "megatron.training" in sys.modules and layout is None:
         return f"add {CHUNKS} {wanted}" if wanted > 1 else f"leave out {CHUNKS} and the other flags of virtual stages"
     return (
-        f"{fields(num_ranks, wanted, layout)}, and the first also in initialize_model_parallel, and build the chunks as for "
-        "megatron-core's interleaved schedule (a V has two chunks per rank, zb-w four, zb-interleaved any number from two)"
+        f"{fields_to_set(num_ranks, wanted, layout)}, and the first also in initialize_model_parallel, and build the chunks as "
+        "for megatron-core's interleaved schedule (a V has two chunks per rank, zb-w four, zb-interleaved any number from two)"
     )

@@ -324,8 +324,8 @@ class ChunkWork:
     def weight_gradient(self, op: Op, last: bool) -> None:
         """Run W of one microbatch, or one part of the Ws of a group of microbatches."""
         chunk = self._chunk_of[op.stage]
-        if self._tail.fused is not None and op == self._tail.fused._replace(kind=OpKind.W):
-            return  # ran with its B
+        if op == self._tail.done:
+            return
         keys, part = self._tail.parts.get(op) or self._group(op, chunk)
         # each part of the last group completes some gradients
         is_last = keys[-1].microbatch == self._iteration.num_microbatches - 1 and keys[-1].slice == 0

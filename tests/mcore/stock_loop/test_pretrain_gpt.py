@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -189,6 +190,32 @@ GRAPHS = "--cuda-graph-impl transformer_engine --cuda-graph-modules attn"
 def test_graphs_of_layers_are_captured_in_the_order_of_the_plan(engine_ranks: RankPool, schedule: str, flag: str) -> None:
     expected = losses(engine_ranks, f"{ENGINE} {flag}", schedule)
     assert losses(engine_ranks, f"{ENGINE} {flag} {GRAPHS}", schedule) == expected
+
+
+def rotary_embeddings(rank: int, flags: str) -> tuple[float, float]:
+    """Of a rank's chunk: the factor by which positions are divided, and the lowest frequency."""
+    import tests.support.python_3_12.sitecustomize  # noqa: F401 -- its wheel runs on 3.11
+    from megatron.zerobubble import gpt_script
+
+    made, model = [], gpt_script.model
+
+    def noting(*args: Any, **named: Any) -> Any:
+        made.append(model(*args, **named))
+        return made[-1]
+
+    with mock.patch.object(gpt_script, "model", noting):
+        pretrain_gpt(rank, flags)
+    (chunk,) = made
+    return chunk.rotary_pos_emb.seq_len_interpolation_factor, float(chunk.rotary_pos_emb.inv_freq[-1])
+
+
+@pytest.mark.sampled(0.3)
+def test_flags_of_rotary_embeddings_reach_the_model(four_ranks: RankPool) -> None:
+    line = f"{on_cpu(EVERYDAY['llama-3'])} --exit-interval 1"
+    line += " --rotary-seq-len-interpolation-factor 4 --use-rope-scaling --rope-scaling-factor 2"
+    for factor, lowest in four_ranks.run(rotary_embeddings, line):
+        assert factor == 4
+        assert lowest == pytest.approx(1e6 ** (-6 / 8) / 2)
 
 
 def start(*words: str) -> subprocess.CompletedProcess[str]:

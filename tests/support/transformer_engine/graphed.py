@@ -44,9 +44,6 @@ class GraphedCase(EngineCase):
         """Without a pipeline and without graphs."""
         return _as(EngineCase, self).unpipelined
 
-    def trainer(self, initial: Tensors | None = None) -> Trainer:
-        return _GraphedTrainer(self, initial)
-
 
 @dataclass(frozen=True)
 class GraphedMoeCase(EngineMoeCase):
@@ -63,9 +60,6 @@ class GraphedMoeCase(EngineMoeCase):
     def unpipelined(self) -> Any:
         """Without a pipeline and without graphs."""
         return _as(EngineMoeCase, self).unpipelined
-
-    def trainer(self, initial: Tensors | None = None) -> Trainer:
-        return _GraphedMoeTrainer(self, initial)
 
 
 def _as(kind: Any, case: Any) -> Any:
@@ -108,11 +102,11 @@ class _Graphed(Trainer):
 _ORDER = "convert_schedule_table_to_order"
 
 
-class _GraphedTrainer(_Graphed, EngineTrainer):
+class _GraphedTrainer(_Graphed, EngineTrainer, trains=GraphedCase):
     """Trains a `GraphedCase`."""
 
 
-class _GraphedMoeTrainer(_Graphed, EngineMoeTrainer):
+class _GraphedMoeTrainer(_Graphed, EngineMoeTrainer, trains=GraphedMoeCase):
     """Trains a `GraphedMoeCase`."""
 
 

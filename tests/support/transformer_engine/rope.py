@@ -28,7 +28,7 @@ def fused_rope_forward(
         start_positions: [b] of each sequence; None for 0.
         interleaved: whether pairs are neighbors, and not the two halves.
         cu_seqlens: of packed sequences, [n + 1], over all context-parallel ranks.
-        cp_size, cp_rank: context parallelism; each rank has two chunks of a packed sequence.
+        cp_size, cp_rank: context parallelism; each rank has two chunks of every sequence.
     """
     angles = _angles(t, freqs, start_positions, qkv_format.name, cu_seqlens, cp_size, cp_rank)
     rotated, rest = t[..., : freqs.shape[-1]].float(), t[..., freqs.shape[-1] :]
@@ -37,17 +37,10 @@ def fused_rope_forward(
 
 
 def fused_rope_backward(
-    grad: Tensor,
-    freqs: Tensor,
-    start_positions: Tensor | None,
-    qkv_format: Any,
-    interleaved: bool,
-    cu_seqlens: Tensor | None,
-    cp_size: int,
-    cp_rank: int,
+    grad: Tensor, freqs: Tensor, starts: Tensor | None, qkv_format: Any, interleaved: bool, *where: Any
 ) -> Tensor:
-    """The gradient of `fused_rope_forward`'s input."""
-    angles = _angles(grad, freqs, start_positions, qkv_format.name, cu_seqlens, cp_size, cp_rank)
+    """The gradient of `fused_rope_forward`'s input. The other arguments are those of the forward."""
+    angles = _angles(grad, freqs, starts, qkv_format.name, *where)
     rotated, rest = grad[..., : freqs.shape[-1]].float(), grad[..., freqs.shape[-1] :]
     turned = rotated * angles.cos() - _quarter_turn(rotated * angles.sin(), interleaved)
     return torch.cat((turned.to(grad.dtype), rest), dim=-1)
@@ -70,12 +63,10 @@ def _angles(
         lengths = (cu_seqlens.diff() // cp_size).tolist()
         positions = torch.cat([_positions(int(length), cp_size, cp_rank) for length in lengths])
         return freqs[positions, 0, 0][:, None]
-    if cp_size > 1:
-        raise NotImplementedError("context parallelism with sequences that are not packed (tests/support/transformer_engine)")
     is_batch_first = qkv_format == "NVTE_BSHD"
     length, batch = (t.shape[1], t.shape[0]) if is_batch_first else t.shape[:2]
     starts = torch.zeros(batch, dtype=torch.long) if starts is None else starts.long()
-    angles = freqs[starts[None, :] + torch.arange(length)[:, None], 0, 0][:, :, None]  # [s, b, 1, rotated]
+    angles = freqs[starts[None, :] + _positions(length, cp_size, cp_rank)[:, None], 0, 0][:, :, None]  # [s, b, 1, rotated]
     return angles.transpose(0, 1) if is_batch_first else angles
 
 

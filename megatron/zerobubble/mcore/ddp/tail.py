@@ -25,6 +25,8 @@ class Tail:
 
     fused: Op | None = None
     """The B that runs with its W as one full backward."""
+    done: Op | None = None
+    """That W: nothing is left for it."""
     parts: Mapping[Op, tuple[tuple[WgradKey, ...], int]] = field(default_factory=dict)
     """W -> the Ws that it runs a part of, and which part."""
 
@@ -36,9 +38,9 @@ def tail_of(row: Sequence[Op], chunk_of: Callable[[int], int]) -> Tail:
         row: the rank's ops.
         chunk_of: stage -> its chunk on the rank.
     """
-    fused = None
+    fused = done = None
     if len(row) > 1 and row[-2].stage == 0 and row[-2].kind is OpKind.B and row[-1] == row[-2]._replace(kind=OpKind.W):
-        fused = row[-2]
+        fused, done = row[-2:]
     last = {op.stage: index for index, op in enumerate(row) if op.kind is OpKind.B}
     parts = {}
     for stage, begin in last.items():
@@ -46,4 +48,4 @@ def tail_of(row: Sequence[Op], chunk_of: Callable[[int], int]) -> Tail:
         keys = tuple(WgradKey(chunk_of(op.stage), op.microbatch, op.slice) for op in ops)
         if len(ops) > 1:
             parts.update({op: (keys, part) for part, op in enumerate(ops)})
-    return Tail(fused, parts)
+    return Tail(fused, done, parts)

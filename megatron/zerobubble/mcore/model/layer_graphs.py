@@ -96,11 +96,13 @@ class _Graph:
 
     def __init__(self, captured: Any, memory: GraphMemory) -> None:
         self._captured = captured
-        self._memory = memory
+        self._memory: GraphMemory | None = memory
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         outputs = self._captured(*map(_with_own_gradient, args), **{name: _with_own_gradient(x) for name, x in kwargs.items()})
-        self._memory.add(outputs if isinstance(outputs, tuple | list) else (outputs,))
+        if self._memory is not None:  # they are in the same place in every replay
+            self._memory.add(outputs if isinstance(outputs, tuple | list) else (outputs,))
+            self._memory = None
         return outputs
 
     def __getattr__(self, name: str) -> Any:  # reset, backward_dw

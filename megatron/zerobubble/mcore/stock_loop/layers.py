@@ -30,7 +30,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.compat import has_hybrid_model
 from megatron.zerobubble.mcore.model.stage_layout import StageLayout
-from megatron.zerobubble.mcore.run_options import fields
+from megatron.zerobubble.mcore.run_options import fields_to_set
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
@@ -89,7 +89,7 @@ class DividedLayers:
                 raise ConfigError(
                     f"{_LAYOUT} {quoted(text)} has {layers.num_stages} stages, and schedule {spec.name} on {num_ranks} pipeline "
                     f"ranks needs {spec.placement.num_stages}, {spec.num_chunks} per rank in the order data flows: "
-                    f"{fields(num_ranks, spec.num_chunks, text)}"
+                    f"{fields_to_set(num_ranks, spec.num_chunks, text)}"
                 )
         try:
             divided = StageLayout(

@@ -128,11 +128,10 @@ class StockLoop:
         """
         for name, value in options.items():
             setattr(config, name, value)
-        if config.pipeline_model_parallel_size > 1:
-            check_graph_options(config, self.options)
         if self.options.weights_seed is not None:
             remember_from(config)
         if config.pipeline_model_parallel_size > 1:
+            check_graph_options(config, self.options)
             defer_to_w(config)
             self._configs[id(config)] = config
 

@@ -176,7 +176,7 @@ class StageLayers:
         return StageLayers(per_stage=tuple(per_stage))
 
     def regrouped(self, num_stages: int) -> StageLayers:
-        """The same layers over another number of stages: neighbors are merged, and stages cut, until there are so many.
+        """The same layers over another number of stages: neighboring stages are merged, and stages are cut.
 
         What the first and the last stage have less than the largest is what the embedding and the head count for: their parts
         have so much less, and the others are equal, or have one layer more on the first ones. So ranks stay as even under a V as
