@@ -29,7 +29,7 @@ def page(report: Row) -> str:
     where = f"{card.get('device', 'CPU')}, torch {card.get('torch')}, megatron-core {card.get('megatron_core')}, {report['date']}"
     parts = ["# Every rank alone on one GPU", "", _INTRODUCTION, ""]
     if not report["is_gpu"]:
-        parts += ["**A rehearsal on a CPU with a tiny model: not run on a GPU.** Its times say nothing about a GPU.", ""]
+        parts += ["**A rehearsal on a CPU with a tiny model in fp32: not run on a GPU.** Its times say nothing about a GPU.", ""]
     parts += ["```", report["command"], "```", "", f"{where}."]
     if "E" in done:
         parts += ["", *headline(report), "", *_composed(done["E"], done["D"])]

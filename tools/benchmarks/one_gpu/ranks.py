@@ -83,7 +83,7 @@ def flags(contender: Contender, setting: Setting, num_ranks: int, num_microbatch
     """Of the reference trainer."""
     layer = setting.layer(4096)
     words = (
-        f"--bf16 --num-layers {_LAYERS_PER_RANK * num_ranks} --hidden-size {layer.hidden_size} "
+        f"{'--bf16' if setting.on_gpu else ''} --num-layers {_LAYERS_PER_RANK * num_ranks} --hidden-size {layer.hidden_size} "
         f"--num-attention-heads {layer.num_attention_heads} --ffn-hidden-size {layer.ffn_hidden_size} --group-query-attention "
         f"--num-query-groups {layer.num_query_groups} --seq-length {layer.seq_length} --swiglu --normalization RMSNorm "
         "--disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights --hidden-dropout 0 "
