@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from megatron.zerobubble.mcore.model.shared_experts import side_streams
 from megatron.zerobubble.mcore.model.wgrad_split import driven_modules, split_weights
 from megatron.zerobubble.mcore.post_validation.rewind import Habits, Replayed, Rewind
 from megatron.zerobubble.mcore.post_validation.token_count import TokenCount
+from megatron.zerobubble.mcore.sliced_work import SlicedWork
 from megatron.zerobubble.mcore.slices.sliced_chunks import SlicedChunks
 from megatron.zerobubble.mcore.stage_work import ChunkWork, Iteration
 from megatron.zerobubble.plan.communication import Program
@@ -181,7 +183,8 @@ class IterationRunner:
         tail = None
         if self._spec.overlaps_reductions and not self._store.keeps_order:
             tail = tail_of(program.plan.ops[self._rank], program.plan.placement.chunk_of)
-        return ChunkWork(
+        kind = ChunkWork if self.sliced is None else partial(SlicedWork, slices=self.sliced.current)
+        return kind(
             self._chunks,
             self._spec.placement,
             self._store,
@@ -193,7 +196,6 @@ class IterationRunner:
             on_counted=None if token_count is None else token_count.send,
             on_results=hooks.on_results,
             dispatchers=self._dispatchers,
-            slices=None if self.sliced is None else self.sliced.current,
             deferred=self._deferred,
             side_streams=self._side_streams,
             has_rng_streams=self._has_rng_streams,

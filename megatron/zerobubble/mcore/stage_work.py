@@ -1,4 +1,4 @@
-"""What the ops of a plan compute over megatron-core's model chunks: F, B and W of one microbatch, or of a slice of it.
+"""What the ops of a plan compute over megatron-core's model chunks: F, B and W of one microbatch (of a slice: `sliced_work`).
 
 Forward and backward are megatron-core's own `forward_step` and `backward_step`. They take and return tensors, and never
 communicate along the pipeline.
@@ -14,7 +14,6 @@ replicas run the same plan and, with post-validation, come to the same verdicts;
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,9 +32,8 @@ from megatron.zerobubble.mcore.model.dispatchers import drop_graphs
 from megatron.zerobubble.mcore.model.layer_graphs import IMPLEMENTATION
 from megatron.zerobubble.mcore.model.rng import ChunkStreams
 from megatron.zerobubble.mcore.model.shared_experts import between_streams
-from megatron.zerobubble.mcore.slices.batches import Cut, CutDimensions, SlicedBatches
-from megatron.zerobubble.mcore.slices.current_slice import CurrentSlice, SlicePart
-from megatron.zerobubble.mcore.slices.losses import SlicedLosses
+from megatron.zerobubble.mcore.slices.batches import Cut, CutDimensions
+from megatron.zerobubble.mcore.slices.current_slice import SlicePart
 from megatron.zerobubble.plan.communication import Message, Payload
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement
 from megatron.zerobubble.plan.transforms import wgrad_group
@@ -91,7 +89,6 @@ class ChunkWork:
         on_counted: called with `num_tokens` once it is complete, behind the last F of the last stage.
         on_results: called there, too, once `losses` is complete.
         dispatchers: the `token_dispatchers` of each chunk; empty: no chunk has any.
-        slices: the slice that the chunks run, with the keys and values of those in flight; None: microbatches are not cut.
         deferred: the weights of each chunk whose gradients W computes; empty: no chunk has any.
         side_streams: the streams of each chunk's shared experts; empty: none has one.
         has_rng_streams: whether each chunk draws from a stream of random numbers of its own.
@@ -111,7 +108,6 @@ class ChunkWork:
         on_counted: Callable[[Tensor], None] | None = None,
         on_results: Callable[[], None] | None = None,
         dispatchers: Sequence[Sequence[Any]] = (),
-        slices: CurrentSlice | None = None,
         deferred: Sequence[Sequence[FinalGradient]] = (),
         side_streams: Sequence[Sequence[Any]] = (),
         has_rng_streams: bool = True,
@@ -131,15 +127,9 @@ class ChunkWork:
         self._on_counted = on_counted
         self._on_results = on_results
         self._dispatchers = dispatchers
-        self._slices = slices
         self._deferred = deferred or [()] * len(chunks)
         self._side_streams = side_streams or [()] * len(chunks)
-        rows = [shape[1] for shape in iteration.tensor_shapes]
-        self._sliced_losses = SlicedLosses(iteration.parts, rows, per_token=config.calculate_per_token_loss)
-        iterators = iteration.data_iterators
-        if slices is not None:
-            iterators = [None if each is None else SlicedBatches(each, slices, iteration.cut) for each in iterators]
-        self._iterators = iterators
+        self._iterators = iteration.data_iterators
         self._inflight: dict[tuple[int, int, int], tuple[Tensor | None, Tensor]] = {}
         # The generators of a CUDA graph are those that it was captured with.
         has_rng_streams = has_rng_streams and getattr(config, "cuda_graph_impl", None) != IMPLEMENTATION
@@ -156,16 +146,12 @@ class ChunkWork:
     def buffer(self, message: Message) -> Tensor:
         """An uninitialized receive buffer for an activation or a gradient, in the pipeline's dtype."""
         sender = message.stage - 1 if message.payload is Payload.ACTIVATION else message.stage
-        return torch.empty(
-            self._shape(sender, message.microbatch, message.slice), dtype=self._config.pipeline_dtype, device=self._device
-        )
+        shape = self._shape(sender, message.microbatch, message.slice)
+        return torch.empty(shape, dtype=self._config.pipeline_dtype, device=self._device)
 
     def _shape(self, stage: int, microbatch: int, slice: int) -> tuple[int, ...]:
         """Shape of the output of a stage, and of its gradient."""
         sequence, *others = self._iteration.tensor_shapes[microbatch]
-        if self._iteration.parts:
-            part = self._iteration.parts[microbatch][slice]
-            sequence = sequence * part.length // part.whole
         return sequence * self._iteration.output_lengths[stage], *others
 
     def forward(self, op: Op, activation: Tensor | None, last: bool) -> Tensor | None:
@@ -187,30 +173,9 @@ class ChunkWork:
         if activation is not None and not iteration.forward_only:
             activation.requires_grad_()
         self._streams.enter(chunk)
-        first = op.microbatch == 0 and not iteration.parts
-        if iteration.forward_only and iteration.first_val_step is not None:
-            first = first and iteration.first_val_step
         is_last_stage = op.stage == self._last_stage
-        function, losses = iteration.forward_step_func, self.losses
-        if iteration.parts and is_last_stage:
-            function, losses = self._sliced_losses.around(function, op.microbatch), []
         try:
-            with self._running(op):
-                output, num_tokens = schedules.forward_step(
-                    function,
-                    self._iterators[chunk],
-                    self._chunks[chunk],
-                    iteration.num_microbatches,
-                    activation,
-                    losses,
-                    self._config,
-                    cp_group_size=iteration.context_parallel_size,
-                    collect_non_loss_data=iteration.collect_non_loss_data,
-                    is_first_microbatch=first,
-                    current_microbatch=iteration.order[op.microbatch],
-                    vp_stage=chunk if self._virtual else None,
-                    is_last_stage=is_last_stage,
-                )
+            output, num_tokens = self._forward(op, activation)
         except Exception as error:
             if not iteration.forward_only or not is_last_stage:
                 raise
@@ -222,9 +187,6 @@ class ChunkWork:
         if self._dispatchers:
             drop_graphs(self._dispatchers[chunk])
         if is_last_stage:
-            if iteration.parts:
-                num_tokens = self._sliced_losses.counted(op.microbatch)
-                self.losses += self._sliced_losses.report(op.microbatch)
             self.num_tokens += num_tokens
             if last and self._on_counted is not None:
                 self._on_counted(self.num_tokens)
@@ -238,15 +200,38 @@ class ChunkWork:
             self._inflight[chunk, op.microbatch, op.slice] = activation, output
             if sent is not None:
                 schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
-        elif self._slices is not None and iteration.parts[op.microbatch][op.slice].is_last:
-            self._slices.release(chunk, op.microbatch)
         return sent
 
-    def _running(self, op: Op) -> contextlib.AbstractContextManager[None]:
-        """Inside, the model runs the op's slice."""
-        if self._slices is None:
-            return contextlib.nullcontext()
-        return self._slices.running(self._chunk_of[op.stage], op.microbatch, self._iteration.parts[op.microbatch][op.slice])
+    def _forward(self, op: Op, activation: Tensor | None) -> tuple[Any, Tensor]:
+        """megatron-core's own F, which puts what the loss function reports into `losses`.
+
+        Returns:
+            The stage's output, on the last stage the loss; and the number of tokens that the loss is over.
+        """
+        iteration = self._iteration
+        is_first = op.microbatch == 0 and (not iteration.forward_only or iteration.first_val_step is not False)
+        return self._forward_step(op, activation, iteration.forward_step_func, self.losses, is_first=is_first)
+
+    def _forward_step(
+        self, op: Op, activation: Tensor | None, function: Callable[..., Any], losses: list[Any], *, is_first: bool
+    ) -> tuple[Any, Tensor]:
+        iteration, chunk = self._iteration, self._chunk_of[op.stage]
+        output, num_tokens = schedules.forward_step(
+            function,
+            self._iterators[chunk],
+            self._chunks[chunk],
+            iteration.num_microbatches,
+            activation,
+            losses,
+            self._config,
+            cp_group_size=iteration.context_parallel_size,
+            collect_non_loss_data=iteration.collect_non_loss_data,
+            is_first_microbatch=is_first,
+            current_microbatch=iteration.order[op.microbatch],
+            vp_stage=chunk if self._virtual else None,
+            is_last_stage=op.stage == self._last_stage,
+        )
+        return output, num_tokens
 
     def _check_output(self, op: Op, output: Any) -> None:
         """Raise ExecutionError if an output is not what the next stage's buffer takes: that rank would wait for the rest."""
@@ -299,27 +284,26 @@ class ChunkWork:
             context_parallel_size=self._iteration.context_parallel_size,
             device=self._device,
         )
-        if self._iteration.parts and op.stage == self._last_stage:
-            output = self._sliced_losses.scaled(op.microbatch, output)
         is_tail = op == self._tail.fused
         is_fused = is_tail or op.kind is OpKind.BW
         if is_tail:
             self._sync[chunk].begin_last()
         self._store.begin(chunk, op.microbatch, op.slice, fused=is_fused, at_once=is_tail)
-        with self._running(op):
-            grad = self._backward_step(activation, output, gradient, config=self._config)
+        grad = self._backward(op, activation, output, gradient)
         if last and is_fused and not is_tail:
             self._sync[chunk].begin_last()
         self._store.end()
         if last and is_fused:
             self._sync[chunk].end_last()
-        if self._slices is not None and op.slice == 0:
-            self._slices.release(chunk, op.microbatch)
         if self._dispatchers:
             drop_graphs(self._dispatchers[chunk])  # of a recomputed F
         if last and not is_fused:  # its W is still to come
             self._sync[chunk].forbid()
         return grad
+
+    def _backward(self, op: Op, activation: Tensor | None, output: Tensor, gradient: Tensor | None) -> Tensor | None:
+        """megatron-core's own B."""
+        return self._backward_step(activation, output, gradient, config=self._config)
 
     def weight_gradient(self, op: Op, last: bool) -> None:
         """Run W of one microbatch, or one part of the Ws of a group of microbatches."""
@@ -349,8 +333,6 @@ class ChunkWork:
     def abandon(self) -> None:
         """Free the activations of forwards that will be rerun or whose backward will not run."""
         self._inflight.clear()
-        if self._slices is not None:
-            self._slices.clear()
 
     def finish(self) -> None:
         """Call after the last op: check that no deferred gradient is left, and let DDP reduce gradients again.
@@ -362,5 +344,3 @@ class ChunkWork:
             sync.finish()
         self._streams.finish()
         self._store.check_empty()
-        if self._slices is not None:
-            self._slices.clear()
