@@ -220,20 +220,12 @@ class StockLoop:
                 running.steps.flush()
         running.write_trace()
         if not forward_only:
-            if running.has_new_plan or engine.iterations == 0:  # a recorded iteration has ended with its optimizer step
-                running.has_new_plan = False
-                self._show(engine, num_microbatches)
-            engine.begin(num_microbatches=num_microbatches, micro_batch_size=given["micro_batch_size"])
-        args = megatron_lm_args() if engine.schedule.spec.num_slices > 1 else None
-        if args is not None:
-            forward_step_func = sliced_batches(forward_step_func, lambda: engine.schedule.slice_part, args)
-        if self.options.is_v:
-            forward_step_func = self.questions.answering(forward_step_func, chunks)
+            self._begin(running, num_microbatches=num_microbatches, micro_batch_size=given["micro_batch_size"])
         passes = partial(
             engine.schedule.forward_backward_func,
             model=model,
             num_microbatches=num_microbatches,
-            forward_step_func=forward_step_func,
+            forward_step_func=self._told(forward_step_func, engine, chunks),
             forward_only=forward_only,
             **given,
         )
@@ -245,6 +237,24 @@ class StockLoop:
             engine.end(num_microbatches=num_microbatches)
         self._models.note_groups(running)
         return results
+
+    def _begin(self, running: Running, *, num_microbatches: int, micro_batch_size: int) -> None:
+        """Show a plan that is new, and begin a training iteration."""
+        engine = running.engine
+        if running.has_new_plan or engine.iterations == 0:  # a recorded iteration has ended with its optimizer step
+            running.has_new_plan = False
+            self._show(engine, num_microbatches)
+        engine.begin(num_microbatches=num_microbatches, micro_batch_size=micro_batch_size)
+
+    def _told(self, forward_step_func: Callable[..., Any], engine: Engine, chunks: list[Any]) -> Callable[..., Any]:
+        """The loop's function, inside of which Megatron-LM's batches are cut into slices, and questions about stages answered."""
+        schedule = engine.schedule
+        args = megatron_lm_args() if schedule.spec.num_slices > 1 else None
+        if args is not None:
+            forward_step_func = sliced_batches(forward_step_func, lambda: schedule.slice_part, args)
+        if self.options.is_v:
+            forward_step_func = self.questions.answering(forward_step_func, chunks)
+        return forward_step_func
 
     def _start(
         self,
