@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import functools
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
 from megatron.zerobubble.errors import SplitError
-from megatron.zerobubble.mcore.model.wgrad_split import split_weight_gradients
+from megatron.zerobubble.mcore.model.wgrad_split import split_weight_gradients, split_weights
 from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumulate
 from megatron.zerobubble.wgrad.store import WeightGradStore
 from tests.support.loops import SIZES, Loop, merged
@@ -124,6 +127,28 @@ def _one_linear_in_b(chunk: Any) -> None:
         layer.mlp.linear_fc2.wgrad_in_backward = False
 
 
+def _computed_weights(chunk: Any, *, is_declared: bool = True) -> None:
+    """torch's weight normalization."""
+    for layer in chunk.decoder.layers:
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # parametrizations took its place
+            nn.utils.weight_norm(layer.mlp.linear_fc1)
+        if is_declared:
+            layer.mlp.linear_fc1.wgrad_in_backward = True
+
+
+def _rounded_weights(chunk: Any, *, is_declared: bool = True) -> None:
+    """Training for a quantized model: GEMMs with rounded weights, by an own implementation on the module."""
+
+    def rounded(stock: Any, input: Tensor, weight: Tensor, *args: Any, **named: Any) -> Any:
+        return stock(input, weight + (weight * 64).round().detach() / 64 - weight.detach(), *args, **named)
+
+    for layer in chunk.decoder.layers:
+        linear = layer.mlp.linear_fc1
+        linear._forward_impl = functools.partial(rounded, linear._forward_impl)
+        if is_declared:
+            linear.wgrad_in_backward = True
+
+
 def _train(
     rank: int, prepare: Callable[[Any], None], schedule: str | None, more: str, has_values: bool
 ) -> tuple[dict[str, Any], list[str], list[str]]:
@@ -136,7 +161,7 @@ def _train(
             loop.overlap_reductions(is_aligned=False)
         for _ in range(2):
             loop.train(**({"forward_step_func": _values} if has_values else {}))
-        split = [name for chunk in loop.model for name, module in chunk.named_modules() if "_forward_impl" in vars(module)]
+        split = [each.name for chunk in loop.model for each in split_weights(chunk)]
         return {"results": loop.seen, **loop.state()}, list(warned), split
 
 
@@ -162,13 +187,16 @@ USES: dict[str, tuple[Callable[[Any], None], str]] = {
     "parameter of the model": (_parameter_of_the_model, "GPTModel"),
     "declared tower": (_tower, ""),
     "declared linears": (_one_linear_in_b, ""),
+    "declared computed weights": (_computed_weights, ""),
+    "declared rounded weights": (_rounded_weights, ""),
 }
 
 
 @pytest.mark.claims(
     "Your own script",
     "weights that nobody can defer: a value head, adapters (LoRA) of `nn.Linear` and of parameters, with a trained head too, a "
-    "tower or linears with `wgrad_in_backward` on a module around them; ZB-H1, ZBV, with the distributed optimizer and "
+    "tower or linears with `wgrad_in_backward` on a module around them, weights that are computed (`weight_norm`, rounding) "
+    "too; ZB-H1, ZBV, with the distributed optimizer and "
     "overlapped reduction; above 5 % of a stage, without the attribute: refused",
     "works, bit for bit",
 )
@@ -194,8 +222,10 @@ def test_weights_in_b_train_as_under_1f1b(two_ranks: RankPool, name: str, more: 
         split = {word for *_, names in results[schedule] for word in names}
         if "adapters" not in name:
             assert any("linear_fc2" in each for each in split)
+        if name.startswith("declared") and "tower" not in name:
+            assert not any(each.endswith("linear_fc1.weight") for each in split)
         if name == "declared linears":
-            assert not any("linear_qkv" in each or "linear_fc1" in each for each in split)
+            assert not any("linear_qkv" in each for each in split)
         assert not any("tower" in each for each in split)
 
 
@@ -209,12 +239,12 @@ def test_each_kind_is_logged_once_per_stage_with_its_share(two_ranks: RankPool) 
         assert f"{share:.1%} of the stage's weights" in text
 
 
-def _refused(_rank: int, schedule: str) -> list[str]:
+def _refused(_rank: int, prepare: Callable[[Any], None], schedule: str) -> list[str]:
     """The errors of a rank's chunks."""
     flags = f"{SIZES} {'' if schedule == 'zb-h1' else '--virtual-pipeline-model-parallel-size 2'}"
     store, messages = WeightGradStore(WgradKernel(KernelKind.PLAIN, plain_accumulate)), []
     with installed(flags, schedule) as args:
-        for chunk in Loop(args, functools.partial(_tower, is_declared=False), has_ddp=False).model:
+        for chunk in Loop(args, prepare, has_ddp=False).model:
             try:
                 split_weight_gradients(chunk, store)
             except SplitError as error:
@@ -224,7 +254,7 @@ def _refused(_rank: int, schedule: str) -> list[str]:
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zbv"])
 def test_a_large_part_is_refused_in_one_line_with_the_attribute(two_ranks: RankPool, schedule: str) -> None:
-    (message,), others = two_ranks.run(_refused, schedule)
+    (message,), others = two_ranks.run(_refused, functools.partial(_tower, is_declared=False), schedule)
     assert not others
     header, line = message.split("\n")
     assert header == "the backward pass of this model cannot be split into B and W:"
@@ -234,3 +264,28 @@ def test_a_large_part_is_refused_in_one_line_with_the_attribute(two_ranks: RankP
     assert re.search(r"tower\.blocks\.0\.1\.weight and 1 more \(torch\.nn\.modules\.linear\.Linear, \d", line)
     assert f"at most 5% are left in B unasked, here {own / size:.1%}" in line
     assert "set wgrad_in_backward = True on the module, on one around it or on the parameter" in line
+
+
+def _refused_with_own_function(rank: int, name: str) -> list[str]:
+    """As `_refused`, where something else stands in place of megatron-core's function."""
+    stock = getattr(layers, name)
+    with mock.patch.object(layers, name, functools.wraps(stock)(lambda *args, **named: stock(*args, **named))):
+        return _refused(rank, lambda chunk: None, "zb-h1")
+
+
+@pytest.mark.parametrize(
+    ("prepare", "reason"),
+    [
+        (functools.partial(_computed_weights, is_declared=False), "a weight that is computed from other parameters"),
+        (functools.partial(_rounded_weights, is_declared=False), "_forward_impl, set on the module"),
+        (
+            "linear_with_grad_accumulation_and_async_allreduce",
+            "layers.linear_with_grad_accumulation_and_async_allreduce, replaced",
+        ),
+    ],
+)
+def test_a_gemm_that_is_not_megatron_cores_is_refused_with_the_reason(two_ranks: RankPool, prepare: Any, reason: str) -> None:
+    job = (_refused_with_own_function, prepare) if isinstance(prepare, str) else (_refused, prepare, "zb-h1")
+    for (message,) in two_ranks.run(*job):
+        assert f"Their GEMM is not megatron-core's own ({reason})" in message
+        assert "decoder.layers.0." in message

@@ -156,6 +156,22 @@ def a_weight_that_its_layer_reads_twice(loop: Readers) -> None:
     loop.prepare = prepare
 
 
+@use
+def a_weight_that_is_computed(loop: Readers) -> None:
+    """Its linear is given what is computed from the weight, and from that of another layer."""
+
+    def prepare(chunk: Any) -> None:
+        for layer in layers_of(chunk):
+            first, second = layer.mlp.linear_fc1, layer.mlp.linear_fc2
+            first.forward = functools.partial(_with_other_weight, first.forward, first, second)
+
+    loop.prepare = prepare
+
+
+def _with_other_weight(forward: Any, own: Any, other: Any, x: Tensor) -> Any:
+    return forward(x, weight=own.weight * 0.9 + 0.1 * other.weight.t())
+
+
 def _scaled(forward: Any, weight: Tensor, x: Tensor) -> Any:
     output, bias = forward(x)
     return output * (1.0 + weight.square().mean()), bias

@@ -12,7 +12,9 @@ Such modules are recognized by the contract, not by their class, so Transformer 
 A weight that is frozen when a forward uses it leaves nothing for the W of that microbatch; one that is trained again does. What
 DDP and Transformer Engine cannot follow is refused before an iteration (`mcore.ddp.frozen_weights`).
 
-What stays in B, by declaration, because it is cheap, or because nobody can defer it, is in `kept_in_b`.
+What stays in B, by declaration, because it is cheap, or because nobody can defer it, is in `kept_in_b`. Nobody can defer the
+gradient of a linear whose GEMM is not megatron-core's own: a subclass's, one set on the module or put in place of the function
+that all linears call (quantization-aware training), or one with a weight that is computed from other parameters.
 
 Experts of the local spec are split like any other linear; an expert without tokens in a microbatch has a wgrad GEMM of zero rows.
 
@@ -29,6 +31,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -158,28 +161,27 @@ class _SplitForward:
         allreduce_dgrad: bool,
         sequence_parallel: bool,
         tp_group: torch.distributed.ProcessGroup | None = None,
-        gradient_accumulation_fusion: bool = False,  # W's kernel is chosen by `wgrad.gemm`
+        gradient_accumulation_fusion: bool = False,  # W's kernel is chosen by `wgrad.gemm`; B adds what autograd computes
         output_dtype: torch.dtype | None = None,
         **others: Any,
     ) -> Tensor:
         check_not_captured(self.how.split.name)
-        if weight is not self.how.split.weight:
-            raise SplitError(
-                f"{self.how.split.name} was called with the weight of another module; its gradient would go to the wrong weight"
-            )
         for name, value in others.items():
             if not _is_inert(name, value):
                 raise SplitError(
                     f"{self.how.split.name} was called with {name}={value!r}, which the split of B and W would ignore: turn it "
                     "off, or use the stock schedule"
                 )
-        if not weight.requires_grad:  # since it was split: there is no W to leave anything for
+        if weight is not self.how.split.weight or not weight.requires_grad:
+            # There is no W: the gradient of another module's weight, or of a tensor that is computed from weights, belongs to
+            # autograd, and a weight that was frozen since it was split has none.
+            function = linear_with_grad_accumulation_and_async_allreduce if weight.requires_grad else linear_with_frozen_weight
             options = others if output_dtype is None else others | {"output_dtype": output_dtype}
-            return linear_with_frozen_weight(
+            return function(
                 input,
                 weight,
                 bias,
-                gradient_accumulation_fusion=gradient_accumulation_fusion,
+                gradient_accumulation_fusion=False,
                 allreduce_dgrad=allreduce_dgrad,
                 sequence_parallel=sequence_parallel,
                 tp_group=tp_group,
@@ -218,7 +220,7 @@ def _splittable(chunk: nn.Module, *, frozen: bool = False) -> Iterator[_Splittab
     """The linears of `chunk` whose weights are trained; with `frozen` all of them."""
     tied_owners, in_b = _tied_owners(chunk), declared_in_b(chunk)
     for name, module in chunk.named_modules():
-        if not isinstance(module, _SPLIT) or id(module) in in_b or not _is_stock(module):
+        if not isinstance(module, _SPLIT) or id(module) in in_b or _foreign(module) is not None:
             continue
         name, owner = (name, module) if module.weight is not None else tied_owners.get(id(module), (name, None))
         if owner is not None and (frozen or owner.weight.requires_grad) and not is_declared(owner.weight):
@@ -310,12 +312,30 @@ def _hook_biases_of_frozen_weights_in_backward(module: nn.Module) -> None:
             bias.skip_backward_post_hook = False  # type: ignore[attr-defined]
 
 
-def _is_stock(module: nn.Module) -> bool:
-    """Whether the linear has megatron-core's own `forward` and `_forward_impl`, not those of a subclass."""
+_FUNCTIONS = (linear_with_grad_accumulation_and_async_allreduce.__name__, linear_with_frozen_weight.__name__)
+
+
+def _foreign(module: nn.Module) -> str | None:
+    """What of a linear's GEMM is not megatron-core's own, so that the split would go past it; None: nothing."""
     kind = type(module)
     base = ColumnParallelLinear if isinstance(module, ColumnParallelLinear) else RowParallelLinear
-    own: Callable[[str], bool] = lambda method: getattr(kind, method) is getattr(base, method)  # noqa: E731
-    return own("forward") and own("_forward_impl")
+    for method in ("forward", "_forward_impl"):
+        if getattr(kind, method) is not getattr(base, method):
+            return f"{kind.__name__}.{method}"
+    implementation = module.__dict__.get("_forward_impl")
+    if implementation is not None and not isinstance(implementation, _SplitForward):
+        return "_forward_impl, set on the module"
+    if module.weight is not None and "weight" not in module._parameters:  # torch's parametrizations and weight_norm
+        return "a weight that is computed from other parameters"
+    if not _is_from_layers(base._forward_impl):
+        return f"{base.__name__}._forward_impl, replaced"
+    return next((f"layers.{each}, replaced" for each in _FUNCTIONS if not _is_from_layers(getattr(layers, each))), None)
+
+
+def _is_from_layers(function: Callable[..., Any]) -> bool:
+    """Whether a function is one of megatron-core's, not one that was put in its place, nor one around it."""
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename == layers.set_tensor_model_parallel_attributes.__code__.co_filename
 
 
 def _shared_weights(chunk: nn.Module) -> Iterator[str]:
@@ -351,12 +371,18 @@ def _unknown_overlaps(chunk: nn.Module) -> Iterator[str]:
 def _leaves_b(module: nn.Module, weight: nn.Parameter) -> bool:
     """Whether the gradient of a module's weight is computed in W, or the module is refused by `_without_hooks`."""
     if isinstance(module, _SPLIT):
-        return _is_stock(module)
+        return _foreign(module) is None
     return (_has_contract(module) and is_deferred(weight)) or _has_queue_without_hooks(module)
 
 
 def _remedy(module: nn.Module) -> str:
     """What to do about weights of the module that stay in B."""
+    foreign = _foreign(module) if isinstance(module, _SPLIT) else None
+    if foreign is not None:
+        return (
+            f"Their GEMM is not megatron-core's own ({foreign}), and cannot be split into B and W: set {KEEP_IN_B} = True on the "
+            "module, on one around it or on the parameter to keep these gradients in B"
+        )
     if _has_contract(module) and not isinstance(module, _SPLIT):
         return (
             "Their module could defer them, but was built without delay_wgrad_compute: set config.delay_wgrad_compute = True "
