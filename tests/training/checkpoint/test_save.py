@@ -1,32 +1,26 @@
-"""Saving and loading where something goes wrong: writes that fail, files that others made."""
+"""Saving where something goes wrong: writes that fail."""
 
 from __future__ import annotations
 
 import errno
 import io
 import os
-import pickle
 import resource
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from megatron.zerobubble.errors import CheckpointError
 from megatron.zerobubble.files import disk_error
 from megatron.zerobubble.training.checkpoint.directory import tracked_iteration
-from megatron.zerobubble.training.checkpoint.load import load_checkpoint
 from megatron.zerobubble.training.checkpoint.save import save_checkpoint
 from megatron.zerobubble.training.step import TrainingState
 from tests.support.ranks import RankPool
 from tests.support.training_states import train, training_state_of
-from tests.training.checkpoint.test_inspect import Attack
 
 V4 = ["--pipeline-model-parallel-size", "4", "--zero-bubble-v-schedule"]
 
@@ -108,50 +102,3 @@ def test_an_error_that_a_full_disk_led_to_names_it() -> None:
 
     assert disk_error(failed(errno.ENOSPC)).strerror == "No space left on device"  # type: ignore[union-attr]
     assert disk_error(failed(errno.ENOENT)) is None
-
-
-def save(rank: int, folder: str) -> None:
-    with training_state_of(rank, [*V4, "--save", folder]) as training_state:
-        train(training_state, first=1, last=1)
-        _save(training_state, 1)
-
-
-@pytest.fixture(scope="module")
-def saved(four_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory with the checkpoint of iteration 1."""
-    folder = tmp_path_factory.mktemp("saved")
-    four_ranks.run(save, str(folder))
-    return folder
-
-
-def load_tampered(rank: int, folder: str) -> str | None:
-    """The reason why the checkpoint was rejected on this rank, or None. An attacker would have changed its manifest, too."""
-    with training_state_of(rank, [*V4, "--load", folder, "--no-verify-checkpoint"]) as training_state:
-        try:
-            load_checkpoint(training_state)
-        except CheckpointError as error:
-            return str(error)
-    return None
-
-
-def test_code_stored_as_a_tensor_is_not_run(saved: Path, four_ranks: RankPool, tmp_path: Path) -> None:
-    """The inspection does not read tensors, and torch's reader loads only data."""
-    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
-    directory = tmp_path / "iter_0000001"
-    metadata = dcp.FileSystemReader(directory).read_metadata()
-    place = next(place for index, place in metadata.storage_data.items() if index.fqn == "decoder.layers.mlp.linear_fc1.weight")
-    stream = io.BytesIO()
-    torch.save(Attack(tmp_path / "ran"), stream)
-    written = stream.getvalue()
-    assert len(written) <= place.length
-    place.length = len(written)
-    data = bytearray((directory / place.relative_path).read_bytes())
-    data[place.offset : place.offset + len(written)] = written
-    (directory / place.relative_path).write_bytes(data)
-    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
-    reasons = [said for said in four_ranks.run(load_tampered, str(tmp_path)) if said is not None]
-    assert len(reasons) in (1, 4), "every rank; from megatron-core 0.19 on, whose ranks read apart, the one that reads it"
-    for said in reasons:
-        assert str(directory) in said
-        assert "Weights only load failed" in said, said
-    assert not (tmp_path / "ran").exists()

@@ -1,1 +1,1 @@
-"""Checkpoints: loading and inspecting them, and saving them atomically."""
+"""Checkpoints: verifying and loading them, and saving them atomically."""

@@ -2,8 +2,7 @@
 
 Random number generators are restored only if the layout is the same; the run then continues bit for bit.
 
-Before anything is loaded, all ranks compare the files with the checkpoint's manifest (see `verification`), and since a
-distributed checkpoint contains pickles, rank 0 inspects it (see `inspect`).
+Before anything is loaded, all ranks compare the files with the checkpoint's manifest (see `verification`).
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ from megatron.zerobubble.training.checkpoint.contents import (
     sharded_rng_states,
 )
 from megatron.zerobubble.training.checkpoint.directory import existing_directory, tracked_iteration
-from megatron.zerobubble.training.checkpoint.inspect import COMMON_FILE, inspect_checkpoint
 from megatron.zerobubble.training.checkpoint.manifest import Manifest
 from megatron.zerobubble.training.checkpoint.optimizer_parts import assembled, by_part, check_same_kind
 from megatron.zerobubble.training.checkpoint.shared import check_all_hosts_see, run_on_rank_0
@@ -50,6 +48,8 @@ _log = logging.getLogger(__name__)
 
 _OF_ODD_CONTENT = (KeyError, IndexError, ValueError, TypeError, AttributeError, RuntimeError, AssertionError, OSError)
 """What torch, megatron-core and the code here raise on content that was not verified, and is not what was saved."""
+_COMMON_FILE = "common.pt"
+"""Where megatron-core before 0.19 saves the common state, what is not a sharded tensor. Later ones read it, too."""
 _OWN_OPTIMIZER = "optimizer of this rank"
 """Key of the optimizer's sharded tensors, apart from the common state, whose parts may be those of another rank."""
 
@@ -76,7 +76,7 @@ def load_checkpoint(training_state: TrainingState) -> RestoredProgress | None:
         Progress of the run that saved it; None if the --save directory has no checkpoint yet.
 
     Raises:
-        CheckpointError: it is missing, damaged, contains more than data, or belongs to another model.
+        CheckpointError: it is missing, damaged, or belongs to another model.
     """
     flags = training_state.settings.checkpoint
     assert flags.load is not None
@@ -97,13 +97,13 @@ def latest_iteration(folder: str) -> int | None:
 
 
 def verified(training_state: TrainingState, iteration: int) -> tuple[Path, Manifest | None]:
-    """Verify and inspect the checkpoint of an iteration in the --load directory; nothing is loaded. All ranks must call this.
+    """Verify the checkpoint of an iteration in the --load directory; nothing is loaded. All ranks must call this.
 
     Returns:
         The arguments of `load_verified`: the checkpoint's directory, and its manifest; None with --no-verify-checkpoint.
 
     Raises:
-        CheckpointError: it is missing, damaged, not seen by a host, or contains more than data.
+        CheckpointError: it is missing, damaged, or not seen by a host.
     """
     flags = training_state.settings.checkpoint
     assert flags.load is not None
@@ -111,7 +111,6 @@ def verified(training_state: TrainingState, iteration: int) -> tuple[Path, Manif
     directory = run_on_rank_0(lambda: existing_directory(folder, iteration))
     check_all_hosts_see(directory / "metadata.json", str(directory))
     manifest = verify_checkpoint(directory) if flags.verify_checkpoint else None
-    run_on_rank_0(lambda: inspect_checkpoint(directory))
     return directory, manifest
 
 
@@ -195,15 +194,15 @@ def _quiet_torch() -> Iterator[None]:
 
 
 def _load_common(directory: Path) -> dict[str, Any]:
-    """The common state of a checkpoint that passed its inspection."""
+    """The common state of a checkpoint."""
     try:
         with _quiet_torch():
             common: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(directory))
     except (CheckpointingException, AttributeError) as error:  # the latter while it composes the message of the former
-        if (directory / COMMON_FILE).is_file():
+        if (directory / _COMMON_FILE).is_file():
             raise
         raise CheckpointError(
-            f"{directory} was saved by megatron-core 0.19 or newer, whose checkpoints have no {COMMON_FILE}; this one, "
+            f"{directory} was saved by megatron-core 0.19 or newer, whose checkpoints have no {_COMMON_FILE}; this one, "
             f"{imported_version()}, cannot read it: load it with megatron-core 0.19 or newer, which reads older checkpoints, too"
         ) from error
     return common
