@@ -1,10 +1,8 @@
-"""Benchmarks of the executor, of passes and slices, and of post-validation: what they report, not times."""
+"""Benchmarks of the executor, of passes and slices: what they report, not times."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from tests.support.tolerances import OTHER_ORDER
-from tests.training.launch import environment
 from tools.benchmarks import executor, reductions
 from tools.benchmarks.one_gpu import passes, slices
 from tools.benchmarks.one_gpu.setting import Setting, choose_device
@@ -145,31 +142,6 @@ def test_slices_of_a_layer_compute_what_the_whole_sequence_does(tokens: int, sca
         assert max(row["apart"]) < OTHER_ORDER
         assert all(row[f"{name}_ms"] > 0 for name in slices.PASSES)
     assert len([line for line in slices.lines({"rows": rows}) if line.startswith(f"| {scaled} | ")]) == 3
-
-
-TWO_RANKS = ["--num-ranks", "2", "--num-microbatches", "4", "--iterations", "1", "--repeats", "2"]
-TIMES = ["--forward-ms", "2", "--backward-ms", "2", "--wgrad-ms", "2"]
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tools.benchmarks.post_validation", *TWO_RANKS, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment(), cwd=ROOT)
-
-
-@pytest.mark.sampled(0.2, group="tools that measure")
-def test_measures_both_kinds_of_steps_beside_the_prediction(tmp_path: Path) -> None:
-    done = run(*TIMES, "--json", str(tmp_path / "out.json"))
-    assert done.returncode == 0, done.stderr
-    body = json.loads((tmp_path / "out.json").read_text())
-    assert body["format"] == "zerobubble-post-validation-benchmark/1"
-    assert [row["schedule"] for row in body["schedules"]] == ["zb-h2", "zbv"]
-    for row in body["schedules"]:
-        assert row["simulated_span_ms"] == 24.0, "four microbatches without a bubble"
-        assert row["simulated_makespan_ms"] > 24.0
-        assert len(row["synchronous_ms"]) == len(row["early_ms"]) == 2
-        assert min(row["synchronous_ms"] + row["early_ms"]) > 12.0, "the passes take their time"
-        assert row["reached_least"] <= row["reached"] <= row["reached_most"]
-        assert row["schedule"] in done.stdout
 
 
 @pytest.mark.slow
