@@ -6,8 +6,7 @@ built with, master weights and moments by torch's optimizer. So a checkpoint tha
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +23,6 @@ Tensors = dict[str, Tensor]
 """By global name of the parameter, `/`, and what it is: `weight`, `master`, or a state of the optimizer such as `exp_avg`."""
 
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
-_LOCAL_EXPERT = re.compile(r"local_experts\.(\d+)\.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,21 +103,14 @@ def _about(stage: Any, name: str, parameter: nn.Parameter) -> dict[str, Any]:
 
 
 def _global_name(stage: Any, name: str) -> str:
-    """A layer and an expert by their numbers in the model; a head that is tied to the embedding is the embedding."""
+    """A layer by its number in the model; a head that is tied to the embedding is the embedding."""
     if name == _HEAD and stage.share_embeddings_and_output_weights:
         return _EMBEDDING
     head, found, tail = name.partition("decoder.layers.")
     if not found:
         return name
     index, _, rest = tail.partition(".")
-    return f"{head}{found}{stage.decoder.layers[int(index)].layer_number}.{_LOCAL_EXPERT.sub(_global_expert(stage), rest)}"
-
-
-def _global_expert(stage: Any) -> Callable[[re.Match[str]], str]:
-    """Replaces the number of an expert on its expert-parallel rank by its number in the layer."""
-    size, rank = parallel_state.get_expert_model_parallel_world_size(), parallel_state.get_expert_model_parallel_rank()
-    first = rank * ((stage.config.num_moe_experts or 0) // size)
-    return lambda found: f"local_experts.{first + int(found[1])}."
+    return f"{head}{found}{stage.decoder.layers[int(index)].layer_number}.{rest}"
 
 
 def _optimized(optimizer: Any, parameter: nn.Parameter) -> tuple[int, Tensor | None, Tensors]:

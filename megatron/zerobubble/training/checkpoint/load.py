@@ -42,7 +42,7 @@ from megatron.zerobubble.training.checkpoint.torch_optimizer import load_state, 
 from megatron.zerobubble.training.checkpoint.verification import check_run, verify_checkpoint
 from megatron.zerobubble.training.step import TrainingState
 
-__all__ = ["RestoredProgress", "latest_iteration", "load_checkpoint", "load_verified", "verified"]
+__all__ = ["RestoredProgress", "load_checkpoint"]
 
 _log = logging.getLogger(__name__)
 
@@ -76,53 +76,19 @@ def load_checkpoint(training_state: TrainingState) -> RestoredProgress | None:
         Progress of the run that saved it; None if the --save directory has no checkpoint yet.
 
     Raises:
-        CheckpointError: it is missing, damaged, or belongs to another model.
+        CheckpointError: it is missing, damaged, not seen by a host, or belongs to another model.
     """
     flags = training_state.settings.checkpoint
     assert flags.load is not None
-    iteration = flags.ckpt_step if flags.ckpt_step is not None else latest_iteration(flags.load)
+    folder, iteration = flags.load, flags.ckpt_step
     if iteration is None:
-        _log.info("no checkpoint in %s yet: starting from newly initialized weights", flags.load)
+        iteration = run_on_rank_0(lambda: tracked_iteration(folder))
+    if iteration is None:
+        _log.info("no checkpoint in %s yet: starting from newly initialized weights", folder)
         return None
-    return load_verified(training_state, *verified(training_state, iteration))
-
-
-def latest_iteration(folder: str) -> int | None:
-    """The iteration of the latest checkpoint, as rank 0 reads it; None if there is none. All ranks must call this.
-
-    Raises:
-        CheckpointError: latest_checkpointed_iteration.txt is damaged.
-    """
-    return run_on_rank_0(lambda: tracked_iteration(folder))
-
-
-def verified(training_state: TrainingState, iteration: int) -> tuple[Path, Manifest | None]:
-    """Verify the checkpoint of an iteration in the --load directory; nothing is loaded. All ranks must call this.
-
-    Returns:
-        The arguments of `load_verified`: the checkpoint's directory, and its manifest; None with --no-verify-checkpoint.
-
-    Raises:
-        CheckpointError: it is missing, damaged, or not seen by a host.
-    """
-    flags = training_state.settings.checkpoint
-    assert flags.load is not None
-    folder = flags.load
     directory = run_on_rank_0(lambda: existing_directory(folder, iteration))
     check_all_hosts_see(directory / "metadata.json", str(directory))
     manifest = verify_checkpoint(directory) if flags.verify_checkpoint else None
-    return directory, manifest
-
-
-def load_verified(training_state: TrainingState, directory: Path, manifest: Manifest | None) -> RestoredProgress:
-    """Load a checkpoint that `verified` returned. All ranks must call this.
-
-    Returns:
-        Progress of the run that saved it.
-
-    Raises:
-        CheckpointError: it belongs to another model, or cannot be read after all.
-    """
     try:
         restored = _load_from(training_state, directory, manifest)
     except (CheckpointingException, CheckpointException, *_OF_ODD_CONTENT) as error:
