@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import linecache
 import queue
 import sys
 import threading
@@ -25,6 +26,7 @@ IN_A_WAIT = "def in_a_wait(work):\n    first = 1\n    second = work.wait()\n    
 
 def _defined(source: str, file: str, module: str) -> Callable[[Any], Any]:
     names: dict[str, Any] = {"__name__": module}
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file  # as if the file were there
     exec(compile(source, file, "exec"), names)
     return names[next(name for name in names if name.startswith("in_"))]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dis
+import linecache
 import logging
 import os
 import sys
@@ -170,7 +170,8 @@ def _is_waiting(doing: Doing | None, frame: FrameType | None) -> bool:
     """Whether a rank waits for others: because it reports a wait, or because its main thread is in a collective of torch.
 
     Nobody reports the collectives inside of an op, a step or a phase. A synchronous one is a function of torch. Of an
-    asynchronous one the thread is in `Work.wait`, which is compiled and has no frame: its caller's is the innermost one.
+    asynchronous one the thread is in `Work.wait`, which is compiled and has no frame: its caller's is the innermost one, in a
+    line that has the call.
 
     Args:
         doing: what the rank reported last.
@@ -178,18 +179,12 @@ def _is_waiting(doing: Doing | None, frame: FrameType | None) -> bool:
     """
     if doing is not None and doing.is_waiting:
         return True
-    return frame is not None and (frame.f_globals.get("__name__") in _TORCH or _called(frame) == "wait")
+    return frame is not None and (frame.f_globals.get("__name__") in _TORCH or ".wait()" in _line(frame))
 
 
-def _called(frame: FrameType) -> str | None:
-    """The method that a frame is calling, if it has no arguments: a call comes right after the lookup of its name."""
-    before = None
-    for instruction in dis.get_instructions(frame.f_code):
-        if instruction.offset >= frame.f_lasti:
-            break
-        if instruction.opname != "PRECALL":  # of Python 3.11
-            before = instruction
-    return before.argval if before is not None and before.opname in ("LOAD_METHOD", "LOAD_ATTR") else None
+def _line(frame: FrameType) -> str:
+    """The line of source that a frame is in; empty if there is none."""
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno)
 
 
 def _place(frame: FrameType | None) -> str:
