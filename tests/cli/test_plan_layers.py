@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -208,6 +209,15 @@ def test_a_layout_for_the_flags_of_a_run(tmp_path: Path, capsys: pytest.CaptureF
     assert body["assumed"].startswith("H100")
     assert main(["layout", "--layers", str(file), "-p", "2", "-m", "4"]) == 0
     assert capsys.readouterr().out == text[: text.index("Times and bytes")]
+
+
+def test_a_layout_for_a_model_of_more_than_a_terabyte(capsys: pytest.CaptureFixture[str]) -> None:
+    """Eight layers of 13 billion parameters, without tensor parallelism: 1.7 TiB of weights, gradients and optimizer state."""
+    sizes = ["--num-layers", "8", "--hidden-size", "32768", "--num-attention-heads", "256", "--vocab-size", "128000"]
+    assert main(["layout", "--", *SCRIPT, *sizes]) == 0
+    held = re.findall(r"^  rank \d: ([\d.]+) GiB at most$", capsys.readouterr().out, re.MULTILINE)
+    assert len(held) == 2
+    assert sum(map(float, held)) == pytest.approx(2.006e12 / 2**30, rel=0.01), "8 x 13e9 x 18 bytes, and activations"
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.ir import OpKind, Passes
 
 LARGEST = 1e12
-"""Largest time (ms), activation memory or number of bytes. Beyond it sums of an iteration are no longer finite."""
+"""Largest time (ms) or activation memory. Beyond it sums of an iteration are no longer finite."""
 COST_LISTS = ("forward_ms", "backward_ms", "wgrad_ms", "activation", "activation_after_backward")
 """The lists of costs, by their names in a plan file."""
 KEY_LISTS = ("keys", "key_gradients")
@@ -355,10 +355,10 @@ def _list(body: Any, of: str, name: str, what: str) -> list[Any]:
     return values
 
 
-def check_number(name: str, value: object, subject: str = "costs") -> None:
-    """Raise ConfigError, which begins with its subject, unless a cost is a number from 0 to `LARGEST`."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= LARGEST:
-        raise ConfigError(f"{subject}: {name} is {quoted(value)}; it must be a finite number from 0 to {LARGEST:g}")
+def check_number(name: str, value: object, subject: str = "costs", *, most: float = LARGEST) -> None:
+    """Raise ConfigError, which begins with its subject, unless a cost is a number from 0 to `most`."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
+        raise ConfigError(f"{subject}: {name} is {quoted(value)}; it must be a finite number from 0 to {most:g}")
 
 
 def check_tokens(tokens: Sequence[object]) -> None:

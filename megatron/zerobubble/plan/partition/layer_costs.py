@@ -33,7 +33,7 @@ from typing import Any
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.messages import parse_json, quoted
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.costs.cost_table import check_number
+from megatron.zerobubble.plan.costs.cost_table import LARGEST, check_number
 from megatron.zerobubble.plan.costs.length_model import least_squares
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 
@@ -50,6 +50,8 @@ LETTERS = {"attention": "*", "mlp": "-", "moe": "E", "mamba": "M"}
 
 _REPEATED = re.compile(r"([A-Za-z][A-Za-z0-9_.-]{0,39})(?:\*([1-9][0-9]{0,3}))?")
 _MOST_LAYERS = 2000
+_MOST_BYTES = 1e18
+"""Of a layer, or of a whole model, whose layers are added up: 70 billion parameters are over a terabyte with optimizer state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +73,7 @@ class LayerCosts:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            check_number(name, value)
+            check_number(name, value, most=_MOST_BYTES if name.endswith("_bytes") else LARGEST)
 
     @property
     def work_ms(self) -> float:
