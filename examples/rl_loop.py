@@ -15,7 +15,7 @@ The first runs megatron-core's own 1F1B, the second ZB-H1, the third ZBV; the lo
 4. the actor's weights are read by name, as for an engine that generates the next responses.
 
 Lengths vary in every microbatch, so megatron-core gets `variable_seq_lengths` and a sequence length of 1 that means nothing. A
-zero-bubble schedule has to know them before an iteration begins: `install(microbatch_tokens="thd")` reads them off the batches.
+zero-bubble schedule has to know them before an iteration begins: `MicrobatchLengths("thd")` reads them off the batches.
 
 Needs GPUs, as megatron-core does; not run on a GPU yet. Without GPUs, on two ranks of a laptop: `zerobubble run
 --nproc-per-node 2 --cpu --microbatch-tokens thd --enable-zero-bubble examples/rl_loop.py --distributed-backend gloo`. Responses
@@ -239,7 +239,7 @@ def train(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the flags, install the schedule, train, clean up."""
     args = parse(argv)
-    megatron.zerobubble.install(args, microbatch_tokens="thd")
+    megatron.zerobubble.install(args, lengths=megatron.zerobubble.MicrobatchLengths("thd"))
     train(args)
     megatron.zerobubble.uninstall()
     dist.destroy_process_group()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pkgutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,9 +13,9 @@ import pytest
 from megatron.core.pipeline_parallel import schedules
 
 import megatron.zerobubble
+from megatron.zerobubble import MicrobatchLengths, Seeds, Slices
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.overlay import ScheduleName
-from megatron.zerobubble.plan.registry import known_schedules
+from megatron.zerobubble.plan.registry import ScheduleName, known_schedules
 
 _LOADED = """
 import sys
@@ -73,13 +74,40 @@ def test_types_of_schedules_are_those_of_the_flag() -> None:
         (["zb-h1"], {}, r"install takes a schedule by keyword: install\(schedule='zb-h1'\)"),
         ([], {"schedle": "zb-h1"}, "install has no argument 'schedle'; did you mean schedule?"),
         ([], {"schedule": "zb-h1", "zero_bubble_replan_intervall": 5}, "did you mean zero_bubble_replan_interval?"),
+        ([], {"replan_interval": 5}, r"write install\(ZeroBubbleConfig\(zero_bubble_replan_interval=...\)\), with the schedule"),
+        ([], {"enable_zero_bubble": True}, r"write install\(ZeroBubbleConfig\(enable_zero_bubble=...\)\)"),
+        ([], {"trace": "."}, r"write install\(ZeroBubbleConfig\(zero_bubble_trace=...\)\)"),
+        ([], {"microbatch_tokens": "thd"}, r"write install\(lengths=MicrobatchLengths\(...\)\)"),
+        ([], {"weights_seed": 1}, r"write install\(seeds=Seeds\(weights=...\)\)"),
+        ([], {"cut": {}}, r"write install\(slices=Slices\(cut=...\)\)"),
+        ([], {"schedule": "zbv", "slices": 8}, r"slices is 8; write install\(slices=Slices\(8\)\)"),
+        ([], {"schedule": "zbv", "lengths": "thd"}, r"write install\(lengths=MicrobatchLengths\('thd'\)\)"),
+        ([], {"schedule": "zbv", "seeds": 7}, r"write install\(seeds=Seeds\(weights=7\)\)"),
         ([], {"schedule": "zbh1"}, "did you mean zb-h1?"),
-        ([], {"schedule": "zb-h1", "frobnicate": 1}, "besides those of its own it takes enable_zero_bubble"),
+        (
+            [],
+            {"schedule": "zb-h1", "frobnicate": 1},
+            "it takes schedule, memory_limit, .* and flags in a ZeroBubbleConfig",
+        ),
     ],
 )
 def test_what_install_was_meant_to_get_is_said(args: list[Any], given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
         megatron.zerobubble.install(*args, **given)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (lambda: MicrobatchLengths(512), "tokens of MicrobatchLengths is 512; give 'thd' or 'nested', or a function"),
+        (lambda: Slices(2, cut=3), "cut of Slices is 3; give a function that cuts batches, or a dictionary"),
+        (lambda: Seeds(weights="x"), "weights of Seeds is 'x'; give a whole number"),
+        (lambda: Seeds(dropout=True), "dropout of Seeds is True; give a whole number"),
+    ],
+)
+def test_a_record_checks_its_fields(record: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        record()
 
 
 def test_the_handle_of_install_undoes_it() -> None:

@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING, Any
 from megatron.zerobubble.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from megatron.zerobubble.flags.loop_options import MicrobatchLengths as MicrobatchLengths
+    from megatron.zerobubble.flags.loop_options import Seeds as Seeds
+    from megatron.zerobubble.flags.loop_options import Slices as Slices
+    from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig as ZeroBubbleConfig
     from megatron.zerobubble.mcore.attention.torch_attention import TorchDotProductAttention as TorchDotProductAttention
     from megatron.zerobubble.mcore.attention.torch_attention import use_torch_attention as use_torch_attention
     from megatron.zerobubble.mcore.build import build_chunks as build_chunks
@@ -30,12 +34,16 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Installed": "overlay",
+    "MicrobatchLengths": "flags.loop_options",
     "PipelineSchedule": "mcore.zb_schedules",
     "PostValidation": "optimizer.post_validation",
     "ScheduleSpec": "plan.schedule_spec",
+    "Seeds": "flags.loop_options",
+    "Slices": "flags.loop_options",
     "Status": "mcore.stock_loop.status",
     "TorchDotProductAttention": "mcore.attention.torch_attention",
     "Verdict": "optimizer.post_validation",
+    "ZeroBubbleConfig": "flags.zero_bubble",
     "add_zero_bubble_args": "overlay",
     "build_chunks": "mcore.build",
     "install": "overlay",
@@ -54,7 +62,9 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+if not TYPE_CHECKING:  # type checkers know the names above, and no other
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.zerobubble.flags.loop_options import MicrobatchLengths, Seeds
 from megatron.zerobubble.flags.targets import check_targets
 from megatron.zerobubble.job.launch import Launch, is_turned_off
 from megatron.zerobubble.job.rendezvous import connect
@@ -59,9 +60,8 @@ def run_script(
     *,
     zero_bubble: argparse.Namespace,
     on_cpu: bool,
-    microbatch_tokens: str | None = None,
-    weights_seed: int | None = None,
-    dropout_seed: int | None = None,
+    seeds: Seeds,
+    lengths: MicrobatchLengths | None = None,
 ) -> None:
     """Run it as `__main__`. All ranks must call this, with the script's folder first on the path; a failure ends the process.
 
@@ -73,9 +73,8 @@ def run_script(
         launch: which rank this process is.
         zero_bubble: the zero-bubble flags; with schedule `stock` nothing is installed.
         on_cpu: whether it runs on the CPU instead of GPUs, with gloo.
-        microbatch_tokens: see `install`.
-        weights_seed: see `install`; also with schedule `stock`.
-        dropout_seed: see `install`.
+        seeds: see `install`; first weights also with schedule `stock`.
+        lengths: see `install`.
     """
     from megatron.zerobubble.mcore.cpu import scripts
 
@@ -83,11 +82,11 @@ def run_script(
     with scripts.script_device(launch, on_cpu=on_cpu):
         if not is_turned_off():  # one line ends the other ranks here at once
             check_targets(flags_of(zero_bubble).written, tries=launch.rank == 0)
-        install(zero_bubble, microbatch_tokens=microbatch_tokens, weights_seed=weights_seed, dropout_seed=dropout_seed)
-        if weights_seed is not None and schedule_of(zero_bubble) == STOCK and not is_turned_off():
+        install(zero_bubble, lengths=lengths, seeds=seeds)
+        if seeds.weights is not None and schedule_of(zero_bubble) == STOCK and not is_turned_off():
             from megatron.zerobubble.mcore.model.named_weights import draw_when_wrapped
 
-            draw_when_wrapped(weights_seed)
+            draw_when_wrapped(seeds.weights)
         from megatron.zerobubble.job.failure import JobGuard
         from megatron.zerobubble.mcore.stock_faults import warned_of_wrong_gradients
         from megatron.zerobubble.mcore.stock_loop.patches import finish, supervise_by

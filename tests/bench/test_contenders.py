@@ -221,8 +221,8 @@ def test_wrong_words_about_a_script_are_one_line(words: str, message: str) -> No
 def test_weights_of_a_script_are_drawn_by_one_seed_in_the_first_blocks(words: str, seed: int | None) -> None:
     for program in script("--contenders", "stock-1f1b,zbv", "--", __file__, *words.split()).programs.values():
         assert isinstance(program, ScriptJob)
-        assert (program.weights_seed, program.has_one_start) == (seed, seed is not None)
-        assert program.later().weights_seed is None
+        assert (program.seeds.weights, program.has_one_start) == (seed, seed is not None)
+        assert program.later().seeds.weights is None
 
 
 def test_the_command_to_use_is_whole() -> None:

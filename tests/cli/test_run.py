@@ -12,6 +12,7 @@ import pytest
 
 from megatron.zerobubble.cli import run
 from megatron.zerobubble.cli.main import main
+from megatron.zerobubble.flags.loop_options import MicrobatchLengths, Seeds
 from tests.training.launch import ROOT, environment
 
 pytestmark = pytest.mark.claims(
@@ -104,7 +105,7 @@ def test_the_name_of_a_ready_function_and_seeds_reach_install(script: Path, monk
     monkeypatch.setattr("megatron.zerobubble.script.install", lambda args, **options: given.update(options))
     for words, name, seed in (["--microbatch-tokens", "nested"], "nested", None), (["--zero-bubble-weights-seed", "7"], None, 7):
         assert main(["run", *words, "--enable-zero-bubble", str(script)]) == 0
-        assert given == {"microbatch_tokens": name, "weights_seed": seed, "dropout_seed": None}
+        assert given == {"lengths": name and MicrobatchLengths(name), "seeds": Seeds(weights=seed)}
 
 
 def test_the_script_runs_as_by_python(script: Path) -> None:

@@ -49,7 +49,7 @@ def _train(rank: int, flags: str) -> list[dict[str, Any]]:
     _destroy_groups()
     printed = io.StringIO()
     with HostDevice().on_host(), contextlib.redirect_stdout(printed):
-        megatron.zerobubble.install(args, microbatch_tokens="thd")
+        megatron.zerobubble.install(args, lengths=megatron.zerobubble.MicrobatchLengths("thd"))
         try:
             loop.train(args)
         finally:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 from unittest import mock
 
 import pytest
 import torch
 
+from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.dataclass_flags import add_group, field_docs, from_namespace
 from megatron.zerobubble.flags.memory_limit import MemoryLimit
+from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.mcore import state_memory as memory
 from megatron.zerobubble.mcore.state_memory import usable_bytes
 from megatron.zerobubble.training.arguments import _GROUPS
@@ -102,3 +105,19 @@ def test_memory_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = mock.Mock(total_memory=80 * 10**9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     assert usable_bytes(torch.device("cuda"), ranks_on_host=8) == pytest.approx(73.6e9)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("zero_bubble_slices", 8, "of type int; give str"),
+        ("zero_bubble_trace", Path("trace"), "of type PosixPath; give str"),
+        ("zero_bubble_replan_interval", True, "of type bool; give int"),
+        ("zero_bubble_planning_seconds", "5", "of type str; give float"),
+        ("enable_zero_bubble", 1, "of type int; give bool"),
+    ],
+)
+def test_a_config_that_a_program_writes_has_the_types_of_its_fields(name: str, value: object, wanted: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{name} is .*, {wanted}$"):
+        ZeroBubbleConfig(**{"zero_bubble_schedule": "zb", name: value})  # type: ignore[arg-type]
+    ZeroBubbleConfig(zero_bubble_schedule="zb", zero_bubble_planning_seconds=5)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.flags.loop_options import MicrobatchLengths, Seeds
 from megatron.zerobubble.mcore import agreement, zb_schedules
 from megatron.zerobubble.mcore.agreement import Given, Record, check_same, content_digest, differences
 from megatron.zerobubble.mcore.replanner import Replanner, Window
@@ -25,7 +26,7 @@ from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from tests.support.gpt import Case, Trainer
 from tests.support.plans import reordered
 from tests.support.ranks import RankPool
-from tests.support.stock import tokens_of, train, train_unequal
+from tests.support.stock import tokens_of, train, train_unequal, with_flags
 from tests.support.unequal import UnequalCase, plan_differently
 
 TWO = "--num-layers 4 --hidden-size 32 --train-iters 2 --pipeline-model-parallel-size 2"
@@ -218,7 +219,7 @@ def _install(rank: int, of_all: dict[str, Any], of_last: dict[str, Any], version
     own = agreement.versions() | {name: Given(version) for name, version in versions.items() if is_other}
     with mock.patch.object(same_options, "versions", return_value=own):
         try:
-            if "microbatch_tokens" in options:
+            if "lengths" in options:
                 train_unequal(rank, f"{TWO} --num-microbatches 4", options)
             else:
                 train(rank, f"{TWO} --num-microbatches 4", **options)
@@ -232,15 +233,19 @@ def _install(rank: int, of_all: dict[str, Any], of_last: dict[str, Any], version
     [
         ({"schedule": "zb-h1"}, {"schedule": "zb-h2"}, ("schedule", "zb-h1", "zb-h2")),
         ({"schedule": "zb"}, {"schedule": "zb", "memory_limit": 1.5}, ("memory_limit", "None", "1.5")),
-        ({"max_pending_backward": 3}, {"max_pending_backward": 4}, ("max_pending_backward", "3", "4")),
-        ({"schedule": "zb-h1", "weights_seed": 1}, {"weights_seed": 2}, ("weights_seed", "1", "2")),
         (
-            {"schedule": "zb-h1", "microbatch_tokens": tokens_of},
-            {"microbatch_tokens": other_tokens_of},
-            ("microbatch_tokens", "tests.support.stock.tokens_of", "tests.mcore.test_agreement.other_tokens_of"),
+            with_flags(zero_bubble_max_pending_backward="3"),
+            with_flags(zero_bubble_max_pending_backward="4"),
+            ("max_pending_backward", "3", "4"),
+        ),
+        ({"schedule": "zb-h1", "seeds": Seeds(weights=1)}, {"seeds": Seeds(weights=2)}, ("weights of Seeds", "1", "2")),
+        (
+            {"schedule": "zb-h1", "lengths": MicrobatchLengths(tokens_of)},
+            {"lengths": MicrobatchLengths(other_tokens_of)},
+            ("tokens of MicrobatchLengths", "tests.support.stock.tokens_of", "tests.mcore.test_agreement.other_tokens_of"),
         ),
     ],
-    ids=["schedule", "memory_limit", "max_pending_backward", "weights_seed", "microbatch_tokens"],
+    ids=["schedule", "memory_limit", "max_pending_backward", "seed", "lengths"],
 )
 @pytest.mark.sampled(0.4)
 def test_other_options_of_install_are_refused_on_all_ranks(

@@ -24,6 +24,7 @@ import numpy as np
 import megatron.zerobubble
 from megatron.zerobubble.cli.run import _UNEQUAL, _parse
 from megatron.zerobubble.flags.fork_flags import in_our_flags
+from megatron.zerobubble.flags.loop_options import MicrobatchLengths
 from megatron.zerobubble.flags.virtual_stages import with_chunks
 from megatron.zerobubble.mcore.cpu.device import HostDevice, quiet_third_parties
 from megatron.zerobubble.mcore.cpu.scripts import without_gpus
@@ -89,9 +90,9 @@ def pretrain_gpt(rank: int, flags: str, *, has_same_weights: bool = False) -> st
     chunks = chunks_of(zero_bubble)
     if chunks is not None:
         own, _ = with_chunks(own, chunks, "")
-    lengths = "thd" if set(_UNEQUAL) & set(own) else None
+    lengths = MicrobatchLengths("thd") if set(_UNEQUAL) & set(own) else None
     main = partial(_main_of_gpt, has_same_weights=has_same_weights)
-    return _run(rank, ["pretrain_gpt.py", *own], zero_bubble, main, microbatch_tokens=lengths)
+    return _run(rank, ["pretrain_gpt.py", *own], zero_bubble, main, lengths)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -165,7 +166,7 @@ def _run(
     argv: list[str],
     zero_bubble: argparse.Namespace,
     main: Callable[[argparse.Namespace], None],
-    microbatch_tokens: str | None = None,
+    lengths: MicrobatchLengths | None = None,
 ) -> str:
     import tests.support.python_3_12.sitecustomize  # noqa: F401 -- their wheels run on 3.11
 
@@ -175,7 +176,7 @@ def _run(
         mock.patch("megatron.core.datasets.utils.compile_helpers"),  # wheels come without the sources; this data needs none
     ):
         warnings.filterwarnings("ignore", module=r"megatron\.training")
-        megatron.zerobubble.install(zero_bubble, microbatch_tokens=microbatch_tokens)
+        megatron.zerobubble.install(zero_bubble, lengths=lengths)
         try:
             main(argparse.Namespace(**vars(zero_bubble), cpu=True))
         except SystemExit as exit:  # --exit-interval

@@ -23,6 +23,7 @@ from megatron.core.distributed import DistributedDataParallel
 from nvidia_resiliency_ext import inprocess
 
 import megatron.zerobubble
+from megatron.zerobubble.flags.loop_options import Seeds
 from megatron.zerobubble.mcore.compat import destroy_model_parallel
 from megatron.zerobubble.mcore.cpu.device import HostDevice
 from tests.support.stock import example
@@ -86,7 +87,7 @@ def _attempt(job: dict, attempts: list, call: inprocess.CallWrapper = None) -> N
     agent = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", store=dist.PrefixStore(str(call.iteration), agent), rank=rank, world_size=size)
-    megatron.zerobubble.install(**job["options"])
+    megatron.zerobubble.install(**job["options"] | {"seeds": Seeds(**job["options"].get("seeds", {}))})
     fault = dict(enumerate(job["faults"])).get(call.iteration, {})
     with _failing(fault), HostDevice().on_host():
         history = example().train(example().parse(job["flags"].split()))

@@ -20,6 +20,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
 import megatron.zerobubble
+from megatron.zerobubble.flags.loop_options import MicrobatchLengths
+from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.mcore.attention.core_attention import core_attention
 from megatron.zerobubble.mcore.attention.sequence_parts import SequenceParts, slices
 from megatron.zerobubble.mcore.compat import mtp_entries
@@ -110,7 +112,12 @@ def train_unequal(rank: int, flags: str, options: dict[str, Any]) -> History:
         mock.patch.object(loop, "TransformerConfig", configured),
         mock.patch.multiple(loop, batches=batches, forward_step=forward_step),
     ):
-        return train(rank, flags, **({"microbatch_tokens": tokens_of} | options if options else {}))
+        return train(rank, flags, **({"lengths": MicrobatchLengths(tokens_of)} | options if options else {}))
+
+
+def with_flags(**flags: Any) -> dict[str, Any]:
+    """The options of `install` for what only flags say."""
+    return {"args": ZeroBubbleConfig(**flags)}
 
 
 def tokens_of(text: torch.Tensor) -> int:

@@ -60,7 +60,7 @@ def verdict(recipe: Recipe, schedule: str) -> Verdict:
         recipe: its pipeline has several ranks.
         schedule: one of `SCHEDULES`.
     """
-    flags = ZeroBubbleConfig(zero_bubble_schedule=schedule)
+    flags = ZeroBubbleConfig(zero_bubble_schedule=schedule)  # type: ignore[arg-type]
     chunks, lines = chunks_of(flags), []  # type: ignore[arg-type]
     values = dict(recipe.values)
     if recipe.words is not None and chunks is not None:

@@ -13,6 +13,7 @@ from megatron.zerobubble.bench.contenders import DEFAULT, WARM_UP, Contender, pa
 from megatron.zerobubble.bench.jobs import Job, ScriptJob, TrainerJob
 from megatron.zerobubble.bench.speed_ups import Outcome
 from megatron.zerobubble.errors import ConfigError, UserError
+from megatron.zerobubble.flags.loop_options import Seeds
 from megatron.zerobubble.job.launch import is_turned_off
 from megatron.zerobubble.messages import quoted, shown
 from megatron.zerobubble.overlay import add_flags, flags_of
@@ -165,8 +166,7 @@ def _script_job(args: argparse.Namespace, unknown: Sequence[str], script: Sequen
         arguments=tuple(own),
         zero_bubble=flags_of(args),
         flags=_flags(args.contender_flags, contenders),
-        weights_seed=None if args.zero_bubble_own_weights else seed,
-        dropout_seed=args.zero_bubble_dropout_seed,
+        seeds=Seeds(weights=None if args.zero_bubble_own_weights else seed, dropout=args.zero_bubble_dropout_seed),
         on_cpu=args.cpu,
     )
 

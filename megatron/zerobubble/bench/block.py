@@ -381,7 +381,7 @@ class _Block:
 
 def _recording(model: Sequence[Any]) -> PipelineSchedule:
     """megatron-core's own schedule with a recorder."""
-    spec = ZeroBubbleConfig(zero_bubble_schedule=STOCK).schedule_spec(
+    spec = ZeroBubbleConfig(zero_bubble_schedule="stock").schedule_spec(
         num_ranks=parallel_state.get_pipeline_model_parallel_world_size(), num_chunks=len(model), memory_limit=None
     )
     return PipelineSchedule(spec, model, store=None, config=get_model_config(model[0]))

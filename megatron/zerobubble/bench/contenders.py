@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.plan.planner import AUTO
-from megatron.zerobubble.plan.registry import known_schedules, schedule_info
+from megatron.zerobubble.plan.registry import ScheduleName, known_schedules, schedule_info
 from megatron.zerobubble.plan.schedule_spec import STOCK
 from megatron.zerobubble.training.check import check_settings
 from megatron.zerobubble.training.config.checkpoints import CheckpointConfig
@@ -115,7 +116,7 @@ class Contender:
             zero_bubble_max_pending_backward=None,
             zero_bubble_v_schedule=self.schedule == AUTO and given.zero_bubble_v_schedule,
             zero_bubble_v_schedule_mem_setup="zb",
-            zero_bubble_schedule=self.schedule,
+            zero_bubble_schedule=cast("ScheduleName", self.schedule),
             zero_bubble_slices=None if self.num_slices is None else str(self.num_slices),
             zero_bubble_memory_limit=limit,
             zero_bubble_pipeline_timers_start_iter=start,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from megatron.zerobubble.bench.contenders import Contender
 from megatron.zerobubble.errors import UserError
+from megatron.zerobubble.flags.loop_options import Seeds
 from megatron.zerobubble.flags.virtual_stages import CHUNKS, with_chunks
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.job.launch import Launch
@@ -152,10 +153,8 @@ class ScriptJob:
     is_on_several_hosts: bool = False
     """Whether the ranks are on several machines."""
 
-    weights_seed: int | None = None
-    """By which first weights are drawn under every contender, see `install`; None: the script's own."""
-    dropout_seed: int | None = None
-    """See `install`; megatron-core's own schedules keep their masks."""
+    seeds: Seeds = field(default_factory=Seeds)
+    """First weights are drawn by one under every contender, see `install`; megatron-core's own schedules keep their masks."""
 
     loss_causes = "Not compared: the script has dropout (try its flags for 0), or draws its own weights."
     has_one_dropout = False
@@ -181,18 +180,17 @@ class ScriptJob:
             launch,
             zero_bubble=argparse.Namespace(**flags),
             on_cpu=self.on_cpu,
-            weights_seed=self.weights_seed,
-            dropout_seed=self.dropout_seed,
+            seeds=self.seeds,
         )
 
     def later(self) -> ScriptJob:
         """See `TrainerJob`. The script's own weights are there sooner: those by name are drawn on the CPU."""
-        return dataclasses.replace(self, weights_seed=None)
+        return dataclasses.replace(self, seeds=dataclasses.replace(self.seeds, weights=None))
 
     @property
     def has_one_start(self) -> bool:
         """See `TrainerJob`."""
-        return self.weights_seed is not None
+        return self.seeds.weights is not None
 
     def under(self, contender: Contender, *, num_iterations: int) -> tuple[Job, str | None]:
         """See `TrainerJob`. How long the script trains is its own."""

@@ -32,13 +32,14 @@ from typing import NoReturn
 from megatron.zerobubble.cli.ranks import FLAG, start_ranks, take_count
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.flags.fork_flags import in_our_flags
+from megatron.zerobubble.flags.loop_options import READY_LENGTHS, MicrobatchLengths, Seeds
 from megatron.zerobubble.flags.require import installed
 from megatron.zerobubble.flags.virtual_stages import with_chunks
 from megatron.zerobubble.job.exit import exit_with_error
 from megatron.zerobubble.job.launch import Launch, is_turned_off, read_launch
 from megatron.zerobubble.job.rendezvous import announce_exit
 from megatron.zerobubble.messages import closest
-from megatron.zerobubble.overlay import READY_LENGTHS, add_flags, chunks_of, schedule_of
+from megatron.zerobubble.overlay import add_flags, chunks_of, schedule_of
 from megatron.zerobubble.script import add_seeds, put_folder_first, run_script
 
 __all__ = ["build_parser", "main", "run_itself"]
@@ -188,9 +189,8 @@ def _run(args: argparse.Namespace, launch: Launch) -> int:
         launch,
         zero_bubble=args,
         on_cpu=args.cpu,
-        microbatch_tokens=args.microbatch_tokens,
-        weights_seed=args.zero_bubble_weights_seed,
-        dropout_seed=args.zero_bubble_dropout_seed,
+        lengths=None if args.microbatch_tokens is None else MicrobatchLengths(args.microbatch_tokens),
+        seeds=Seeds(weights=args.zero_bubble_weights_seed, dropout=args.zero_bubble_dropout_seed),
     )
     return 0
 

@@ -107,7 +107,9 @@ def _value_options(field: dataclasses.Field[Any], hint: Any, help_text: str) -> 
     options["help"] = help_text
     if typing.get_origin(hint) in (Union, types.UnionType):
         (hint,) = (option for option in typing.get_args(hint) if option is not type(None))
-    if typing.get_origin(hint) is Literal:
+    if typing.get_origin(hint) is Literal and options["metavar"] is not None:
+        options["type"] = _READERS[str]  # the config names what is allowed, and what was meant
+    elif typing.get_origin(hint) is Literal:
         options["choices"] = typing.get_args(hint)
     elif typing.get_origin(hint) is tuple:
         options["nargs"] = "*"

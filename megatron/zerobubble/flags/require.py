@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.dataclass_flags import flag_of
 from megatron.zerobubble.messages import quoted, shown
 
-__all__ = ["at_most", "divides", "installed", "not_negative", "one_of", "positive", "refuse", "within"]
+__all__ = ["at_most", "divides", "installed", "not_negative", "of_types", "one_of", "positive", "refuse", "within"]
 
 
 def installed(what: str, *modules: str, extra: str) -> None:
@@ -24,6 +25,29 @@ def installed(what: str, *modules: str, extra: str) -> None:
             f"{what} needs {names}, which {'is' if len(missing) == 1 else 'are'} not installed: pip install '.[{extra}]' in a "
             "checkout of megatron-zerobubble"
         )
+
+
+def of_types(config: Any, *, meant: Callable[[str], str | None]) -> None:
+    """Raise ConfigError unless each field of a config has its type, or is one of its words: programs write configs, too.
+
+    Args:
+        config: whose fields are bool, int, float, str and Literal, or None.
+        meant: what a word was probably meant to be, for the message.
+    """
+    hints = typing.get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value, hint = getattr(config, field.name), hints[field.name]
+        words: list[str] = []
+        types: list[type] = []
+        for part in (hint,) if typing.get_origin(hint) is Literal else typing.get_args(hint) or (hint,):
+            is_literal = typing.get_origin(part) is Literal
+            words += typing.get_args(part) if is_literal else ()
+            types.append(str if is_literal else part)
+        if type(value) not in types and not (type(value) is int and float in types):
+            wanted = " or ".join(each.__name__ for each in types if each is not type(None))
+            raise ConfigError(f"{field.name} is {quoted(value)}, of type {type(value).__name__}; give {wanted}")
+        if words and value is not None:
+            one_of(value, words, flag_of(field), meant=meant(value))
 
 
 def positive(config: Any, *names: str) -> None:

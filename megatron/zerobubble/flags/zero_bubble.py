@@ -9,17 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Literal, get_args
 
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.files import MOST_GIVEN, read_regular
 from megatron.zerobubble.flags.memory_limit import MemoryLimit
-from megatron.zerobubble.flags.require import at_most, not_negative, one_of, positive
+from megatron.zerobubble.flags.require import at_most, not_negative, of_types, one_of, positive
 from megatron.zerobubble.flags.targets import Target
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT
 from megatron.zerobubble.plan.registry import (
+    ScheduleName,
     known_schedules,
     meant_schedule,
     parse_max_pending_backward,
@@ -56,13 +58,13 @@ class ZeroBubbleConfig:
     (ZB-H2, no bubble at twice the activation memory), or a number. Implies --enable-zero-bubble."""
     zero_bubble_v_schedule: bool = False
     """Run ZBV: two chunks per rank, placed in a V; no bubble at the activation memory of 1F1B. Implies --enable-zero-bubble."""
-    zero_bubble_schedule: str | None = field(default=None, metadata={"metavar": "NAME"})
+    zero_bubble_schedule: ScheduleName | None = field(default=None, metadata={"metavar": "NAME"})
     """Schedule by name: stock (megatron-core's own 1F1B); 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb, zbv, v-half, v-min, 1f1b-v,
     zb-w or zb-interleaved (interleaved ones take --num-virtual-stages-per-pipeline-rank, by default 2); or auto, which profiles
     iterations 2 to 4 and then runs the fastest order within --zero-bubble-memory-limit (by default 1F1B's) that the run's model
     chunks allow: one per rank, two in a V with --zero-bubble-v-schedule, or --num-virtual-stages-per-pipeline-rank. It says if
     other chunks would be faster. Excludes the other flags that choose a schedule."""
-    zero_bubble_v_schedule_mem_setup: str = field(default="zb", metadata={"metavar": "zb|half|min"})
+    zero_bubble_v_schedule_mem_setup: Literal["zb", "half", "min"] = field(default="zb", metadata={"metavar": "zb|half|min"})
     """Activation memory of --zero-bubble-v-schedule: that of 1F1B (zb, ZBV); half of it and a microbatch more (half, V-Half: 0.63
     of it for 8 pipeline ranks, 0.56 for 16); or the least (min, V-Min: 0.50 and 0.38)."""
     zero_bubble_memory_limit: str | None = field(default=None, metadata={"metavar": "X|BYTES|auto"})
@@ -111,7 +113,9 @@ class ZeroBubbleConfig:
     a loss function that returns the sum of the losses, the number of tokens and a report. auto measures slices of unlike lengths
     in the profiled iterations, then goes on with 1, 2, 4, 8 or 16, the fastest by the planner; a run that is repeated
     may choose another number. Default: those of the --zero-bubble-load-plan plan, else 1."""
-    zero_bubble_slice_positions: str | None = field(default=None, metadata={"metavar": "absolute|from-zero"})
+    zero_bubble_slice_positions: Literal["absolute", "from-zero"] | None = field(
+        default=None, metadata={"metavar": "absolute|from-zero"}
+    )
     """With slices of a model that takes position ids (learned or multimodal ones): what those are that the loop gives it in every
     slice, absolute for positions in the whole sequence, as where they are cut with the batch, or from-zero where the loop counts
     the tokens of what it read. Default: found out in every slice from the values and the batch; on a GPU that waits for the
@@ -145,16 +149,15 @@ class ZeroBubbleConfig:
     post_validation_patience: int = 10
     """After a corrected step, number of consecutive synchronous steps that would have needed no correction before steps are
     optimistic again. 0: every step is optimistic."""
-    post_validation_rollback: str = field(default="exact", metadata={"metavar": "exact|inverse"})
+    post_validation_rollback: Literal["exact", "inverse"] = field(default="exact", metadata={"metavar": "exact|inverse"})
     """How an optimistic step is rolled back: from a snapshot, bit for bit (exact); or without one, by inverting Adam, with a
     small rounding error (inverse). Steps that could not be inverted accurately, with gradients far above Adam's moments, are
     synchronous."""
-    post_validation_snapshot: str = field(default="device", metadata={"metavar": "device|host"})
+    post_validation_snapshot: Literal["device", "host"] = field(default="device", metadata={"metavar": "device|host"})
     """Memory that holds the snapshot of --post-validation-rollback exact: the device's, or host memory."""
 
     def __post_init__(self) -> None:
-        one_of(self.post_validation_rollback, ("exact", "inverse"), "--post-validation-rollback")
-        one_of(self.post_validation_snapshot, ("device", "host"), "--post-validation-snapshot")
+        of_types(self, meant=meant_schedule)
         not_negative(self, "zero_bubble_watchdog_seconds")
         positive(self, "zero_bubble_p2p_max_ctas")
         at_most(self, 2**31 - 1, "zero_bubble_p2p_max_ctas", "zero_bubble_shard_gradients")
@@ -172,8 +175,6 @@ class ZeroBubbleConfig:
                 "the V schedule's memory is fixed, leave the first one out"
             )
         if self.zero_bubble_schedule is not None:
-            name = self.zero_bubble_schedule
-            one_of(name, _schedule_names(), "--zero-bubble-schedule", meant=meant_schedule(name))
             is_v = self.zero_bubble_v_schedule and self.zero_bubble_schedule != AUTO
             if self.enable_zero_bubble or given is not None or is_v:
                 raise ConfigError(
@@ -187,10 +188,8 @@ class ZeroBubbleConfig:
 
     def _check_slices(self) -> None:
         given = self.zero_bubble_slices
-        if self.zero_bubble_slice_positions is not None:
-            one_of(self.zero_bubble_slice_positions, ("absolute", "from-zero"), "--zero-bubble-slice-positions")
-            if self.num_slices == 1:
-                raise ConfigError("--zero-bubble-slice-positions needs slices: give --zero-bubble-slices, or leave it out")
+        if self.zero_bubble_slice_positions is not None and self.num_slices == 1:
+            raise ConfigError("--zero-bubble-slice-positions needs slices: give --zero-bubble-slices, or leave it out")
         if self.num_slices == 1:
             return
         sliced = [info.name for info in known_schedules() if info.takes_slices]
@@ -235,7 +234,6 @@ class ZeroBubbleConfig:
             )
 
     def _check_memory(self) -> None:
-        one_of(self.zero_bubble_v_schedule_mem_setup, tuple(_V_SCHEDULES), "--zero-bubble-v-schedule-mem-setup")
         setup = self.zero_bubble_v_schedule_mem_setup
         if setup != "zb" and not self.zero_bubble_v_schedule:
             raise ConfigError(f"--zero-bubble-v-schedule-mem-setup {setup} needs --zero-bubble-v-schedule")
@@ -289,7 +287,9 @@ class ZeroBubbleConfig:
         if self.zero_bubble_save_plan is not None and self.schedule == "stock":
             raise ConfigError("--zero-bubble-save-plan: the stock schedule has no plan; choose a schedule of this package")
         if self.plan is not None:
-            one_of(self.schedule, _schedule_names()[2:], f"--zero-bubble-load-plan {self.zero_bubble_load_plan}: its schedule")
+            one_of(
+                self.schedule, get_args(ScheduleName)[2:], f"--zero-bubble-load-plan {self.zero_bubble_load_plan}: its schedule"
+            )
 
     @property
     def num_slices(self) -> int:
@@ -473,11 +473,6 @@ class ZeroBubbleConfig:
 
 def _listed(placement: Placement) -> str:
     return f"{', '.join(map(str, placement.stage_to_rank))} ({placement.name} placement)"
-
-
-def _schedule_names() -> tuple[str, ...]:
-    """Names that --zero-bubble-schedule accepts."""
-    return ("stock", AUTO, *(info.name for info in known_schedules()))
 
 
 def _is_searched(name: str) -> bool:

@@ -90,7 +90,7 @@ class Engine:
             unequal = UnequalOptions(
                 tokens_of=options.microbatch_tokens,
                 usual_tokens=usual_tokens,
-                reorders=options.reorder_microbatches,
+                reorders=options.lengths is None or options.lengths.reorder,
                 objective=options.objective,
             )
         if unequal is not None or (trains and flags.timed_iterations is not None):
@@ -131,11 +131,11 @@ class Engine:
         self._has_shown_layout = False
         if not trains:
             return
-        if options.dropout_seed is not None:
+        if options.seeds.dropout is not None:
             check_layout_dropout(config)
             with refusing_together():  # a stage with the embedding and no layer
                 self.dropout = LayoutDropout(
-                    chunks, seed=options.dropout_seed, device=self.schedule.device, slice_offset=self._slice_offset
+                    chunks, seed=options.seeds.dropout, device=self.schedule.device, slice_offset=self._slice_offset
                 )
         self.replanner = make_replanner(
             flags,

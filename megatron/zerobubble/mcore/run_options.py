@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.flags.loop_options import Cut, CutDimensions, MicrobatchLengths, Seeds, TokensOf
 from megatron.zerobubble.flags.virtual_stages import CHUNKS
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
-from megatron.zerobubble.mcore.microbatches.length_exchange import TokensOf
-from megatron.zerobubble.mcore.slices.batches import Cut, CutDimensions
+from megatron.zerobubble.mcore.microbatches.ready import READY
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.partition.stage_layers import regrouped_text
@@ -26,16 +26,12 @@ class RunOptions:
 
     flags: ZeroBubbleConfig
     """As parsed, or as `install` got them by keywords."""
-    microbatch_tokens: TokensOf | None = None
-    """Length of a microbatch of the loop's data; None: all have the sequence length of the schedule's call."""
-    reorder_microbatches: bool = True
-    """Whether microbatches of unequal length may run in another order than that in which they come."""
+    lengths: MicrobatchLengths | None = None
+    """Of microbatches of the loop's data; None: all have the sequence length of the schedule's call."""
     cut: Cut | CutDimensions | None = None
     """With slices: cuts a batch of the loop's data, or what `cut_batch` cannot know of it; None: `cut_batch` alone."""
-    weights_seed: int | None = None
-    """Seed of first weights that are drawn by name (`named_weights`); None: as megatron-core drew them."""
-    dropout_seed: int | None = None
-    """Seed of dropout masks that are drawn by layer and sample (`layout_dropout`); None: as megatron-core draws them."""
+    seeds: Seeds = field(default_factory=Seeds)
+    """Of first weights that are drawn by name (`named_weights`), and of dropout masks by layer and sample (`layout_dropout`)."""
     checkpoints_by_parameter: bool | None = None
     """Whether no checkpoint stores a distributed optimizer's state by bucket; None: as Megatron-LM's flags say, else False."""
     search_seed: int = 0
@@ -49,6 +45,12 @@ class RunOptions:
 
     refusal: ConfigError | None = field(default=None, compare=False)
     """What this rank alone refuses, such as a file that it cannot write; all ranks do so before a model's first pass."""
+
+    @property
+    def microbatch_tokens(self) -> TokensOf | None:
+        """Length of a microbatch of the loop's data; None: that of the schedule's call."""
+        tokens = None if self.lengths is None else self.lengths.tokens
+        return READY[tokens] if isinstance(tokens, str) else tokens
 
     @property
     def schedule(self) -> str:

@@ -24,6 +24,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
 from megatron.zerobubble.errors import ExecutionError
+from megatron.zerobubble.flags.loop_options import Cut, CutDimensions
 from megatron.zerobubble.mcore.compat import backward_step
 from megatron.zerobubble.mcore.ddp.final_gradients import FinalGradients
 from megatron.zerobubble.mcore.ddp.tail import Tail
@@ -32,7 +33,6 @@ from megatron.zerobubble.mcore.model.dispatchers import drop_graphs
 from megatron.zerobubble.mcore.model.layer_graphs import IMPLEMENTATION
 from megatron.zerobubble.mcore.model.rng import ChunkStreams
 from megatron.zerobubble.mcore.model.shared_experts import between_streams
-from megatron.zerobubble.mcore.slices.batches import Cut, CutDimensions
 from megatron.zerobubble.mcore.slices.current_slice import SlicePart
 from megatron.zerobubble.plan.communication import Message, Payload
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement
@@ -254,7 +254,7 @@ class ChunkWork:
             return
         length, remedy = "the sequence length of the schedule's call", "pad it to that length"
         if iteration.lengths:
-            length = f"the {iteration.lengths[op.microbatch][0]} tokens that microbatch_tokens returned"
+            length = f"the {iteration.lengths[op.microbatch][0]} tokens that the lengths' function returned"
             remedy = "return the length of its rows, padding included"
         raise ExecutionError(
             f"{where}: the output has shape {tuple(output.shape)} "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.messages import closest, quoted
@@ -176,6 +177,24 @@ _ALL = (
         generate=zb_w,
     ),
 )
+
+
+ScheduleName = Literal[
+    "stock",
+    "auto",
+    "1f1b",
+    "interleaved-1f1b",
+    "zb-h1",
+    "zb-h2",
+    "zb",
+    "zbv",
+    "v-half",
+    "v-min",
+    "1f1b-v",
+    "zb-interleaved",
+    "zb-w",
+]
+"""What --zero-bubble-schedule takes: megatron-core's own, the best for measured times, and the names of `known_schedules`."""
 
 
 def known_schedules() -> tuple[ScheduleInfo, ...]:

@@ -15,10 +15,10 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer import get_megatron_optimizer
 
+from megatron.zerobubble.flags.loop_options import MicrobatchLengths, Seeds
 from megatron.zerobubble.mcore.build import ModelChunks, build_chunks
 from megatron.zerobubble.mcore.ddp.zero2 import step_on_shards
 from megatron.zerobubble.mcore.engine import Engine
-from megatron.zerobubble.mcore.microbatches.ready import thd_tokens
 from megatron.zerobubble.mcore.model.stage_layout import pipeline_layout
 from megatron.zerobubble.mcore.post_validation.optimizer import post_validation
 from megatron.zerobubble.mcore.run_options import RunOptions
@@ -116,8 +116,8 @@ def _engine(settings: Settings, job: Job, built: ModelChunks, config: Any, optim
     engine = Engine(
         RunOptions(
             flags=settings.zero_bubble,
-            microbatch_tokens=thd_tokens if data.variable_seq_lengths or data.pack_sequences else None,
-            dropout_seed=run.seed if run.layout_independent_dropout else None,
+            lengths=MicrobatchLengths("thd") if data.variable_seq_lengths or data.pack_sequences else None,
+            seeds=Seeds(dropout=run.seed if run.layout_independent_dropout else None),
             search_seed=run.seed,
             timeout=_timeout(settings),
             ranks_on_host=job.launch.ranks_on_host,

@@ -14,11 +14,11 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.flags.loop_options import READY_LENGTHS
 from megatron.zerobubble.mcore.microbatches.iteration_plans import UnequalMicrobatches, UnequalOptions
 from megatron.zerobubble.mcore.microbatches.length_exchange import LengthExchange, Lengths, lengths_of
 from megatron.zerobubble.mcore.microbatches.ready import READY, nested_tokens, thd_tokens
 from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
-from megatron.zerobubble.overlay import READY_LENGTHS
 from megatron.zerobubble.plan.costs.length_model import Terms
 from megatron.zerobubble.plan.costs.slicing import CutRule
 from megatron.zerobubble.plan.registry import schedule_spec
@@ -26,7 +26,7 @@ from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.claims(
     "Planning and measuring",
-    '`microbatch_tokens="thd"` and `"nested"`: batches as dicts, objects, tuples and tensors, padding for tensor and context '
+    '`MicrobatchLengths("thd")` and `"nested"`: batches as dicts, objects, tuples and tensors, padding for tensor and context '
     "parallelism, no value read on another device; numbers of microbatches that differ between replicas",
     "works; the last is rejected",
     also=("mcore/microbatches/test_length_exchange.py",),
@@ -42,14 +42,14 @@ def test_whole_numbers_of_any_type_are_lengths(found: Any) -> None:
 
 @pytest.mark.parametrize("found", [0, -3, 5.0, float("nan"), None, True, "5", [5, 25.0], (5,), torch.tensor(5), (0, 1.0)])
 def test_other_lengths_are_refused_as_they_were_returned(found: Any) -> None:
-    with pytest.raises(ConfigError, match=r"microbatch 3: microbatch_tokens returned .*; it must return .* 1 or more") as caught:
+    with pytest.raises(ConfigError, match=r"microbatch 3: .* function returned .*; it must return .* 1 or more") as caught:
         lengths_of(lambda item: item, found, 3)
     assert f"returned {found!r};" in str(caught.value)
 
 
 @pytest.mark.parametrize("squares", [0, -1.0, float("nan"), float("inf"), "25", [25.0]])
 def test_other_squares_are_refused(squares: Any) -> None:
-    with pytest.raises(ConfigError, match=r"microbatch 3: microbatch_tokens returned .* squared lengths; give a number above 0"):
+    with pytest.raises(ConfigError, match=r"microbatch 3: .* function returned .* squared lengths; give a number above 0"):
         lengths_of(lambda item: item, (5, squares), 3)
 
 
@@ -186,7 +186,7 @@ def test_a_nested_tensor_elsewhere_is_measured_by_its_shape() -> None:
     ("name", "item", "message"),
     [
         ("thd", {"text": TOKENS}, r"'thd' found no tensor named tokens or input_ids .* the dict with text that the data"),
-        ("thd", {"tokens": _nested(3)}, r"'thd' found a nested tensor .*, or microbatch_tokens='nested'"),
+        ("thd", {"tokens": _nested(3)}, r"'thd' found a nested tensor .*, or MicrobatchLengths\('nested'\)"),
         ("thd", 3, "'thd' found no tensor .* the int that"),
         ("thd", {"tokens": torch.tensor(3)}, "'thd' found no tensor"),
         ("nested", {"tokens": TOKENS}, "'nested' found no nested tensor in the dict with tokens .*give a function"),

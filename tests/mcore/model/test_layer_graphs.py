@@ -20,6 +20,7 @@ from megatron.core.transformer import cuda_graphs
 from torch import nn
 
 from megatron.zerobubble.errors import ConfigError, SplitError
+from megatron.zerobubble.flags.loop_options import MicrobatchLengths, Seeds
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.mcore.model import layer_graphs
 from megatron.zerobubble.mcore.model.wgrad_split import split_weight_gradients
@@ -188,10 +189,10 @@ GRAPHS = {"cuda_graph_impl": "transformer_engine", "cuda_graph_warmup_steps": 3}
     ("flags", "others", "named"),
     [
         ({"enable_optimizer_post_validation": True}, {}, "--enable-optimizer-post-validation"),
-        ({}, {"microbatch_tokens": "nested"}, "microbatch_tokens"),
+        ({}, {"lengths": MicrobatchLengths("nested")}, "lengths"),
         ({"zero_bubble_slices": "2"}, {}, "--zero-bubble-slices"),
         ({"zero_bubble_shard_gradients": 2}, {}, "--zero-bubble-shard-gradients"),
-        ({}, {"dropout_seed": 1}, "dropout_seed"),
+        ({}, {"seeds": Seeds(dropout=1)}, "dropout of Seeds"),
         ({}, {"cuda_graph_warmup_steps": 0}, "cuda_graph_warmup_steps=0"),
         (
             {"zero_bubble_pipeline_timers_start_iter": 4, "zero_bubble_pipeline_timers_end_iter": 9},

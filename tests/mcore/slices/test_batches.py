@@ -67,7 +67,7 @@ def test_a_tensor_is_cut_only_where_that_is_certain(key: Any, tensor: Any, dimen
     with pytest.raises(ConfigError) as caught:
         cut_batch(batch, FIRST)
     assert f"of the batch has shape {tuple(tensor.shape)} and type" in str(caught.value)
-    assert f"give install cut={{{key!r}: its number}}, with None for the number if every slice gets it as it is" in str(
+    assert f"give Slices cut={{{key!r}: its number}}, with None for the number if every slice gets it as it is" in str(
         caught.value
     )
     assert cut_batch(batch, FIRST, {key: None})[key] is tensor

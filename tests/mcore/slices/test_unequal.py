@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.flags.loop_options import MicrobatchLengths, Slices
 from megatron.zerobubble.mcore.slices.batches import cut_batch
 from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
 from megatron.zerobubble.plan.costs.length_model import Terms
 from megatron.zerobubble.plan.costs.slicing import TILE, CutRule
 from tests.support.ranks import RankPool
 from tests.support.sliced import SlicedUnequalCase
-from tests.support.stock import train_unequal
+from tests.support.stock import tokens_of, train_unequal
 from tests.support.tolerances import OTHER_ORDER
 from tests.support.unequal import evaluate_unequal, replan_unequal
 
@@ -94,15 +95,15 @@ def test_nested_tensors_are_not_cut() -> None:
 
 @pytest.mark.claims(
     "Your own script",
-    "in a loop of your own: slices of microbatches with lengths of their own (`install(slices=, microbatch_tokens=)`), two "
+    "in a loop of your own: slices of microbatches with lengths of their own (`install(slices=, lengths=)`), two "
     "replicas with different ones, ZB-H1 and ZBV",
     "works, 1e-4 after three steps",
 )
 @pytest.mark.parametrize(
     ("more", "options"),
     [
-        ("", {"schedule": "zb-h1", "slices": 4, "reorder_microbatches": False}),
-        ("--virtual-pipeline-model-parallel-size 2", {"schedule": "zbv", "slices": 2, "optimizer_post_validation": True}),
+        ("", {"schedule": "zb-h1", "slices": Slices(4), "lengths": MicrobatchLengths(tokens_of, reorder=False)}),
+        ("--virtual-pipeline-model-parallel-size 2", {"schedule": "zbv", "slices": Slices(2), "optimizer_post_validation": True}),
     ],
     ids=["zb-h1-in-order", "zbv-post-validation"],
 )

@@ -6,7 +6,6 @@ import argparse
 import functools
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -29,12 +28,14 @@ from megatron.core.transformer.module import Float16Module
 
 import megatron.zerobubble
 from megatron.zerobubble.errors import CompatibilityError, ConfigError
+from megatron.zerobubble.flags.loop_options import MicrobatchLengths, Seeds, Slices
+from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.mcore.compat import hybrid_model
 from megatron.zerobubble.mcore.stock_loop import patches as installing
 from tests.support.gpt import _destroy_groups
 from tests.support.hybrid import HAS_HYBRID_MODEL, WHY_NOT
 from tests.support.ranks import RankPool
-from tests.support.stock import EXAMPLE, example, train, train_hybrid, train_mtp, train_shared, train_unequal
+from tests.support.stock import EXAMPLE, example, tokens_of, train, train_hybrid, train_mtp, train_shared, train_unequal
 from tests.support.tolerances import after_steps
 from tests.training.launch import launch
 
@@ -44,10 +45,10 @@ W = f"{TWO} --virtual-pipeline-model-parallel-size 4 --num-layers 8"
 
 
 TIED = "--tie-embeddings-and-output-weights"
-BATCHED = {"zero_bubble_batch_p2p_comm": True}
 PROFILED = (
     "--zero-bubble-pipeline-timers-start-iter 1 --zero-bubble-pipeline-timers-end-iter 2 --zero-bubble-planning-seconds 0.1"
 )
+BATCHED = "--enable-zero-bubble --zero-bubble-batch-p2p-comm"
 OPTIMISTIC = {"schedule": "zb-h1", "optimizer_post_validation": True}
 FOUR_STEPS = after_steps(4, lr=1e-3)
 """Of the example, where sums have another order."""
@@ -63,7 +64,7 @@ def _train_batched(rank: int, flags: str, options: dict[str, Any]) -> Any:
     batch = torch.distributed.batch_isend_irecv
     with mock.patch.object(torch.distributed, "batch_isend_irecv", side_effect=batch) as watched:
         history = _train(rank, flags, options)
-    assert watched.call_count > 0 or not options
+    assert watched.call_count > 0 or "zero-bubble" not in flags
     return history
 
 
@@ -79,7 +80,7 @@ def _hybrid(stock: str, pattern: str, options: dict[str, Any]) -> Any:
 
 @pytest.mark.claims(
     "Planning and measuring",
-    "`install(microbatch_tokens=)` against megatron-core's own 1F1B with `variable_seq_lengths`, two replicas with lengths of"
+    "`install(lengths=)` against megatron-core's own 1F1B with `variable_seq_lengths`, two replicas with lengths of"
     " their own, also with post-validation",
     "works, first losses bit for bit",
 )
@@ -89,7 +90,7 @@ def _hybrid(stock: str, pattern: str, options: dict[str, Any]) -> Any:
         ("", {"schedule": "zb-h1"}),
         ("--virtual-pipeline-model-parallel-size 2 --overlap-grad-reduce --use-distributed-optimizer", {"schedule": "zbv"}),
         ("--virtual-pipeline-model-parallel-size 2", {"schedule": "zbv", "optimizer_post_validation": True}),
-        ("", {"schedule": "1f1b", "reorder_microbatches": False}),
+        ("", {"schedule": "1f1b", "lengths": MicrobatchLengths(tokens_of, reorder=False)}),
     ],
     ids=["zb-h1", "zbv", "post-validation", "in-order"],
 )
@@ -100,7 +101,7 @@ def test_unequal_microbatches(four_ranks: RankPool, more: str, options: dict[str
     actual = _losses(four_ranks.run(train_unequal, f"{UNEQUAL} {more}", options))
     assert len(expected) == 2
     for own, reference in zip(actual, expected, strict=True):
-        if options.get("reorder_microbatches", True):
+        if "lengths" not in options:
             assert own[0] == reference[0], "a forward pass sees one microbatch, whenever it runs"
             assert own[1:] == [pytest.approx(losses, rel=1e-4) for losses in reference[1:]]
         else:
@@ -108,8 +109,8 @@ def test_unequal_microbatches(four_ranks: RankPool, more: str, options: dict[str
 
 
 def test_lengths_that_are_not_known(four_ranks: RankPool) -> None:
-    with pytest.raises(AssertionError, match=r"variable_seq_lengths .* schedule 'zb-h1'.*give microbatch_tokens to"):
-        four_ranks.run(train_unequal, UNEQUAL, {"schedule": "zb-h1", "microbatch_tokens": None})
+    with pytest.raises(AssertionError, match=r"variable_seq_lengths .* schedule 'zb-h1'.*give .*install lengths="):
+        four_ranks.run(train_unequal, UNEQUAL, {"schedule": "zb-h1", "lengths": None})
 
 
 def _losses(histories: list[Any]) -> list[Any]:
@@ -144,21 +145,21 @@ def _losses(histories: list[Any]) -> list[Any]:
     ("run", "stock", "more", "options"),
     [
         (_train, f"{TWO} --overlap-grad-reduce --use-distributed-optimizer", "--enable-zero-bubble", {}),
-        (_train, f"{FOUR} --bf16 --clip-grad 0.5", "", {"max_pending_backward": "2p"}),
+        (_train, f"{FOUR} --bf16 --clip-grad 0.5", "--zero-bubble-max-pending-backward 2p", {}),
         (_train, f"{FOUR} --num-microbatches 6", f"--zero-bubble-max-pending-backward 5 {PROFILED}", {}),
         (_train, CHUNKS, "", {"schedule": "zb-interleaved"}),
         (_train, W, "", {"schedule": "zb-interleaved"}),
         (_train, f"{CHUNKS} {TIED}", "--zero-bubble-v-schedule", {}),
         (_train, f"{W} {TIED}", "--zero-bubble-schedule zb-w --enable-optimizer-post-validation", {}),
         pytest.param(_train, f"{CHUNKS} --bf16 --calculate-per-token-loss", "", {"schedule": "v-half"}, marks=pytest.mark.smoke),
-        (train_mtp, f"{TWO} {TIED}", "--overlap-grad-reduce", {"max_pending_backward": "2p"}),  # stock would wait forever
+        (train_mtp, f"{TWO} {TIED}", "--overlap-grad-reduce", {"schedule": "zb-h2"}),  # stock would wait forever
         (train_mtp, f"{CHUNKS} {TIED}", "", {"schedule": "zbv"}),
         (train_mtp, f"{W} {TIED}", "", {"schedule": "zb-w"}),
         (train_mtp, CHUNKS, "", {"schedule": "v-half"}),
         (train_shared, f"{TWO} --overlap-grad-reduce --use-distributed-optimizer", "", OPTIMISTIC),
         (train_shared, f"{CHUNKS} --calculate-per-token-loss", "", {"schedule": "zbv"}),
-        (_train_batched, f"{FOUR} --clip-grad 0.5", "", OPTIMISTIC | BATCHED),
-        (_train_batched, CHUNKS, "", {"schedule": "zbv"} | BATCHED),
+        (_train_batched, f"{FOUR} --clip-grad 0.5", f"{BATCHED} --enable-optimizer-post-validation", {}),
+        (_train_batched, CHUNKS, "--zero-bubble-v-schedule --zero-bubble-batch-p2p-comm", {}),
         _hybrid(f"{TWO} --overlap-grad-reduce", "*-*E-|*", {"schedule": "zb-h1"}),
         _hybrid(f"{CHUNKS} {TIED}", "*-*|E|*-|-", {"schedule": "zbv"}),
         _hybrid(f"{W} {TIED}", "*|-|*|-*|-|*-|*|-", {"schedule": "zb-w"}),
@@ -194,10 +195,10 @@ def test_the_same_losses_as_without(
 @pytest.mark.parametrize(
     ("stock", "more", "options"),
     [
-        (f"{TWO} --overlap-grad-reduce --use-distributed-optimizer", "", {"schedule": "zb-h1", "slices": 2}),
+        (f"{TWO} --overlap-grad-reduce --use-distributed-optimizer", "", {"schedule": "zb-h1", "slices": Slices(2)}),
         (f"{FOUR} --clip-grad 0.5", "--zero-bubble-schedule 1f1b --zero-bubble-slices 4 --zero-bubble-torch-attention", {}),
-        (f"{CHUNKS} {TIED}", "", {"v_schedule": True, "slices": 2, "optimizer_post_validation": True}),
-        (f"{TWO} --bf16", "", {"schedule": "zb", "slices": 2, "cut": _cut_text}),
+        (f"{CHUNKS} {TIED}", "", {"schedule": "zbv", "slices": Slices(2), "optimizer_post_validation": True}),
+        (f"{TWO} --bf16", "", {"schedule": "zb", "slices": Slices(2, cut=_cut_text)}),
         (CHUNKS, f"--zero-bubble-v-schedule --zero-bubble-slices 8 {PROFILED}", {}),
     ],
     ids=["zb-h1-overlapped", "1f1b-torch", "zbv-optimistic", "zb-bf16-cut", "zbv-replanned"],
@@ -215,14 +216,14 @@ def test_slices_have_the_losses_of_whole_microbatches(
 
 @pytest.mark.claims(
     "Your own script",
-    "in a loop of your own: torch's attention (`torch_attention`, `--zero-bubble-torch-attention`), ZB-H1 and ZBV",
+    "in a loop of your own: torch's attention (`--zero-bubble-torch-attention`), ZB-H1 and ZBV",
     "works, 1e-5 after four steps",
 )
 @pytest.mark.parametrize(
     ("stock", "more", "options"),
     [
         (f"{TWO} --overlap-grad-reduce", "--enable-zero-bubble --zero-bubble-torch-attention", {}),
-        (f"{CHUNKS} --tie-embeddings-and-output-weights", "", {"schedule": "zbv", "torch_attention": True}),
+        (f"{CHUNKS} {TIED}", "--zero-bubble-v-schedule --zero-bubble-torch-attention", {}),
     ],
     ids=["zb-h1-flag", "zbv"],
 )
@@ -255,7 +256,7 @@ SEEDED = [
 @pytest.mark.sampled(0.33)
 def test_weights_and_dropout_masks_by_name_are_those_of_1f1b(four_ranks: RankPool, flags: str, options: dict[str, Any]) -> None:
     """Bit for bit, in two replicas. The loop seeds every rank alike, so that another number of chunks draws other weights."""
-    seeds = {"weights_seed": 7, "dropout_seed": 8}
+    seeds = {"seeds": Seeds(weights=7, dropout=8)}
     one_chunk = flags.replace(CHUNKS, TWO)
     sizes = "--num-layers 4 --hidden-size 32 --train-iters 4"
     expected = _losses(four_ranks.run(_train_with_dropout, f"{sizes} {one_chunk}", {"schedule": "1f1b"} | seeds))
@@ -354,19 +355,17 @@ def test_flags_that_choose_no_schedule_install_nothing() -> None:
         (lambda: megatron.zerobubble.install(argparse.Namespace(lr=1.0)), "add_zero_bubble_args"),
         (lambda: megatron.zerobubble.install(example().parse([]), schedule="zbv"), "give one of them"),
         (lambda: megatron.zerobubble.install(schedule="zbw"), "zbw.*zbv"),
-        (lambda: megatron.zerobubble.install(schedule="zb", save_plan="/no/plan.json"), "save-plan /no/plan.json: /no is not a"),
         (
-            lambda: megatron.zerobubble.install(schedule="zb", replan=5),
-            "no argument 'replan'; did you mean zero_bubble_replan_interval",
+            lambda: megatron.zerobubble.install(ZeroBubbleConfig(enable_zero_bubble=True, zero_bubble_save_plan="/no/plan.json")),
+            "save-plan /no/plan.json: /no is not a",
         ),
-        (lambda: megatron.zerobubble.install(schedule="zb-h1", zero_bubble_replan_interval=5), "schedule zb-h1 has a fixed"),
-        (lambda: megatron.zerobubble.install(balance_stages=True), "balance-stages needs a schedule of this package"),
-        (lambda: megatron.zerobubble.install(optimizer_post_validation=True), "needs a schedule of this package"),
-        (lambda: megatron.zerobubble.install(torch_attention=True), "torch-attention needs a schedule of this package"),
+        (lambda: megatron.zerobubble.install(optimizer_post_validation=True), "no schedule to install"),
         (
-            lambda: megatron.zerobubble.install(schedule="zbv", microbatch_tokens=512),
-            "microbatch_tokens is 512; give .thd. or .nested., or a function",
-        ),  # type: ignore[arg-type]
+            lambda: megatron.zerobubble.install(ZeroBubbleConfig(zero_bubble_torch_attention=True)),
+            "torch-attention needs a schedule of this package",
+        ),
+        (lambda: megatron.zerobubble.install(schedule="zbv", slices=Slices(cut=_cut_text)), "cut cuts .* there are none"),
+        (lambda: megatron.zerobubble.install(schedule="zb", slices=Slices("auto"), lengths=MicrobatchLengths("thd")), "a number"),
         (lambda: megatron.zerobubble.install(schedule="zb-h1", memory_limit="8GiB"), "zb-h1 has a fixed order"),
         (
             lambda: megatron.zerobubble.install(argparse.Namespace(enable_zero_bubble=True, zero_bubble_shard_gradients=2)),
@@ -403,12 +402,12 @@ def test_parsed_flags_that_are_never_installed_end_in_an_error(sizes: tuple[int,
 
 
 @pytest.mark.usefixtures("clean")
-def test_any_supported_flag_is_an_argument(tmp_path: Path) -> None:
-    megatron.zerobubble.install(schedule="zb", zero_bubble_replan_interval=5000, save_plan=tmp_path / "plan.json")
+def test_any_supported_flag_is_an_argument() -> None:
+    config = ZeroBubbleConfig(zero_bubble_schedule="zb", zero_bubble_replan_interval=5000)
+    megatron.zerobubble.install(config)
     loop = installing._installed()
     assert loop is not None
-    flags = loop.options.flags
-    assert (flags.zero_bubble_replan_interval, flags.zero_bubble_save_plan) == (5000, str(tmp_path / "plan.json"))
+    assert loop.options.flags == config
 
 
 @pytest.mark.usefixtures("clean")

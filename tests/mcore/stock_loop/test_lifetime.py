@@ -18,6 +18,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 import megatron.zerobubble
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.flags.loop_options import MicrobatchLengths, Seeds
 from megatron.zerobubble.mcore.stock_loop import patches
 from megatron.zerobubble.mcore.stock_loop.running import _state_bytes
 from megatron.zerobubble.plan.costs.cost_model import CostModel
@@ -85,9 +86,9 @@ def _rebuilds(rank: int, flags: str, options: dict[str, Any], count: int) -> lis
         (TWO, {"schedule": "zb-h1"}),
         (CHUNKS, {"schedule": "zbv"}),
         (f"{TWO} --calculate-per-token-loss", {"schedule": "zb-h1", "optimizer_post_validation": True}),
-        (CHUNKS, {"schedule": "zbv", "optimizer_post_validation": True, "dropout_seed": 1}),
-        (TWO, {"schedule": "zb-h1", "microbatch_tokens": _length}),
-        (TWO, {"schedule": "zb", "memory_limit": "4GiB", "weights_seed": 1}),
+        (CHUNKS, {"schedule": "zbv", "optimizer_post_validation": True, "seeds": Seeds(dropout=1)}),
+        (TWO, {"schedule": "zb-h1", "lengths": MicrobatchLengths(_length)}),
+        (TWO, {"schedule": "zb", "memory_limit": "4GiB", "seeds": Seeds(weights=1)}),
     ],
     ids=["zb-h1", "zbv", "zb-h1-optimistic", "zbv-optimistic", "unequal", "limit"],
 )

@@ -11,7 +11,7 @@ import pytest
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from tests.support.ranks import RankPool
-from tests.support.stock import example, train_mtp
+from tests.support.stock import example, train_mtp, with_flags
 
 SIZES = "--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 32 --train-iters 5"
 CHUNKS = "--virtual-pipeline-model-parallel-size 2"
@@ -65,7 +65,11 @@ def _expected(ranks: RankPool, more: str, every: int) -> Any:
     [
         ("", {"schedule": "zbv"}, 1),
         ("", {"schedule": "v-half"}, 2),
-        ("--clip-grad 0.05", {"schedule": "zbv", "optimizer_post_validation": True, "post_validation_patience": 0}, 1),
+        (
+            "--clip-grad 0.05",
+            with_flags(zero_bubble_schedule="zbv", enable_optimizer_post_validation=True, post_validation_patience=0),
+            1,
+        ),
         ("", {"schedule": "zb-h1"}, 1),
     ],
     ids=["zbv", "v-half-every-second", "zbv-optimistic", "zb-h1"],
@@ -75,7 +79,7 @@ def test_the_last_pipeline_rank_logs_what_it_logs_under_1f1b(
 ) -> None:
     expected = _expected(four_ranks, more, every)
     assert "mtp_1 loss" in expected["log"]
-    chunks = "" if options["schedule"] == "zb-h1" else CHUNKS
+    chunks = "" if options.get("schedule") == "zb-h1" else CHUNKS
     *_, other_replica, last = four_ranks.run(_logged, f"{SIZES} {more} {chunks}", options, every)
     assert last == other_replica
     assert last.keys() == expected.keys()

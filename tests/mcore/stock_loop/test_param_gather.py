@@ -13,7 +13,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.zerobubble.optimizer.post_validation import PostValidation
 from tests.support.loops import SIZES, Loop, merged, plain
 from tests.support.ranks import RankPool
-from tests.support.stock import example, installed
+from tests.support.stock import example, installed, with_flags
 
 CHUNKS = "--virtual-pipeline-model-parallel-size 2"
 STEPS = 4
@@ -75,7 +75,7 @@ def _train(
         ({"schedule": "v-half"}, "--bf16", True),
         ({"schedule": "zb-interleaved"}, "", False),
         (
-            {"schedule": "zbv", "optimizer_post_validation": True, "post_validation_patience": 0},
+            with_flags(zero_bubble_schedule="zbv", enable_optimizer_post_validation=True, post_validation_patience=0),
             "--clip-grad 0.1",
             False,
         ),
@@ -92,7 +92,7 @@ def test_weights_gathered_while_the_optimizer_steps(
     results = four_ranks.run(functools.partial(_train, **how), options, f"{more} {CHUNKS}")
     actual = merged([state for state, _ in results])
     assert actual.keys() == expected.keys()
-    if not options.get("optimizer_post_validation"):
+    if "args" not in options:
         assert actual.pop("results") == expected.pop("results")
         for name, value in expected.items():
             np.testing.assert_array_equal(actual[name], value, err_msg=name)

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 import megatron.zerobubble
 from megatron.zerobubble.errors import ConfigError, SplitError, UserError
+from megatron.zerobubble.flags.loop_options import Slices
 from megatron.zerobubble.mcore import engine
 from tests.support.gpt import Case, Trainer, _destroy_groups
 from tests.support.loops import SIZES, Loop, forward_step
 from tests.support.ranks import RankPool
-from tests.support.stock import installed
+from tests.support.stock import installed, with_flags
 
 V = "--virtual-pipeline-model-parallel-size 2"
 
@@ -113,13 +114,19 @@ def refused(
         (V, {"schedule": "zbv"}, _unknown_weight, _nothing, r"critic\.weight \(torch"),
         (f"--use-distributed-optimizer {V}", {"schedule": "zbv"}, _two_uses, _nothing, r"critic\.weight \(torch"),
         (V, {"schedule": "zbv"}, _wrong_end, _nothing, "was built with pre_process="),
-        ("", {"schedule": "zb-h1", "slices": 2}, _attention_that_sees_all, _nothing, "has a no_mask mask"),
+        ("", {"schedule": "zb-h1", "slices": Slices(2)}, _attention_that_sees_all, _nothing, "has a no_mask mask"),
         (V, {"schedule": "zbv"}, None, _no_iterators, "give data_iterator as a list"),
         ("--overlap-grad-reduce", {"schedule": "zb-h1"}, None, _frozen_since, r"was frozen \(requires_grad_"),
         (V, {"schedule": "zbv"}, None, _part_of_the_chunks, r"takes a model of 2 chunk\(s\)"),
         ("", {"schedule": "zb-h1"}, None, _stranger, "DistributedDataParallel did not wrap"),
         (V, {"schedule": "zbv"}, None, _without_a_core, "the compiled search core cannot be loaded"),
-        (V, {"schedule": "zbv", "trace": "/dev/null"}, None, _nothing, "--zero-bubble-trace /dev/null is a file"),
+        (
+            V,
+            with_flags(zero_bubble_schedule="zbv", zero_bubble_trace="/dev/null"),
+            None,
+            _nothing,
+            "--zero-bubble-trace /dev/null is a file",
+        ),
     ],
     ids=[
         "split",

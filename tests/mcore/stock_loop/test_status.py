@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 
 import megatron.zerobubble
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.mcore.stock_loop import patches
 from megatron.zerobubble.mcore.stock_loop.status import Status
 from megatron.zerobubble.plan.costs.cost_model import CostModel
@@ -266,8 +267,8 @@ def test_by_default_the_last_recorded_iteration_replaces_others(four_ranks: Rank
 def test_the_losses_are_the_same_and_what_did_not_run_is_left_out(four_ranks: RankPool, tmp_path: Path, schedule: str) -> None:
     flags = f"{CHUNKS if schedule == 'zbv' else FOUR} --train-iters 3"
     plain = four_ranks.run(functools.partial(train, schedule=schedule), flags)
-    traced = functools.partial(train, schedule=schedule, trace=tmp_path, trace_iterations=(2, 3, 9))
-    assert four_ranks.run(traced, flags) == plain
+    traced = f"{flags} --zero-bubble-schedule {schedule} --zero-bubble-trace {tmp_path} --zero-bubble-trace-iterations 2,3,9"
+    assert four_ranks.run(train, traced) == plain
     check_trace_files(tmp_path, schedule, iterations=[2, 3], **TRACED)
 
 
@@ -281,17 +282,17 @@ def nothing_left() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"schedule": "zb-h1", "trace": "/dev/null/x"}, "--zero-bubble-trace /dev/null/x: /dev/null is not a writable directory"),
-        ({"schedule": "zb-h1", "trace": __file__}, "is a file; give a directory"),
-        ({"schedule": "zb-h1", "trace": ""}, "'' is empty; give the directory"),
-        ({"schedule": "zb-h1", "trace_iterations": [3]}, "--zero-bubble-trace-iterations needs --zero-bubble-trace DIR"),
-        ({"schedule": "zb-h1", "trace": ".", "trace_iterations": [0]}, "'0' must be iterations from 1 on"),
-        ({"schedule": "stock", "trace": "."}, "--zero-bubble-trace needs a schedule of this package"),
+        ({"zero_bubble_trace": "/dev/null/x"}, "--zero-bubble-trace /dev/null/x: /dev/null is not a writable directory"),
+        ({"zero_bubble_trace": __file__}, "is a file; give a directory"),
+        ({"zero_bubble_trace": ""}, "'' is empty; give the directory"),
+        ({"zero_bubble_trace_iterations": "3"}, "--zero-bubble-trace-iterations needs --zero-bubble-trace DIR"),
+        ({"zero_bubble_trace": ".", "zero_bubble_trace_iterations": "0"}, "'0' must be iterations from 1 on"),
+        ({"zero_bubble_schedule": "stock", "zero_bubble_trace": "."}, "--zero-bubble-trace needs a schedule of this package"),
     ],
 )
 def test_what_cannot_be_written_is_refused_at_once(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        megatron.zerobubble.install(**options)
+        megatron.zerobubble.install(ZeroBubbleConfig(**{"zero_bubble_schedule": "zb-h1"} | options))
 
 
 _SCRIPT = """

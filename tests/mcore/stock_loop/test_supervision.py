@@ -28,9 +28,9 @@ from tests.training.launch import ROOT, TIMEOUT_S, command, environment, launch
 
 pytestmark = pytest.mark.claims(
     "Your own script",
-    "`zerobubble run`, and `install(watchdog_seconds=...)`: a rank that raises or hangs in a pass is named with op, stage and "
-    "microbatch, one that is killed or stopped there with its process, and the job ends; a rank that pauses between two calls is "
-    "waited for",
+    "`zerobubble run`, and `--zero-bubble-watchdog-seconds` in your own loop: a rank that raises or hangs in a pass is named "
+    "with op, stage and microbatch, one that is killed or stopped there with its process, and the job ends; a rank that pauses "
+    "between two calls is waited for",
     "works; **not run on a GPU**",
 )
 
@@ -66,9 +66,11 @@ args = example.parse({SIZES!r}.split())
 RUN = f"{LOOP}\nexample.train(args)\n"
 INSTALL = f"""{LOOP}
 with script_device(read_launch(), on_cpu=True):
-    megatron.zerobubble.install(schedule="zb-h1", watchdog_seconds=2.0)
+    flags = megatron.zerobubble.ZeroBubbleConfig(enable_zero_bubble=True, zero_bubble_watchdog_seconds=2.0)
+    megatron.zerobubble.install(flags)
     example.train(args)
 """
+WATCHED = "--enable-zero-bubble --zero-bubble-watchdog-seconds"
 FLAGS = ["--cpu", "--enable-zero-bubble"]
 
 
@@ -150,7 +152,7 @@ def _waits(rank: int) -> list[str]:
         return waits(watch, text, peer)
 
     with mock.patch.object(Watch, "waits", noted):
-        train(rank, f"{SIZES} --train-iters 2", schedule="zb-h1", watchdog_seconds=20.0, optimizer_post_validation=True)
+        train(rank, f"{SIZES} --train-iters 2 {WATCHED} 20 --enable-optimizer-post-validation")
     return seen
 
 
@@ -161,9 +163,9 @@ def test_waits_of_post_validation_are_known(two_ranks: RankPool) -> None:
 
 def _watched(rank: int) -> tuple[str, set[str], bool]:
     flags, before = f"{SIZES} --train-iters 1", sys.excepthook
-    train(rank, flags, schedule="zb-h1", watchdog_seconds=20.0)
+    train(rank, f"{flags} {WATCHED} 20")
     with pytest.raises(ConfigError) as caught:
-        train(rank, flags, schedule="zb-h1", watchdog_seconds=60.0)
+        train(rank, f"{flags} {WATCHED} 60")
     return str(caught.value), {each.name for each in threading.enumerate()}, sys.excepthook is before
 
 
@@ -213,7 +215,7 @@ def _attempts(tmp_path: Path, job: dict[str, Any]) -> list[list[dict[str, Any]]]
 )
 @pytest.mark.parametrize(
     ("flags", "options"),
-    [(f"{TWO} --calculate-per-token-loss", {"schedule": "zb-h1"}), (CHUNKS, {"schedule": "zbv", "dropout_seed": 1})],
+    [(f"{TWO} --calculate-per-token-loss", {"schedule": "zb-h1"}), (CHUNKS, {"schedule": "zbv", "seeds": {"dropout": 1}})],
     ids=["zb-h1", "zbv"],
 )
 @pytest.mark.sampled(0.07, group="whole jobs")

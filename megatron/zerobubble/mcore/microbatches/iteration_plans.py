@@ -25,11 +25,11 @@ from typing import Any
 from megatron.core import parallel_state
 
 from megatron.zerobubble.errors import ConfigError, DataError
+from megatron.zerobubble.flags.loop_options import TokensOf
 from megatron.zerobubble.mcore.microbatches.length_exchange import (
     LengthExchange,
     Lengths,
     LengthsOfReplicas,
-    TokensOf,
     lengths_of,
     most_of_replicas,
     ranked,

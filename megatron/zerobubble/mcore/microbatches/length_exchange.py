@@ -8,13 +8,14 @@ data-parallel replicas: one plan runs on all of them, because replicas meet in c
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.zerobubble.errors import ConfigError, ExecutionError
+from megatron.zerobubble.flags.loop_options import TokensOf
 from megatron.zerobubble.mcore.agreement import program_digest
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.communication import Program
@@ -24,7 +25,6 @@ __all__ = [
     "LengthExchange",
     "Lengths",
     "LengthsOfReplicas",
-    "TokensOf",
     "lengths_of",
     "most_of_replicas",
     "ranked",
@@ -34,7 +34,7 @@ _FAILED = -1.0
 """In place of the tokens of a first microbatch: the rank cannot read its data."""
 
 GIVE_LENGTHS = (
-    "give microbatch_tokens to megatron.zerobubble.install: 'thd' for packed sequences, 'nested' for nested tensors, or a "
+    "give megatron.zerobubble.install lengths=MicrobatchLengths('thd') for packed sequences, 'nested' for nested tensors, or a "
     "function (zerobubble run takes the names, --microbatch-tokens)"
 )
 """For messages about lengths that are not known."""
@@ -52,9 +52,6 @@ class Lengths(NamedTuple):
 LengthsOfReplicas = tuple[tuple[Lengths, ...], ...]
 """Lengths per data-parallel replica and microbatch, in the order in which the data comes."""
 
-TokensOf = Callable[[Any], int | tuple[int, float]]
-"""An item of the data iterator -> its tokens, or (tokens, sum of the squared lengths of its sequences). See `Lengths`."""
-
 
 def lengths_of(tokens_of: TokensOf, item: Any, microbatch: int) -> Lengths:
     """The lengths of one item of a data iterator. Raises ConfigError if `tokens_of` returns something else than lengths."""
@@ -62,14 +59,14 @@ def lengths_of(tokens_of: TokensOf, item: Any, microbatch: int) -> Lengths:
     tokens, squares = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     if isinstance(tokens, bool) or not isinstance(tokens, numbers.Integral) or tokens < 1:
         raise ConfigError(
-            f"microbatch {microbatch}: microbatch_tokens returned {quoted(found)}; it must return the length of the rows, a "
+            f"microbatch {microbatch}: the lengths' function returned {quoted(found)}; it must return the length of the rows, a "
             "whole number of 1 or more, or that and the sum of the squared lengths of their sequences"
         )
     if squares is None:
         squares = float(tokens) ** 2
     if not isinstance(squares, numbers.Real) or not 0 < squares < float("inf"):
         raise ConfigError(
-            f"microbatch {microbatch}: microbatch_tokens returned {quoted(squares)} squared lengths; give a number above 0"
+            f"microbatch {microbatch}: the lengths' function returned {quoted(squares)} squared lengths; give a number above 0"
         )
     return Lengths(int(tokens), float(squares))
 

@@ -1,4 +1,4 @@
-"""Ready functions for `install(microbatch_tokens=)`, by name: lengths of THD (packed) batches and of nested tensors.
+"""Ready functions for `MicrobatchLengths`, by name: lengths of THD (packed) batches and of nested tensors.
 
 Both look at what `next` of the data iterator returns: a mapping such as a dict or a TensorDict, an object with attributes, a
 tuple or list with one of these in it, or the tensor itself. They read shapes, and values of tensors in host memory only: for a
@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.mcore.microbatches.length_exchange import TokensOf
+from megatron.zerobubble.flags.loop_options import TokensOf
 
 __all__ = ["READY", "nested_tokens", "thd_tokens"]
 
@@ -37,8 +37,8 @@ def thd_tokens(item: Any) -> int | tuple[int, float]:
     tokens = _named(item, _TOKENS, lambda value: isinstance(value, Tensor) and value.dim() > 0)
     if tokens is None or tokens.is_nested:
         raise ConfigError(
-            f"microbatch_tokens='thd' found {'no' if tokens is None else 'a nested'} tensor named {' or '.join(_TOKENS)} in "
-            f"{_described(item)}: {_REMEDY}{'' if tokens is None else ', or microbatch_tokens=' + repr('nested')}"
+            f"lengths 'thd' found {'no' if tokens is None else 'a nested'} tensor named {' or '.join(_TOKENS)} in "
+            f"{_described(item)}: {_REMEDY}{'' if tokens is None else ', or MicrobatchLengths(' + repr('nested') + ')'}"
         )
     length = tokens.shape[-1]
     bounds = _named(item, _CUMULATIVE, _is_on_host)
@@ -70,14 +70,14 @@ def nested_tokens(item: Any) -> int | tuple[int, float]:
     if tokens is None:
         tokens = next(filter(_is_nested, _values(item)), None)
     if tokens is None:
-        raise ConfigError(f"microbatch_tokens='nested' found no nested tensor in {_described(item)}: {_REMEDY}")
+        raise ConfigError(f"lengths 'nested' found no nested tensor in {_described(item)}: {_REMEDY}")
     context = parallel_state.get_context_parallel_world_size()
     multiple = parallel_state.get_tensor_model_parallel_world_size() * (2 * context if context > 1 else 1)
     offsets, given = tokens.offsets(), tokens.lengths()
     if offsets.device.type != "cpu":
         if multiple > 1 or given is not None:
             raise ConfigError(
-                f"microbatch_tokens='nested' found a nested tensor on {tokens.device}, whose sequences are padded to a multiple "
+                f"lengths 'nested' found a nested tensor on {tokens.device}, whose sequences are padded to a multiple "
                 f"of {multiple}: reading their lengths would wait for it. Move the batch there in the forward step, not before"
             )
         return int(tokens.values().shape[0])

@@ -6,15 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.zerobubble.errors import ConfigError, ExecutionError
+from megatron.zerobubble.flags.loop_options import Cut, CutDimensions
 from megatron.zerobubble.mcore.slices.current_slice import CurrentSlice, SlicePart
 
-__all__ = ["MASKS", "POSITIONS", "Cut", "CutDimensions", "SlicedBatches", "cut_batch", "tensors_of"]
+__all__ = ["MASKS", "POSITIONS", "SlicedBatches", "cut_batch", "tensors_of"]
 
 POSITIONS = ("position_ids", "positions")
 """Names of position ids, whose last dimension is the sequence."""
@@ -25,16 +26,6 @@ _PER_TOKEN = (
     *("log_probs", "logprobs", "old_log_probs", "old_logprobs", "ref_log_probs", "ref_logprobs"),
 )
 """Names of tensors with something for each token, whose second dimension is the sequence."""
-
-CutDimensions = Mapping[str | int, int | None]
-"""Name of a tensor of a batch, or its number in a tuple or list -> the dimension that is the sequence; None: it is not cut."""
-
-
-class Cut(Protocol):
-    """Cuts what an iterator returns."""
-
-    def __call__(self, batch: Any, offset: int, length: int, /) -> Any:
-        """The part of a batch that has the tokens from `offset` on, `length` of them."""
 
 
 class SlicedBatches:
@@ -180,5 +171,5 @@ def _cut_tensor(tensor: Tensor, part: SlicePart, key: str | int | None, name: st
     kind = str(tensor.dtype).removeprefix("torch.")
     raise ConfigError(
         f"{name} has shape {tuple(sizes)} and type {kind}, and nothing says which dimension is the sequence of {whole} tokens: "
-        f"give install {remedy}cut=a function that cuts the loop's batches"
+        f"give Slices {remedy}cut=a function that cuts the loop's batches"
     )

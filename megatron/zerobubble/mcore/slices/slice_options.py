@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron.zerobubble.mcore.slices.batches import Cut, CutDimensions
+from megatron.zerobubble.flags.loop_options import Cut, CutDimensions
 from megatron.zerobubble.mcore.slices.current_slice import SlicePart
 from megatron.zerobubble.plan.costs.slicing import TILE, CutRule, check_slice_lengths, unlike_lengths
 

@@ -33,18 +33,14 @@ def _refused(config: Any, options: RunOptions) -> Iterator[tuple[str, str, str]]
     flags, steps, leave = options.flags, config.cuda_graph_warmup_steps, "leave one of the two out"
     if flags.enable_optimizer_post_validation:
         yield "--enable-optimizer-post-validation", "forwards that it runs again were not tried with graphs", leave
-    if options.microbatch_tokens is not None:
-        yield (
-            "microbatch_tokens",
-            "a graph has the shapes with which it was captured, and microbatches are of unequal length",
-            leave,
-        )
+    if options.lengths is not None:
+        yield "lengths", "a graph has the shapes with which it was captured, and microbatches are of unequal length", leave
     if flags.zero_bubble_slices is not None or flags.num_slices > 1:
         yield "--zero-bubble-slices", "a graph has the shapes and positions with which it was captured", leave
     if flags.zero_bubble_shard_gradients is not None:
         yield "--zero-bubble-shard-gradients", "a graph adds to gradients at fixed addresses, and shards have none", leave
-    if options.dropout_seed is not None:
-        yield "dropout_seed", "it seeds each layer on the host, which a replay does not run", leave
+    if options.seeds.dropout is not None:
+        yield "dropout of Seeds", "it seeds each layer on the host, which a replay does not run", leave
     if steps < 1:
         yield (
             f"cuda_graph_warmup_steps={steps}",

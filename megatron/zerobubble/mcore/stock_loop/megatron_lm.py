@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.mcore.slices.batches import CutDimensions, cut_batch
+from megatron.zerobubble.flags.loop_options import CutDimensions
+from megatron.zerobubble.mcore.slices.batches import cut_batch
 from megatron.zerobubble.mcore.slices.current_slice import SlicePart
 
 __all__ = ["cut_megatron_lm_batch", "megatron_lm_args", "reads_weights_after_step", "sliced_batches"]

@@ -250,7 +250,7 @@ def _replacements(loop: StockLoop) -> list[tuple[Any, str, Any]]:
         always += ((owner, "step", _stepping(loop, owner.step)) for owner in stepping)
     if flags.enable_optimizer_post_validation:
         always += _validating(loop)
-    if loop.options.weights_seed is not None:
+    if loop.options.seeds.weights is not None:
         always += named_weights.replacements()
     if loop.options.flags.limits_bytes:
         always.append((MegatronOptimizer, "__init__", _counting(loop, MegatronOptimizer.__init__)))

@@ -13,15 +13,7 @@ from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 
 __all__ = ["check_same_options"]
 
-_OWN = (
-    "schedule",
-    "microbatch_tokens",
-    "reorder_microbatches",
-    "cut",
-    "weights_seed",
-    "dropout_seed",
-    "checkpoints_by_parameter",
-)
+_OWN = ("schedule", "cut", "checkpoints_by_parameter")
 _OF_FLAGS = (
     *("timed_iterations", "zero_bubble_replan_interval", "zero_bubble_planning_seconds", "zero_bubble_p2p_max_ctas"),
     *("zero_bubble_torch_attention", "enable_optimizer_post_validation", "post_validation_patience"),
@@ -45,6 +37,10 @@ def check_same_options(options: RunOptions, spec: ScheduleSpec) -> None:
     """
     parts: tuple[tuple[Any, tuple[str, ...]], ...] = ((options, _OWN), (options.flags, _OF_FLAGS), (spec, _OF_SPEC))
     values = {name: Given(_text(getattr(part, name))) for part, names in parts for name in names}
+    values |= {f"{name} of Seeds": Given(str(seed)) for name, seed in vars(options.seeds).items()}
+    lengths = options.lengths
+    values["tokens of MicrobatchLengths"] = Given("none" if lengths is None else _text(lengths.tokens))
+    values["reorder of MicrobatchLengths"] = Given("none" if lengths is None else str(lengths.reorder))
     limit = options.flags.memory_limit
     if limit is not None and options.flags.limits_bytes:
         values["memory_limit"] = Given(f"{limit.total_bytes or 'auto'}")

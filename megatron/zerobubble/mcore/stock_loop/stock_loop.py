@@ -128,7 +128,7 @@ class StockLoop:
         """
         for name, value in options.items():
             setattr(config, name, value)
-        if self.options.weights_seed is not None:
+        if self.options.seeds.weights is not None:
             remember_from(config)
         if config.pipeline_model_parallel_size > 1:
             check_graph_options(config, self.options)
