@@ -135,7 +135,7 @@ docs: setup  ## build the documentation site with the playground into site/, wit
 	$(BIN)/python -m tools.docs.flags --check
 	$(BIN)/python -m tools.docs.tested --check
 	$(BIN)/python -m tools.docs.wrap --check
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	$(BIN)/python -m tools.docs.playground_app site/playground-app
 
 dist: setup  ## build the sdist and this Python's wheel into dist/

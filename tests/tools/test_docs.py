@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.docs import flags, tested, wrap
+from tools.docs import flags, hosted, npm, tested, wrap
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -88,3 +88,24 @@ def test_no_break_makes_something_else_of_a_word(piece: str) -> None:
         for line in wrap.wrapped("x" * length + f" {piece} end of it").split("\n"):
             assert not line.startswith(("-", "%", "1.", "#", "code", "text", "text]"))
             assert not line.endswith(("`some", "[the"))
+
+
+@pytest.mark.parametrize(
+    ("html", "loaded"),
+    [
+        ('<script src="https://x.org/shim"></script>', ["https://x.org/shim"]),
+        ("<link href='//x.org/a.css' rel=stylesheet>", ["//x.org/a.css"]),
+        ('<IMG alt="a" SRC=https://x.org/a.png>', ["https://x.org/a.png"]),
+        ('<a href="https://x.org">x</a> <link rel="canonical" href="https://x.org/y"><script src="a/iframe-worker.js">', []),
+    ],
+)
+def test_what_a_page_loads_from_elsewhere_is_found(html: str, loaded: list[str]) -> None:
+    assert hosted.from_elsewhere(html) == loaded
+
+
+def test_another_package_than_the_tested_one_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "a-1.0.tgz"
+    file.write_bytes(b"")
+    with pytest.raises(SystemExit, match=r"a@1\.0 from the npm registry is not the package that was tested"):
+        npm.package("a@1.0", "AAAA", tmp_path)
+    assert not file.exists()

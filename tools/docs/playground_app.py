@@ -17,12 +17,12 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from base64 import b64encode
 from pathlib import Path
 
 from megatron.zerobubble.playground.choices import choices
+from tools.docs.npm import member, package
 
-PYODIDE = "314.0.7"
+PYODIDE = "pyodide@314.0.7"
 _INTEGRITY = "0YvXxEhfEdpLfb/XkM2BFAeMROq0iMUX2bzzH9pOttyMcWkwq+HbE5uyuGD82LN7y2q+SNvi/6V5JEsOlD2R1A=="
 """The SHA-512 of its package in the npm registry."""
 _PARTS = ("README.md", "pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip")
@@ -43,10 +43,10 @@ def build(folder: Path, downloads: Path) -> None:
     shutil.copytree(_PACKAGE / "playground/static", folder)
     vendored = folder / "vendor/pyodide"
     vendored.mkdir()
-    with tarfile.open(_package(downloads)) as package:
+    with tarfile.open(package(PYODIDE, _INTEGRITY, downloads)) as archive:
         for name in _PARTS:
-            (vendored / name).write_bytes(_member(package, name))
-        lock = json.loads(_member(package, "pyodide-lock.json"))
+            (vendored / name).write_bytes(member(archive, name))
+        lock = json.loads(member(archive, "pyodide-lock.json"))
     # Without its packages: none is loaded.
     (vendored / "pyodide-lock.json").write_text(json.dumps({"info": lock["info"], "packages": {}}))
     compile_core(folder / "core.wasm")
@@ -63,24 +63,6 @@ def compile_core(target: Path) -> None:
         source = str(_SEARCH / "core.cpp")
         subprocess.run([*zig, "c++", "-target", "wasm32-wasi", *_COMPILE, _ABORT, "-c", source, "-o", part], check=True)
         subprocess.run([*zig, "wasm-ld", *_LINK, part, "-o", str(target)], check=True)
-
-
-def _package(downloads: Path) -> Path:
-    """Pyodide's package, from the npm registry unless it is there. Raises SystemExit if it is another one than expected."""
-    path = downloads / f"pyodide-{PYODIDE}.tgz"
-    if not path.exists():
-        downloads.mkdir(parents=True, exist_ok=True)
-        subprocess.run(["npm", "pack", f"pyodide@{PYODIDE}", "--silent"], cwd=downloads, check=True, stdout=subprocess.DEVNULL)
-    if b64encode(hashlib.sha512(path.read_bytes()).digest()).decode() != _INTEGRITY:
-        path.unlink()
-        raise SystemExit(f"pyodide {PYODIDE} from the npm registry is not the package that was tested: its SHA-512 differs")
-    return path
-
-
-def _member(package: tarfile.TarFile, name: str) -> bytes:
-    file = package.extractfile(f"package/{name}")
-    assert file is not None
-    return file.read()
 
 
 def _take_snapshot(vendored: Path) -> None:
