@@ -79,6 +79,19 @@ def test_microbatch_numbers_are_wherever_they_fit(opened: Open) -> None:
         assert any(count % every for count in found)
 
 
+def test_zbv_at_8_by_24_has_its_numbers(opened: Open) -> None:
+    """Its boxes are narrower than two digits, which stand one below the other; beside 1F1B, too, on a screen of 1280 px."""
+    with opened("p=8&m=24&effort=drawn&s=1f1b&s=zbv") as page:
+        page.wait_for_selector("main[aria-busy=false]")
+        page.evaluate(COUNT)
+        page.set_viewport_size({"width": 1281, "height": 900})
+        page.wait_for_function("() => window.painted > 0")
+        digits = sum(len(str(microbatch)) for microbatch in range(24))
+        assert page.evaluate("window.painted") == 8 * (24 + 7 * digits), (
+            "1F1B's BW in one line; its F, and F, B and W of two chunks"
+        )
+
+
 @pytest.mark.parametrize("num_ranks", [8, 16, 32, 64])
 @pytest.mark.parametrize(("width", "height"), [(1440, 900), (390, 844)])
 @pytest.mark.sampled(0.25)

@@ -182,7 +182,10 @@ class Playground {
     byId("learn").href = firstStory(this.choices.models.shapes);
     window.addEventListener("hashchange", () => this.again());
     byId("link").addEventListener("click", () =>
-      copy(location.href).then(() => this.notify(`The link is copied. ${whereItOpens()}`, "good"), (error) => this.notify(error.message)),
+      copy(link(this.choices.published)).then(
+        () => this.notify(`The link is copied. ${whereItOpens(this.choices.published)}`, "good"),
+        (error) => this.notify(error.message),
+      ),
     );
     byId("more").addEventListener("click", () => this.more(byId("more").getAttribute("aria-expanded") === "false"));
     document.querySelector(".skip").addEventListener("click", (event) => {
@@ -478,10 +481,18 @@ class Playground {
   }
 }
 
-/** Who can open a link to this page. */
-function whereItOpens() {
-  const isOwn = /^(localhost|127\.|\[::1\])/.test(location.hostname) || location.protocol === "file:";
-  return isOwn ? "It opens on this machine while this playground runs; behind # it fits any other playground's address." : "It opens for everybody who reaches this site.";
+/** Whether only this machine can open the page. */
+const isOwn = () => /^(localhost$|127\.|\[::1\])/.test(location.hostname) || location.protocol === "file:";
+
+/** An address that restores what is chosen: this page's, or the published one's where this is for this machine only. */
+function link(published) {
+  return published && isOwn() ? new URL(location.hash, published).href : location.href;
+}
+
+/** Who can open it. */
+function whereItOpens(published) {
+  if (published && isOwn()) return `It opens for everybody, on ${published}`;
+  return isOwn() ? "It opens on this machine while this playground runs; behind # it fits any other playground's address." : "It opens for everybody who reaches this site.";
 }
 
 /** A plan's schedule as its paper calls it, with the number of virtual stages where that is a choice. */

@@ -4,6 +4,8 @@
 const DIGIT = 0.58; // width of a digit, as a share of the font size
 const PADDING = 2;
 const LEAST_FONT = 7;
+const NARROW_FONT = 6; // of digits that stand one below the other
+const GAP = 1; // between boxes
 const FADED = 50; // of 255
 const SLACK = 1e-6; // of a memory limit
 
@@ -50,8 +52,10 @@ export function paintPasses(context, drawing, view, ink, kinds, spanColors, isLi
   flush(context, pixels, view.left, ratio);
   context.textAlign = "center";
   context.textBaseline = "middle";
-  context.font = `${size}px ${view.family}`;
-  for (const { text, x, y, isLater } of numbers) {
+  let font = 0;
+  for (const { px, text, x, y, isLater } of numbers) {
+    if (px !== font) context.font = `${px}px ${view.family}`;
+    font = px;
     context.fillStyle = isLater ? "#ffffff" : "#15202b";
     context.fillText(text, x, y);
   }
@@ -88,14 +92,19 @@ function numberSize({ ranks, num_microbatches: count }, view) {
   return Math.max(LEAST_FONT, size);
 }
 
-/** The microbatch numbers where they fit, in the middle of what is in sight of their boxes. */
+/** The microbatch numbers where they fit, in the middle of what is in sight of their boxes; in narrow ones digit below digit. */
 function collect({ starts, ends, chunks, microbatches }, y, view, size, numbers) {
   for (let i = firstAbove(ends, view.from); i < starts.length && starts[i] <= view.to; i++) {
     const from = Math.max(view.left, view.x(starts[i]));
     const to = Math.min(view.left + view.width, view.x(ends[i]));
     const text = String(microbatches[i]);
-    if (to - from < DIGIT * size * text.length + PADDING) continue;
-    numbers.push({ text, x: (from + to) / 2, y, isLater: chunks[i] > 0 });
+    const entry = { px: size, text, x: (from + to) / 2, y, isLater: chunks[i] > 0 };
+    if (to - from >= DIGIT * size * text.length + PADDING) numbers.push(entry);
+    else if (view.rowHeight >= LEAST_FONT * text.length) {
+      const px = Math.min(LEAST_FONT, Math.floor((to - from - GAP) / DIGIT));
+      if (px < NARROW_FONT) continue;
+      [...text].forEach((digit, at) => numbers.push({ ...entry, px, text: digit, y: y + (at - (text.length - 1) / 2) * LEAST_FONT }));
+    }
   }
 }
 
