@@ -178,10 +178,10 @@ def _config(args: argparse.Namespace | ZeroBubbleConfig | None, **words: Any) ->
     short = {name: value for name, value in words.items() if value is not None}
     if args is not None and short:
         raise ConfigError(
-            f"install got flags and {', '.join(short)} by its own word: give one of them; the words for flags are schedule, "
-            "memory_limit, plan, optimizer_post_validation and the number of slices"
+            f"install got flags, and {', '.join(short)} beside them: give one of them (schedule, memory_limit, plan, "
+            "optimizer_post_validation and the number of slices are short for flags)"
         )
-    config = args if isinstance(args, ZeroBubbleConfig) else ZeroBubbleConfig(**short) if args is None else flags_of(args)
+    config = ZeroBubbleConfig(**short) if args is None else flags_of(args)
     if args is None and config.schedule == "stock" and "zero_bubble_schedule" not in short:
         raise ConfigError("install has no schedule to install: give schedule, plan, a ZeroBubbleConfig, or parsed flags")
     installed("megatron.zerobubble.install", "torch", "megatron.core", extra="train")
@@ -297,8 +297,10 @@ def _expect_install(args: argparse.Namespace) -> None:
     expect_install(check)
 
 
-def flags_of(args: argparse.Namespace) -> ZeroBubbleConfig:
-    """The zero-bubble flags that were parsed. Raises ConfigError."""
+def flags_of(args: argparse.Namespace | ZeroBubbleConfig) -> ZeroBubbleConfig:
+    """The zero-bubble flags that were parsed, or written in a program. Raises ConfigError."""
+    if isinstance(args, ZeroBubbleConfig):
+        return args
     if isinstance(args, str):
         raise ConfigError(f"install takes a schedule by keyword: install(schedule={quoted(args)})")
     fields = [field for field in dataclasses.fields(ZeroBubbleConfig) if hasattr(args, field.name)]

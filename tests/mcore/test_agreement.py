@@ -233,11 +233,7 @@ def _install(rank: int, of_all: dict[str, Any], of_last: dict[str, Any], version
     [
         ({"schedule": "zb-h1"}, {"schedule": "zb-h2"}, ("schedule", "zb-h1", "zb-h2")),
         ({"schedule": "zb"}, {"schedule": "zb", "memory_limit": 1.5}, ("memory_limit", "None", "1.5")),
-        (
-            with_flags(zero_bubble_max_pending_backward="3"),
-            with_flags(zero_bubble_max_pending_backward="4"),
-            ("max_pending_backward", "3", "4"),
-        ),
+        (*(with_flags(zero_bubble_max_pending_backward=k) for k in "34"), ("max_pending_backward", "3", "4")),
         ({"schedule": "zb-h1", "seeds": Seeds(weights=1)}, {"seeds": Seeds(weights=2)}, ("weights of Seeds", "1", "2")),
         (
             {"schedule": "zb-h1", "lengths": MicrobatchLengths(tokens_of)},

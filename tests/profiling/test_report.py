@@ -29,7 +29,7 @@ def test_a_run_as_planned_is_reported_as_such(name: str) -> None:
     for record, predicted in zip(seen.ranks, seen.predicted_ranks, strict=True):
         assert record.idle_ms == pytest.approx(predicted.idle_ms, abs=1e-9)
     assert [line.split()[0] for line in seen.lines()][:2] == ["bubble:", "span"]
-    assert f"{seen.bubble_rate:.1%} of iteration 7" in seen.lines()[0]
+    assert f"{seen.bubble_rate:.1%} of the span of iteration 7 (" in seen.lines()[0]
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zbv"])

@@ -111,7 +111,7 @@ def test_a_run_learns_and_logs(stock: Job) -> None:
         "iteration        6/       6 | consumed samples:           48",
         f"validation loss at iteration 6: {stock.metrics[6]['validation_loss']:.4f} (ppl ",
         "done: 6 iterations, schedule: megatron-core's own 1F1B schedule",
-        "of iteration 4 (",
+        "of the span of iteration 4 (",
     ):
         assert part in stock.said, stock.said
 
@@ -128,7 +128,7 @@ def test_the_baseline_is_traced_and_drawn(stock: Job) -> None:
     plan = Plan.from_json((folder / "plan-4.json").read_text())
     assert (plan.schedule, plan.num_ranks, plan.num_microbatches) == ("1f1b", 2, 4)
     (entry,) = json.loads((folder / "report.json").read_text())["iterations"]
-    assert f"bubble: {entry['measured']['bubble_rate']:.1%} of iteration 4 (" in stock.said
+    assert f"bubble: {entry['measured']['bubble_rate']:.1%} of the span of iteration 4 (" in stock.said
     assert all(rank["measured"]["optimizer_ms"] > 0.0 for rank in entry["ranks"])
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert sum(event.get("cat") in ("F", "BW") for event in events) == 2 * 2 * 4
@@ -172,7 +172,7 @@ def test_a_checkpoint_continues_with_another_schedule_and_optimizer_sharding(zb_
     assert json.loads((tmp_path / "trace" / "plan-5.json").read_text())["costs"] == seen["costs"]
     _check_layers(tmp_path / "trace", num_layers=6)
     measured = seen["measured"]
-    assert f"bubble: {measured['bubble_rate']:.1%} of iteration 5 ({measured['work_ms']:.0f} of " in continued.said
+    assert f"bubble: {measured['bubble_rate']:.1%} of the span of iteration 5 ({measured['work_ms']:.0f} of " in continued.said
     assert f"  span {measured['span_ms']:.1f} ms, predicted {seen['predicted']['span_ms']:.1f}; " in continued.said
     assert losses(continued) == curve(losses(zb_h1, first=4), LR)
     assert continued.metrics[6]["validation_loss"] == pytest.approx(zb_h1.metrics[6]["validation_loss"], rel=after_steps(3, LR))

@@ -100,11 +100,11 @@ def predict(blocks: Sequence[FirstBlock], outcomes: Mapping[str, Outcome], job: 
         outcome = outcomes[block.contender.text]
         if block.timeline is not None:
             found = report(block.timeline)
-            outcome.bubble, outcome.idle = found.bubble_rate, _idle(found, block.objective)
+            outcome.bubble, outcome.idle = block.objective.bubble_of(found), _idle(found, block.objective)
         simulation = None if job.has_unequal_lengths else _simulated(block, blocks, job)
         if simulation is None:
             continue
-        outcome.predicted_bubble = simulation.bubble_rate
+        outcome.predicted_bubble = block.objective.bubble_of(simulation)
         alike = [block] if simulation.costs.table.has_slices else blocks
         unit = max(each.result.measured.unit_bytes for each in alike if each.result.measured is not None)
         units = min(simulation.plan.num_ranks, simulation.plan.num_microbatches)

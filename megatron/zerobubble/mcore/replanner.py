@@ -323,9 +323,9 @@ class Replanner:
             time.perf_counter() - begin,
             costs.times_text,
             objective.of(before),
-            100 * before.bubble_rate,
+            100 * objective.bubble_of(before),
             objective.of(now),
-            100 * now.bubble_rate,
+            100 * objective.bubble_of(now),
             _mib(max(now.peak_memory) * min(spec.num_ranks, num_microbatches) * self._unit_bytes),
         )
         if self._on_plan is not None:

@@ -108,8 +108,8 @@ class PipelineReport:
         record = self.ranks[worst]
         costs = self.simulation.costs
         return [
-            f"bubble: {self.bubble_rate:.1%} of iteration {self.iteration} ({self.work_ms:.0f} of {self.span_ms:.0f} ms were "
-            f"passes on the bottleneck rank); the plan predicts {self.simulation.bubble_rate:.1%} for these pass times",
+            f"bubble: {self.bubble_rate:.1%} of the span of iteration {self.iteration} ({self.work_ms:.0f} of {self.span_ms:.0f} "
+            f"ms were passes on the bottleneck rank); the plan predicts {self.simulation.bubble_rate:.1%} for these pass times",
             f"  span {self.span_ms:.1f} ms, predicted {self.simulation.span_ms:.1f}; makespan (first to last pass of all ranks) "
             f"{self.makespan_ms:.1f} ms, predicted {self.simulation.makespan_ms:.1f}",
             f"  most idle is rank {worst}: warmup {record.idle_warmup_ms:.1f} + steady {record.idle_steady_ms:.1f} + cooldown "

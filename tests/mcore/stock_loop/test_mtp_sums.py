@@ -15,6 +15,7 @@ from tests.support.stock import example, train_mtp, with_flags
 
 SIZES = "--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 32 --train-iters 5"
 CHUNKS = "--virtual-pipeline-model-parallel-size 2"
+OPTIMISTIC = {"zero_bubble_v_schedule": True, "enable_optimizer_post_validation": True, "post_validation_patience": 0}
 
 
 class _Writer:
@@ -65,11 +66,7 @@ def _expected(ranks: RankPool, more: str, every: int) -> Any:
     [
         ("", {"schedule": "zbv"}, 1),
         ("", {"schedule": "v-half"}, 2),
-        (
-            "--clip-grad 0.05",
-            with_flags(zero_bubble_schedule="zbv", enable_optimizer_post_validation=True, post_validation_patience=0),
-            1,
-        ),
+        ("--clip-grad 0.05", with_flags(**OPTIMISTIC), 1),
         ("", {"schedule": "zb-h1"}, 1),
     ],
     ids=["zbv", "v-half-every-second", "zbv-optimistic", "zb-h1"],

@@ -120,13 +120,7 @@ def refused(
         (V, {"schedule": "zbv"}, None, _part_of_the_chunks, r"takes a model of 2 chunk\(s\)"),
         ("", {"schedule": "zb-h1"}, None, _stranger, "DistributedDataParallel did not wrap"),
         (V, {"schedule": "zbv"}, None, _without_a_core, "the compiled search core cannot be loaded"),
-        (
-            V,
-            with_flags(zero_bubble_schedule="zbv", zero_bubble_trace="/dev/null"),
-            None,
-            _nothing,
-            "--zero-bubble-trace /dev/null is a file",
-        ),
+        (V, with_flags(zero_bubble_v_schedule=True, zero_bubble_trace="/dev/null"), None, _nothing, "/dev/null is a file"),
     ],
     ids=[
         "split",

@@ -73,7 +73,7 @@ def test_a_line_at_the_first_iteration(four_ranks: RankPool) -> None:
     """From rank 0 only, though there are two pipelines, and only once."""
     (text, name, before, status), *others = four_ranks.run(_seen, f"{ZBV} --num-microbatches 4 --train-iters 2")
     assert text == (
-        "zero bubble: zbv, p = 2, m = 4: predicted bubble 0.0% (1F1B: 20.0%) for F = B = W, 0.83 of 1F1B's iteration time and "
+        "zero bubble: zbv, p = 2, m = 4: predicted bubble 4.0% (1F1B: 20.0%) for F = B = W, 0.83 of 1F1B's iteration time and "
         "1.00 of its activation memory; ZERO_BUBBLE=0 in the environment or megatron.zerobubble.uninstall() turns it off\n"
     )
     assert "zbv" in name

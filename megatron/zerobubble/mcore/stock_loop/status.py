@@ -30,7 +30,7 @@ class Status:
     num_microbatches: int
     """Per iteration, m."""
     bubble_rate: float
-    """Predicted share of the span in which the slowest rank is idle, 0..1."""
+    """Predicted share of the iteration time, with the optimizer that runs, in which the slowest rank is idle, 0..1."""
     bubble_rate_1f1b: float
     """1F1B's."""
     relative_time: float
@@ -80,11 +80,11 @@ class Status:
             schedule=schedule,
             num_ranks=plan.num_ranks,
             num_microbatches=plan.num_microbatches,
-            bubble_rate=own.bubble_rate,
-            bubble_rate_1f1b=other.bubble_rate,
+            bubble_rate=objective.bubble_of(own),
+            bubble_rate_1f1b=objective.bubble_of(other),
             relative_time=_ratio(objective.of(own), objective.of(other)),
             relative_memory=_ratio(max(own.peak_memory), max(other.peak_memory)),
-            measured_bubble_rate=None if recorded is None else recorded.bubble_rate,
+            measured_bubble_rate=None if recorded is None else objective.bubble_of(recorded),
             iteration_ms=None if recorded is None else objective.of(recorded),
             predicted_ms=objective.of(own) if is_measured else None,
             **times,
