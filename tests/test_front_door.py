@@ -13,8 +13,9 @@ import pytest
 from megatron.core.pipeline_parallel import schedules
 
 import megatron.zerobubble
-from megatron.zerobubble import MicrobatchLengths, Seeds, Slices
+from megatron.zerobubble import MicrobatchLengths, Seeds, Slices, ZeroBubbleConfig
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.mcore.stock_loop import patches
 from megatron.zerobubble.plan.registry import ScheduleName, known_schedules
 
 _LOADED = """
@@ -108,6 +109,17 @@ def test_what_install_was_meant_to_get_is_said(args: list[Any], given: dict[str,
 def test_a_record_checks_its_fields(record: Callable[[], object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         record()
+
+
+def test_flags_go_with_what_a_command_line_cannot_say() -> None:
+    config = ZeroBubbleConfig(zero_bubble_schedule="zbv", zero_bubble_slices="2", zero_bubble_replan_interval=5000)
+    with megatron.zerobubble.install(config, slices=Slices(cut={"image": None}), seeds=Seeds(dropout=1)):
+        loop = patches._installed()
+        assert loop is not None
+        given = loop.options
+        assert (given.flags, given.cut, given.seeds, given.lengths) == (config, {"image": None}, Seeds(dropout=1), None)
+    with pytest.raises(ConfigError, match="install got flags, and zero_bubble_slices beside them: give one of them"):
+        megatron.zerobubble.install(config, slices=Slices(4))
 
 
 def test_the_handle_of_install_undoes_it() -> None:
