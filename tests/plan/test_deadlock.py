@@ -104,6 +104,7 @@ def test_any_valid_plan_ends_with_any_costs(placement: Placement, num_microbatch
     program = place_communication(plan, costs=random_costs(placement, seed))
     check(program)
     assert stuck_ranks(program) == (), plan
+    check(place_communication(plan, lookahead=seed % 4))
 
 
 @settings(max_examples=10)

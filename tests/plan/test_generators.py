@@ -229,9 +229,3 @@ def test_the_bound_is_reached_with_few_microbatches() -> None:
     plan = build_plan("zbv", num_ranks=8, num_microbatches=4)
     simulation = simulate(plan, CostModel.uniform(plan.placement))
     assert simulation.span_ms == 19.5 == pytest.approx(lower_bound(plan.placement, 4, simulation.costs, 1.0).span_ms)
-
-
-@pytest.mark.parametrize("p", [16, 32])
-def test_large_pipelines_have_no_bubble_either(p: int) -> None:
-    for name in ("zb-h2", "zbv"):
-        assert idle_of(build_plan(name, num_ranks=p, num_microbatches=2 * p)) == 0

@@ -363,11 +363,6 @@ def test_bad_options_are_refused_in_one_line(options: dict[str, Any], message: s
     assert "\n" not in str(caught.value)
 
 
-def test_num_chunks() -> None:
-    assert build_plan("zbv", num_ranks=2, num_microbatches=4, num_chunks=2).placement.num_chunks == 2
-    assert build_plan("interleaved-1f1b", num_ranks=2, num_microbatches=4, num_chunks=4).placement.num_chunks == 4
-
-
 @pytest.mark.parametrize(("text", "value"), [("1p", 8), ("2p", 16), ("2P", 16), (" 5 ", 5), ("1", 1)])
 def test_max_pending_backward(text: str, value: int) -> None:
     assert parse_max_pending_backward(text, 8) == value

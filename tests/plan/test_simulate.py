@@ -70,12 +70,6 @@ def test_uneven_stages_are_measured_against_the_slowest_rank() -> None:
     assert simulation.bubble_rate == pytest.approx((simulation.span_ms - 4 * 6) / simulation.span_ms)
 
 
-def test_free_work_has_no_bubble() -> None:
-    plan = build_plan("zb-h1", num_ranks=2, num_microbatches=2)
-    simulation = simulate(plan, CostModel.uniform(plan.placement, forward_ms=0, backward_ms=0, wgrad_ms=0))
-    assert (simulation.span_ms, simulation.bubble_rate) == (0, 0)
-
-
 def test_deadlock_is_found() -> None:
     plan = plan_of_text(
         "0F0 0B0 0W0 0F1 0B1 0W1\n1F0 1F1 1B0 1B1 1W0 1W1",

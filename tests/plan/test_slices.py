@@ -10,41 +10,18 @@ from dataclasses import replace
 import pytest
 
 from megatron.zerobubble.errors import ConfigError, PlanError
-from megatron.zerobubble.plan.communication import num_messages, place_communication
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.cost_table import CostTable
 from megatron.zerobubble.plan.costs.length_model import LengthModel, Terms, slices_of_sequence
 from megatron.zerobubble.plan.costs.lengths_and_links import LengthsAndLinks
 from megatron.zerobubble.plan.costs.slicing import costs_of_other_slices, slice_lengths, unlike_lengths
-from megatron.zerobubble.plan.deadlock import stuck_ranks
-from megatron.zerobubble.plan.ir import Op, OpKind, Passes, Placement, Plan
+from megatron.zerobubble.plan.ir import Op, Placement, Plan
 from megatron.zerobubble.plan.registry import build_plan, schedule_spec
 from megatron.zerobubble.plan.simulate import memory_after_ops, read_plan, simulate
 from megatron.zerobubble.plan.torch_csv import to_torch_csv
-from megatron.zerobubble.plan.transforms import first_microbatches, forward_only
 from megatron.zerobubble.plan.validate import live_microbatches, validate
 
-HAND_WRITTEN = ("1f1b", "zb-h1", "zb-h2", "zb", "zbv")
-
-
 # -- order --------------------------------------------------------------------------------------------------------------
-
-
-def test_the_nth_op_and_its_number_are_inverse() -> None:
-    passes = Passes((3,) * 4)
-    assert [str(passes.nth(3, OpKind.F, number)) for number in range(4)] == ["3F0", "3F0.1", "3F0.2", "3F1"]
-    assert [str(passes.nth(3, OpKind.B, number)) for number in range(4)] == ["3B0.2", "3B0.1", "3B0", "3B1.2"]
-    for kind, number in itertools.product(OpKind, range(12)):
-        assert passes.number(passes.nth(0, kind, number)) == number
-
-
-@pytest.mark.parametrize("name", HAND_WRITTEN)
-def test_hand_written_plans_of_slices_are_valid_and_free_of_deadlock(name: str) -> None:
-    for p, m, n in itertools.product((1, 2, 3, 4), (1, 2, 5), (1, 2, 3, 8)):
-        plan = build_plan(name, num_ranks=p, num_microbatches=m, num_slices=n)
-        assert not stuck_ranks(place_communication(plan))
-        assert not stuck_ranks(place_communication(forward_only(plan)))
-        assert num_messages(plan) == sum(step.send is not None for row in place_communication(plan).steps for step in row)
 
 
 def with_row(plan: Plan, rank: int, *ops: str) -> Plan:
@@ -111,12 +88,6 @@ def test_what_has_no_slices_is_refused() -> None:
         schedule_spec("1f1b", num_ranks=2, num_slices=0)
     with pytest.raises(ConfigError, match="at most 1,024 slices"):
         schedule_spec("1f1b", num_ranks=2, num_slices=2000)
-
-
-def test_the_first_microbatches_keep_all_their_slices() -> None:
-    plan = first_microbatches(build_plan("zb-h1", num_ranks=2, num_microbatches=3, num_slices=2), 2)
-    validate(plan)
-    assert {op.slice for row in plan.ops for op in row} == {0, 1}
 
 
 # -- times and memory ---------------------------------------------------------------------------------------------------

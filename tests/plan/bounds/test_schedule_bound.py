@@ -13,9 +13,9 @@ from megatron.zerobubble.plan.costs.cost_table import COST_LISTS, CostTable
 from megatron.zerobubble.plan.costs.links import Links
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.objective import Objective
-from megatron.zerobubble.plan.registry import build_plan, known_schedules, placement_of
+from megatron.zerobubble.plan.registry import build_plan, placement_of
 from megatron.zerobubble.plan.search.search import search
-from megatron.zerobubble.plan.search.search_options import SearchOptions, smallest_memory
+from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
 from tests.plan import optima
 from tests.plan.every_order import shortest, slices_of
@@ -50,19 +50,6 @@ def test_no_plan_is_below_the_bound(problem: tuple[Placement, int, CostModel, fl
         assert bound.makespan_gap(simulation.makespan_ms) >= -1e-6
 
 
-@pytest.mark.parametrize("name", [info.name for info in known_schedules()])
-def test_every_family_is_above_its_bound(name: str) -> None:
-    for p in (1, 2, 4, 6):
-        for m in (1, p, 3 * p):
-            plan = build_plan(name, num_ranks=p, num_microbatches=m)
-            costs = CostModel.uniform(plan.placement, comm_ms=0.1, activation_after_backward=0.4)
-            simulation = simulate(plan, costs)
-            bound = lower_bound(plan.placement, m, costs, max(simulation.peak_memory))
-            assert bound.span_ms <= simulation.span_ms + 1e-6
-            assert bound.makespan_ms <= simulation.makespan_ms + 1e-6
-            assert bound.bubble_rate <= simulation.bubble_rate + 1e-6
-
-
 def test_a_fused_backward_with_recomputation_is_above_its_bound() -> None:
     """A fused BW never holds what B would leave for W, which with recomputation is more than F leaves."""
     for name, p, m in (("1f1b", 1, 1), ("1f1b", 3, 5), ("interleaved-1f1b", 2, 4), ("1f1b-v", 2, 3)):
@@ -82,33 +69,6 @@ def test_a_fused_backward_without_activations_has_a_bound() -> None:
     assert max(simulation.peak_memory) == 0.0
     bound = lower_bound(plan.placement, 3, costs, 0.0)
     assert 0 < bound.span_ms <= simulation.span_ms
-
-
-@st.composite
-def uniform_problems(draw: st.DrawFn) -> tuple[Placement, int, CostModel, float]:
-    """Ranks whose passes are all alike, so that whole passes count, with and without recomputation."""
-    p = draw(st.integers(1, 5))
-    placement = draw(st.sampled_from([Placement.linear(p), Placement.v(p), Placement.loop(p, 2)]))
-    m = draw(st.integers(1, 3 * p))
-    costs = CostModel.uniform(
-        placement,
-        forward_ms=draw(st.sampled_from([0.5, 1.0, 2.0])),
-        backward_ms=draw(st.sampled_from([1.0, 1.1, 2.0])),
-        wgrad_ms=draw(st.sampled_from([0.0, 0.5, 1.0])),
-        comm_ms=draw(st.sampled_from([0.0, 0.1, 1.0])),
-        activation_after_backward=draw(st.sampled_from([0.0, 0.4, 1.0, 1.6])),
-    )
-    return placement, m, costs, smallest_memory(placement, m, costs) * draw(st.sampled_from([1.0, 1.0, 1.3, 1.7, 3.0]))
-
-
-@given(uniform_problems(), st.booleans())
-def test_no_plan_of_equal_passes_is_below_the_bound(problem: tuple[Placement, int, CostModel, float], at_peak: bool) -> None:
-    placement, m, costs, limit = problem
-    plan = search("any", placement, m, costs, SearchOptions(memory_limit=limit, budget=3e5))
-    simulation = simulate(plan, costs)
-    bound = lower_bound(placement, m, costs, max(simulation.peak_memory) if at_peak else limit)
-    assert bound.span_ms <= simulation.span_ms * (1 + 1e-6)
-    assert bound.makespan_ms <= simulation.makespan_ms * (1 + 1e-6)
 
 
 def test_no_optimum_is_below_the_bound() -> None:
