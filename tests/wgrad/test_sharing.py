@@ -73,14 +73,6 @@ def test_a_weight_used_twice_is_reported_once_when_half_of_it_ran_ahead() -> Non
     assert reported == [1]
 
 
-def test_operands_of_a_gemm_that_ran_ahead_are_freed() -> None:
-    store, splits = make()
-    put(store, splits, 0)
-    before = store.pending_bytes
-    store.run_ahead(6)
-    assert store.pending_bytes == before // 2
-
-
 def test_nothing_runs_ahead_where_it_must_not() -> None:
     store, splits = make()
     assert not store.run_ahead(6), "nothing waits"

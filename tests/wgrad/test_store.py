@@ -50,36 +50,6 @@ def put(store: WeightGradStore, key: tuple[int, int], *uses: tuple[SplitWeight, 
 # -- what is computed ---------------------------------------------------------------------------------------------------
 
 
-def test_w_adds_and_drops_the_operands_that_b_put(store: WeightGradStore) -> None:
-    split = weight()
-    expected = torch.zeros(2, 3)
-    for microbatch in range(3):
-        put(store, (0, microbatch), (split, *operands(microbatch, split)))
-        grad_output, input_ = operands(microbatch, split)
-        expected += grad_output.t() @ input_
-    assert not split.accumulator().any()
-    assert store.pending == {(0, 0, 0), (0, 1, 0), (0, 2, 0)}
-    for microbatch in range(3):
-        store.run(0, microbatch)
-    assert torch.equal(split.accumulator(), expected)
-    assert split.accumulator() is split.weight.main_grad
-    assert split.weight.grad is None
-    assert store.pending == frozenset()
-    store.check_empty()
-
-
-def test_chunks_are_kept_apart_and_w_runs_in_any_order(store: WeightGradStore) -> None:
-    first, second = weight("a"), weight("b")
-    for microbatch in range(2):
-        put(store, (0, microbatch), (first, *operands(microbatch, first)))
-        put(store, (1, microbatch), (second, *operands(10 + microbatch, second)))
-    store.run(1, 1)
-    grad_output, input_ = operands(11, second)
-    assert torch.equal(second.accumulator(), grad_output.t() @ input_)
-    assert not first.accumulator().any()
-    assert store.pending == {(0, 0, 0), (0, 1, 0), (1, 0, 0)}
-
-
 def test_fused_computes_in_b_and_leaves_nothing(store: WeightGradStore) -> None:
     split = weight()
     calls: list[bool] = []
@@ -94,18 +64,6 @@ def test_fused_computes_in_b_and_leaves_nothing(store: WeightGradStore) -> None:
     assert calls == [True]
     assert store.pending == frozenset()
     store.check_empty()
-
-
-def test_without_main_grad_the_gradient_is_where_torch_puts_it(store: WeightGradStore) -> None:
-    split = weight(main_grad=False)
-    for microbatch in range(2):
-        put(store, (0, microbatch), (split, *operands(microbatch, split)))
-    assert split.weight.grad is None
-    for microbatch in range(2):
-        store.run(0, microbatch)
-    expected = sum(d.t() @ x for d, x in (operands(microbatch, split) for microbatch in range(2)))
-    assert torch.equal(split.weight.grad, expected)
-    assert split.accumulator() is split.weight.grad
 
 
 def test_w_is_outside_of_autograd(store: WeightGradStore) -> None:
