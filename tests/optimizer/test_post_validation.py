@@ -19,7 +19,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron.zerobubble.optimizer.post_validation import GradientStatistics, PostValidation, Relay
 from megatron.zerobubble.plan.communication import place_communication, speculative_forwards
@@ -273,60 +272,22 @@ def train(rank: int, name: str, p: int, seed: int, optimistic: bool, hazard: Haz
     return optimizer.weight, redone, norms
 
 
-@pytest.mark.parametrize("p", [2, 4])
+MANY = (pytest.mark.slow, pytest.mark.timeout(1800))
+
+
+@pytest.mark.parametrize(("p", "num_seeds"), [(2, 6), (4, 4), pytest.param(2, 300, marks=MANY), pytest.param(4, 60, marks=MANY)])
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.sampled(0.3)
-def test_optimistic_steps_equal_synchronous_ones(name: str, p: int) -> None:
+def test_optimistic_steps_equal_synchronous_ones(name: str, p: int, num_seeds: int) -> None:
     redone = 0
-    for seed in range(6 if p == 2 else 3):
-        hazard = (Hazard.NONE, Hazard.SYNC_ALWAYS, Hazard.SYNC_ONCE)[seed // 3 if p == 2 else seed]
+    for seed in range(num_seeds):
+        hazard = list(Hazard)[seed % 4]
         synchronous = run_ranks(p, train, name, p, seed, False, Hazard.NONE, seed=seed)
         optimistic = run_ranks(p, train, name, p, seed, True, hazard, seed=seed, single_queue=seed % 2 == 1)
         assert [(weight, norms) for weight, _, norms in optimistic] == [(weight, norms) for weight, _, norms in synchronous]
         assert len({count for _, count, _ in optimistic}) == 1, "the outcomes differ between ranks"
         redone += optimistic[0][1]
     assert redone > 0, "no step was redone"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("p", "num_seeds"), [(2, 300), (4, 60)])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_random_delays(name: str, p: int, num_seeds: int) -> None:
-    for seed in range(num_seeds):
-        synchronous = run_ranks(p, train, name, p, seed, False, Hazard.NONE, seed=seed)
-        hazard = list(Hazard)[seed % 4]
-        optimistic = run_ranks(p, train, name, p, seed, True, hazard, seed=seed, single_queue=seed % 2 == 1)
-        assert [weight for weight, _, _ in optimistic] == [weight for weight, _, _ in synchronous]
-
-
-class _ForgetfulRelay(Relay):
-    """Frees what it sends before it has left."""
-
-    def _send(self, rank: int, stepped: tuple[int, ...], statistics: GradientStatistics) -> None:
-        super()._send(rank, stepped, statistics)
-        self._sends = [(work, torch.empty(0), peer) for work, _, peer in self._sends]
-
-
-class _HastyRelay(Relay):
-    """Reads statistics before they are here."""
-
-    def _receive(self, rank: int) -> tuple[tuple[int, ...], GradientStatistics]:
-        with mock.patch.object(dist, "recv", dist.irecv):
-            return super()._receive(rank)
-
-
-@pytest.mark.parametrize("relay", [_ForgetfulRelay, _HastyRelay])
-def test_a_relay_that_breaks_a_rule_is_noticed(relay: type[Relay]) -> None:
-    found: list[Any] = []
-    for seed in range(3):
-        with mock.patch(f"{__name__}.Relay", relay):
-            try:
-                run_ranks(2, train, "zb-h1", 2, seed, True, Hazard.NONE, seed=seed)
-            # memory that is not written yet may hold any number, also one without a square root
-            except (FakeNcclError, AssertionError, ArithmeticError, ValueError) as error:
-                found.append(error)
-    assert len(found) == 3, found
 
 
 def test_a_rank_that_does_not_give_up_the_discarded_messages() -> None:

@@ -8,13 +8,10 @@ import time
 import pytest
 import torch
 
-from megatron.zerobubble.plan.communication import Message, Payload, place_communication
+from megatron.zerobubble.plan.communication import Message, Payload
 from megatron.zerobubble.plan.ir import Op
-from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.timeline import Activity
 from megatron.zerobubble.profiling.recorder import OpRecorder
-from megatron.zerobubble.runtime.executor import Executor
-from tests.runtime.support import LabelWork, NoLinks
 
 OPS = [Op.parse(text) for text in ("0F0", "0F1", "0B0", "0W0", "0B1", "0W1")]
 
@@ -63,16 +60,6 @@ def test_an_op_that_raised_is_not_recorded() -> None:
     recorder.end(OPS[1])
     (row,) = recorder.timed_ops()
     assert row.op == OPS[1]
-
-
-def test_the_executor_records_every_op_of_its_rank() -> None:
-    program = place_communication(build_plan("zbv", num_ranks=1, num_microbatches=4))
-    recorder = OpRecorder(torch.device("cpu"))
-    recorder.clear()
-    Executor(program, 0, NoLinks(), LabelWork(program, max_sleep_s=1e-4), recorder).run()
-    timed = recorder.timed_ops()
-    assert [row.op for row in timed] == list(program.plan.ops[0])
-    assert all(earlier.end_ms <= later.start_ms for earlier, later in itertools.pairwise(timed))
 
 
 MESSAGE = Message(Payload.ACTIVATION, 1, 0, 0, 1)

@@ -90,25 +90,17 @@ def outcomes(program: Program, setup: Setup, seeds: range, **options: Any) -> Co
     return found
 
 
-@pytest.mark.parametrize(("p", "num_seeds"), [(2, 20), (4, 5)])
+MANY = (pytest.mark.slow, pytest.mark.timeout(1800))
+
+
+@pytest.mark.parametrize(
+    ("p", "num_seeds"), [(2, 20), (4, 5), pytest.param(2, 1000, marks=MANY), pytest.param(4, 200, marks=MANY)]
+)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_ends_under_random_delays_and_synchronizations(name: str, p: int, num_seeds: int) -> None:
     program = program_of(name, p)
     reused = sum(run_seed(program, seed) for seed in range(num_seeds))
     assert reused > 100, "no memory was handed out again: the test says nothing about reuse"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("p", "num_seeds"), [(2, 1000), (4, 200)])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_thousand_random_delays(name: str, p: int, num_seeds: int, capsys: pytest.CaptureFixture[str]) -> None:
-    program = program_of(name, p)
-    for seed in range(num_seeds):
-        run_seed(program, seed)
-        if (seed + 1) % 200 == 0:
-            with capsys.disabled():
-                print(f"\n{name}, {p} ranks: {seed + 1} of {num_seeds} random delays", end="", flush=True)  # noqa: T201
 
 
 @pytest.mark.parametrize("name", FAMILIES)
