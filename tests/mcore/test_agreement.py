@@ -23,6 +23,7 @@ from megatron.zerobubble.mcore.stock_loop import same_options
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
+from tests.support.comparisons import error_of
 from tests.support.gpt import Case, Trainer
 from tests.support.plans import reordered
 from tests.support.ranks import RankPool
@@ -183,19 +184,15 @@ def _replan(rank: int) -> str:
     from_json = Plan.from_json
     with mock.patch.object(Plan, "from_json", (lambda text: reordered(from_json(text))) if rank == 3 else from_json):
         replanner.after(1, 6)
-    try:
-        trainer.forward_backward(1)
-    except ConfigError as error:
-        return str(error)
-    finally:
-        trainer.close()
-    return ""
+    return error_of(trainer, 1)
 
 
 def test_a_replanned_plan_that_a_rank_reads_differently_is_refused(four_ranks: RankPool) -> None:
     found = four_ranks.run(_replan)
     assert len(set(found)) == 1
-    assert re.match(r"ranks were not given the same: the plan about to run is zb for 6 microbatches \(", found[0]), found
+    assert re.match(r"ConfigError: ranks were not given the same: the plan about to run is zb for 6 microbatches \(", found[0]), (
+        found
+    )
 
 
 def test_unequal_plans_that_differ_are_refused(four_ranks: RankPool) -> None:

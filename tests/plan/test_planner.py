@@ -35,6 +35,7 @@ from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.validate import validate
+from tests.plan.uneven_costs import uneven_costs
 
 BUDGET = 20_000.0
 Searched = list[tuple[str, float, float]]
@@ -220,19 +221,7 @@ def requests(draw: st.DrawFn, most_ranks: int = 16) -> tuple[str, int, int, Plac
     p = draw(st.integers(1, most_ranks))
     m = draw(st.integers(1, 3 * p))
     placement = placement_of(name, num_ranks=p)
-    lists = [draw(st.lists(times, min_size=placement.num_stages, max_size=placement.num_stages)) for _ in range(4)]
-    share = draw(st.floats(0.0, 1.0))
-    costs = CostModel.of_lists(
-        {
-            "forward_ms": tuple(lists[0]),
-            "backward_ms": tuple(lists[1]),
-            "wgrad_ms": tuple(lists[2]),
-            "activation": tuple(lists[3]),
-            "activation_after_backward": tuple(share * whole for whole in lists[3]),
-        },
-        comm_ms=draw(st.floats(0.0, 3.0)),
-    )
-    return name, p, m, placement, costs
+    return name, p, m, placement, uneven_costs(draw, placement.num_stages, times)
 
 
 def sliced(num_slices: list[int], *, limit: float = 1.0, loss: float = 0.0, name: str = AUTO) -> Result:

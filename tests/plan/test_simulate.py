@@ -12,6 +12,7 @@ from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.registry import build_plan, known_schedules
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.transforms import forward_only
+from tests.plan.uneven_costs import uneven_costs
 from tests.support.plans import plan_of_text
 
 # Profiled times of arXiv 2401.10241, Table 9: p, m, F, B, W, link (ms), share of activations kept until W; then the
@@ -93,19 +94,7 @@ def cases(draw: st.DrawFn) -> tuple[Plan, CostModel]:
     name = draw(st.sampled_from([info.name for info in known_schedules()]))
     plan = build_plan(name, num_ranks=draw(st.integers(1, 4)), num_microbatches=draw(st.integers(1, 7)))
     times = st.floats(0.01, 10, allow_nan=False)
-    lists = [tuple(draw(times) for _ in range(plan.num_stages)) for _ in range(4)]
-    shares = tuple(draw(st.floats(0, 3)) for _ in range(plan.num_stages))
-    costs = CostModel.of_lists(
-        {
-            "forward_ms": lists[0],
-            "backward_ms": lists[1],
-            "wgrad_ms": lists[2],
-            "activation": lists[3],
-            "activation_after_backward": tuple(a * share for a, share in zip(lists[3], shares, strict=True)),
-        },
-        comm_ms=draw(st.floats(0, 3)),
-    )
-    return plan, costs
+    return plan, uneven_costs(draw, plan.num_stages, times, shares=3.0)
 
 
 @given(cases(), st.floats(0, 5))

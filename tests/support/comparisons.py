@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.errors import ConfigError, ZeroBubbleError
 from megatron.zerobubble.plan.ir import Op
 from megatron.zerobubble.plan.timeline import Timeline
 from tests.support.after_each_op import after_each_op
@@ -113,6 +113,17 @@ def grown_by_op(rank: int, case: Case) -> list[tuple[str, set[str]]]:
     weights.clear()
     trainer.close()
     return grown
+
+
+def error_of(trainer: Any, step: int = 0) -> str:
+    """Kind and text of the error of this rank in a step, after which the trainer is closed; nothing if there is none."""
+    try:
+        trainer.forward_backward(step)
+    except ZeroBubbleError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        trainer.close()
+    return ""
 
 
 def assert_near(differences: Sequence[Difference], case: Case, tolerance: float = 0.0) -> None:

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.zerobubble.errors import ZeroBubbleError
 from megatron.zerobubble.mcore.microbatches.iteration_plans import UnequalOptions
 from megatron.zerobubble.mcore.replanner import Replanner, Window
 from megatron.zerobubble.plan.search.search_options import SearchOptions
+from tests.support.comparisons import error_of
 from tests.support.gpt import MICRO_BATCH, SEQUENCE, VOCABULARY, Case, Outcome, Tensors, Trainer
 from tests.support.moe import MoeCase, MoeTrainer
 from tests.support.plans import reordered
@@ -205,7 +205,7 @@ def plan_differently(rank: int, case: UnequalCase) -> str:
     if rank == 3:
         place = unequal._place
         unequal._place = lambda plan, costs: place(reordered(plan), costs)
-    return _refused(trainer)
+    return error_of(trainer)
 
 
 def read_too_little(rank: int, case: UnequalCase) -> str:
@@ -213,7 +213,7 @@ def read_too_little(rank: int, case: UnequalCase) -> str:
     trainer = case.trainer()
     batches = trainer.batches
     trainer.batches = lambda step: islice(batches(step), 2) if rank == 0 else None  # type: ignore[method-assign,assignment,return-value]
-    return _refused(trainer)
+    return error_of(trainer)
 
 
 def read_different_data_per_chunk(rank: int, case: UnequalCase) -> str:
@@ -221,14 +221,4 @@ def read_different_data_per_chunk(rank: int, case: UnequalCase) -> str:
     trainer = case.trainer()
     batches, steps = trainer.batches, count()
     trainer.batches = lambda step: batches(next(steps))  # type: ignore[method-assign]
-    return _refused(trainer)
-
-
-def _refused(trainer: UnequalTrainer) -> str:
-    try:
-        trainer.forward_backward(0)
-    except ZeroBubbleError as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        trainer.close()
-    return ""
+    return error_of(trainer)

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.zerobubble.errors import ConfigError
-from tests.support.comparisons import compare
+from tests.support.comparisons import compare, error_of
 from tests.support.ranks import RankPool
 from tests.support.sliced import SlicedCase, SlicedMlaCase, SlicedMoeCase, SlicedMtpCase, SlicedUnequalCase
 from tests.support.tolerances import OTHER_ORDER, after_steps
@@ -140,15 +139,7 @@ def test_slices_in_half_precision(four_ranks: RankPool, case: Any) -> None:
 
 
 def refused(rank: int, case: Any) -> str:
-    """The error of this rank."""
-    trainer = case.trainer()
-    try:
-        trainer.forward_backward(0)
-    except ConfigError as error:
-        return str(error)
-    finally:
-        trainer.close()
-    return ""
+    return error_of(case.trainer())
 
 
 @pytest.mark.parametrize("own_attention", [False, True])

@@ -14,6 +14,7 @@ from megatron.zerobubble.mcore.slices.batches import cut_batch
 from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
 from megatron.zerobubble.plan.costs.length_model import Terms
 from megatron.zerobubble.plan.costs.slicing import TILE, CutRule
+from tests.support.comparisons import error_of
 from tests.support.ranks import RankPool
 from tests.support.sliced import SlicedUnequalCase
 from tests.support.stock import tokens_of, train_unequal
@@ -66,13 +67,7 @@ def pack(rank: int, case: SlicedUnequalCase) -> str:
     trainer: Any = case.trainer()
     unequal = trainer.schedule.unequal
     unequal._options = replace(unequal._options, tokens_of=lambda item: (item["tokens"].size(1), 1.0))
-    try:
-        trainer.forward_backward(0)
-    except ConfigError as error:
-        return str(error)
-    finally:
-        trainer.close()
-    return ""
+    return error_of(trainer)
 
 
 def test_packed_sequences_are_refused_on_all_ranks(four_ranks: RankPool) -> None:

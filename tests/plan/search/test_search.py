@@ -22,6 +22,7 @@ from megatron.zerobubble.plan.search.search import search
 from megatron.zerobubble.plan.search.search_options import SearchOptions, smallest_memory
 from megatron.zerobubble.plan.simulate import peak_memory, simulate
 from megatron.zerobubble.plan.validate import validate
+from tests.plan.uneven_costs import uneven_costs
 
 SEARCHED = ["zb", "zbv", "v-half", "v-min", "1f1b-v", "zb-interleaved"]
 MEASURED = {
@@ -49,18 +50,7 @@ def problems(draw: st.DrawFn) -> tuple[Placement, int, CostModel, float]:
     v = draw(st.integers(1, 3))
     placement = draw(st.sampled_from([Placement.linear(p), Placement.v(p), Placement.loop(p, v)]))
     m = draw(st.integers(1, 3 * p))
-    lists = [draw(st.lists(times, min_size=placement.num_stages, max_size=placement.num_stages)) for _ in range(4)]
-    shares = draw(st.lists(st.floats(0.0, 1.0), min_size=placement.num_stages, max_size=placement.num_stages))
-    costs = CostModel.of_lists(
-        {
-            "forward_ms": tuple(lists[0]),
-            "backward_ms": tuple(lists[1]),
-            "wgrad_ms": tuple(lists[2]),
-            "activation": tuple(lists[3]),
-            "activation_after_backward": tuple(whole * share for whole, share in zip(lists[3], shares, strict=True)),
-        },
-        comm_ms=draw(times),
-    )
+    costs = uneven_costs(draw, placement.num_stages, times)
     num_slices = draw(st.sampled_from([1, 1, 2, 4]))
     if num_slices > 1:
         costs = of_unequal_slices(draw, costs, num_slices)
