@@ -112,19 +112,6 @@ def test_every_planning_command_has_examples_of_its_own(command: str, capsys: py
         build_parser().parse_args(words)
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--nproc-per-node"], "--nproc-per-node is ''; give the number of ranks on this machine"),
-        (["--nproc-per-node=0"], "--nproc-per-node is '0'; give the number of ranks on this machine"),
-        (["--nproc-per-node", "two", "--mock-data"], "--nproc-per-node is 'two'; give the number of ranks on this machine"),
-    ],
-)
-def test_train_refuses_a_wrong_number_of_ranks(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", *argv]) == 2
-    assert capsys.readouterr().err == f"zerobubble train: error: {message}\n"
-
-
 def test_train_checks_flags_before_it_starts_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     flags = [*TINY_MODEL, *TINY_BATCH, "--mock-data", "--train-iters", "1", "--pipeline-model-parallel-size", "3"]
     with pytest.raises(SystemExit) as caught:

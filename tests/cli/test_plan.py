@@ -47,11 +47,6 @@ def test_json_dash_prints_the_plan_and_nothing_else(capsys: pytest.CaptureFixtur
     assert captured.err == ""
 
 
-def test_max_pending_backward(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--schedule", "zb", "--num-ranks", "3", "--num-microbatches", "9", "--max-pending-backward", "2p"]) == 0
-    assert "bubble 0.00 %" in capsys.readouterr().out
-
-
 def test_as_a_command_with_a_pipe() -> None:
     command = [sys.executable, "-m", "megatron.zerobubble"]
     made = subprocess.run([*command, *ZBV, "--json", "-"], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -17,7 +17,6 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.zerobubble.cli import plan_layers as cli_layers
 from megatron.zerobubble.cli.main import main
 from megatron.zerobubble.cli.plan_layers import parse_bytes
-from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.partition.joint import plan_layout
 from megatron.zerobubble.plan.partition.layer_costs import FORMAT
@@ -259,9 +258,3 @@ def test_four_microbatches_per_rank_by_default(layers: str, capsys: pytest.Captu
 @pytest.mark.parametrize(("text", "value"), [("70GiB", 70 * 2**30), ("1.5 GB", 1.5e9), ("123", 123), ("2MiB", 2**21)])
 def test_sizes(text: str, value: float) -> None:
     assert parse_bytes(text) == value
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "0", "1e9", "70 GiB of it"])
-def test_a_size_that_is_no_number_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="give a size above 0"):
-        parse_bytes(text)

@@ -72,6 +72,8 @@ def script(tmp_path: Path) -> Path:
         ("--cpu SCRIPT --zero-bubble-schedule auto --zero-bubble-planning-seconds 0", "--zero-bubble-schedule auto needs"),
         ("--microbatch-tokens bshd --enable-zero-bubble SCRIPT", "argument --microbatch-tokens: invalid choice: 'bshd'"),
         ("--nproc-per-node two SCRIPT", "--nproc-per-node is 'two'; give the number of ranks on this machine"),
+        ("--nproc-per-node=0 SCRIPT", "--nproc-per-node is '0'; give the number of ranks on this machine"),
+        ("--nproc-per-node", "--nproc-per-node is ''; give the number of ranks on this machine"),
         ("--nproc-per-node 2 SCRIPT", "no schedule is chosen"),
     ],
 )

@@ -12,12 +12,9 @@ import pytest
 
 from megatron.zerobubble.errors import ConfigError, PlanError, UserError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.ir import Placement
-from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
-from megatron.zerobubble.plan.registry import build_plan, schedule_spec
+from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.render.chrome_trace import render_trace
-from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.simulate import TimedOp, simulate
 from megatron.zerobubble.plan.timeline import RankTimeline, Timeline
 from megatron.zerobubble.playground.deviations import compare
@@ -57,14 +54,6 @@ def test_measured_activations_travel_in_the_trace() -> None:
         about["activation"] = values
         with pytest.raises(UserError, match="activation"):
             read_trace(body)
-
-
-def test_an_exported_plan_is_read_back_from_its_trace() -> None:
-    plan = build_plan("v-half", num_ranks=3, num_microbatches=5)
-    simulation = simulate(plan, CostModel.uniform(plan.placement, comm_ms=0.1))
-    (timeline,) = read_trace(json.loads(render_trace([Timeline.planned(simulation)])))
-    assert timeline.plan.ops == plan.ops
-    assert timeline.plan.placement == plan.placement
 
 
 def test_a_report_gives_its_costs() -> None:
@@ -182,17 +171,3 @@ def test_another_order_and_another_run_are_named() -> None:
     fused = build_plan("1f1b-v", num_ranks=4, num_microbatches=6)
     with pytest.raises(PlanError, match="do not have the same passes"):
         compare(simulate(fused, CostModel.uniform(fused.placement)), run)
-
-
-def test_a_plan_for_unequal_microbatches_is_drawn_with_its_own_times() -> None:
-    """Version 2 of a plan file: costs per microbatch, and an assignment."""
-    spec = schedule_spec("zbv", num_ranks=2)
-    model = LengthModel.of(CostModel.uniform(spec.placement), tokens=100, squares=1e4)
-    costs = CostModel.of(model.costs([100, 300, 50, 150]))
-    plan = MicrobatchPlanner(spec, 4, options=SearchOptions(budget=1e4)).plan(costs)
-    simulation = simulate(plan, costs)
-    answer = open_file(plan.to_json(costs=costs.to_json()).encode())
-    assert answer["kind"] == "plan"
-    drawn = answer["drawings"][0]
-    assert drawn["metrics"]["makespan_ms"] == pytest.approx(simulation.makespan_ms)
-    assert drawn["num_microbatches"] == 4
