@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer import TransformerConfig
@@ -83,24 +85,41 @@ def test_causal_attention_is_megatron_cores(length: int, batch: int, groups: int
     _assert_equal(_results(ours, inputs, None), _results(own, inputs, None))
 
 
-@pytest.mark.parametrize("layer_number", [1, 3])
-@pytest.mark.parametrize("changes", [{"apply_query_key_layer_scaling": True}, {"softmax_scale": 0.3}], ids=str)
-def test_the_scale_of_the_scores(changes: dict[str, Any], layer_number: int) -> None:
-    ours, own = _pair(layer_number=layer_number, **changes)
-    if "softmax_scale" in changes:  # attention layers pass it on
-        ours.softmax_scale = own.softmax_scale = changes["softmax_scale"]
-    _assert_equal(_results(ours, _inputs(), None), _results(own, _inputs(), None))
+CAUSAL_TYPES = (CAUSAL, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
+NUMBERS = st.sampled_from([-1, 0, 1, 3, 11])
 
 
-@pytest.mark.parametrize("groups", [4, 2])
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("mask_type", [CAUSAL, ARBITRARY, AttnMaskType.padding], ids=lambda each: each.name)
-def test_a_mask_alone_decides(mask_type: AttnMaskType, batch: int, groups: int) -> None:
-    ours, own = _pair(mask_type, num_query_groups=groups)
-    mask = torch.rand(batch, 1, 12, 12, generator=torch.Generator().manual_seed(3)) < 0.4
-    mask[..., 0] = False  # every query sees a key
-    inputs = _inputs(groups=groups)
-    _assert_equal(_results(ours, inputs, mask), _results(own, inputs, mask))
+@pytest.mark.parametrize("has_mask", [False, True])
+@pytest.mark.parametrize("mask_type", AttnMaskType, ids=lambda each: each.name)
+@settings(deadline=None, derandomize=True, database=None, max_examples=15)
+@given(data=st.data())
+def test_keys_are_seen_as_by_megatron_cores_own_under_one_mask_of_all_that_hides_them(
+    mask_type: AttnMaskType, has_mask: bool, data: st.DataObject
+) -> None:
+    batch, groups, keys = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([4, 2, 1])), data.draw(st.integers(1, 14))
+    layer_number, scale = data.draw(st.integers(1, 3)), data.draw(st.sampled_from(["by size", "by layer", "given"]))
+    queries = data.draw(st.sampled_from([1, keys]) if mask_type in CAUSAL_TYPES[:2] else st.integers(1, keys))
+    changes = {"num_query_groups": groups, "apply_query_key_layer_scaling": scale == "by layer"}
+    window, freq = data.draw(st.none() | st.tuples(NUMBERS, NUMBERS)), data.draw(st.sampled_from([None, 2, 3]))
+    at_call = {"attn_mask_type": mask_type} if data.draw(st.booleans()) else {}
+    made_for = AttnMaskType.no_mask if at_call else mask_type
+    ours, _ = _pair(made_for, layer_number, window_size=window, window_attn_skip_freq=freq, **changes)
+    _, own = _pair(ARBITRARY, layer_number, **changes)
+    if scale == "given":  # attention layers pass it on
+        ours.softmax_scale = own.softmax_scale = 0.3
+    ones = torch.ones(queries, keys, dtype=torch.bool)
+    own_key = ones.triu(keys - queries) & ones.tril(keys - queries)
+    mask = (torch.rand(batch, 1, queries, keys, generator=torch.Generator().manual_seed(3)) < 0.4) & ~own_key
+    before, after = window if window is not None and (freq is None or layer_number % freq) else (-1, -1)
+    if mask_type in CAUSAL_TYPES and (mask_type is not CAUSAL or not has_mask or (before, after) != (-1, -1)):
+        after = 0
+    hidden = mask if has_mask else torch.zeros_like(mask)
+    if queries > 1:  # a single one sees all keys
+        hidden = hidden | (ones.tril(keys - queries - before - 1) if before >= 0 else ~ones)
+        hidden = hidden | (ones.triu(keys - queries + after + 1) if after >= 0 else ~ones)
+    inputs = _inputs(length=keys, batch=batch, groups=groups)
+    inputs[0] = inputs[0][keys - queries :].detach().requires_grad_()
+    _assert_equal(_results(ours, inputs, mask if has_mask else None, **at_call), _results(own, inputs, hidden))
 
 
 def test_the_numbers_of_a_mask_follow_the_mask() -> None:
@@ -126,54 +145,10 @@ def test_a_query_that_sees_no_key_gets_zeros() -> None:
     assert all(each.isfinite().all() for each in gradients)
 
 
-@pytest.mark.parametrize("mask_type", [AttnMaskType.no_mask, AttnMaskType.padding, ARBITRARY], ids=lambda each: each.name)
-def test_without_a_mask_all_keys_are_seen(mask_type: AttnMaskType) -> None:
-    ours, own = _pair(mask_type)
-    _assert_equal(_results(ours, _inputs(), None), _results(own, _inputs(), None))
-    causal, _ = _pair()
-    _assert_equal(_results(causal, _inputs(), None, attn_mask_type=mask_type), _results(own, _inputs(), None))
-
-
-def test_a_padding_mask_on_top_of_the_causal_one() -> None:
-    ours, own = _pair(AttnMaskType.padding_causal)
-    padding = torch.zeros(2, 1, 12, 12, dtype=torch.bool)
-    padding[1, ..., 7:] = True
-    both = padding | torch.ones(12, 12).triu(1).bool()
-    _assert_equal(_results(ours, _inputs(), padding), _results(own, _inputs(), both))
-
-
-def test_more_keys_than_queries() -> None:
-    ours, own = _pair(AttnMaskType.causal_bottom_right)
-    inputs = _inputs()
-    few = [inputs[0][-5:].detach().requires_grad_(), *inputs[1:]]
-    mask = torch.ones(1, 1, 5, 12).triu(12 - 5 + 1).bool()
-    _assert_equal(_results(ours, few, None), _results(own, few, mask))
+def test_a_causal_mask_of_more_keys_than_queries_is_refused() -> None:
+    query, *others = _inputs()
     with pytest.raises(ConfigError, match="as many keys as queries, not 12 and 5"):
-        _pair()[0](*few, None)
-
-
-@pytest.mark.parametrize("window", [(3, 0), (0, 0), (11, 0)])
-def test_a_window_of_keys(window: tuple[int, int]) -> None:
-    ours, own = _pair(window_size=window)
-    _assert_equal(_results(ours, _inputs(), None), _results(own, _inputs(), None))
-
-
-def test_a_window_in_some_layers_and_beside_a_mask() -> None:
-    changes = {"window_size": (3, 0), "window_attn_skip_freq": 2}
-    ours, _ = _pair(layer_number=2, **changes)
-    _, own = _pair()
-    _assert_equal(_results(ours, _inputs(), None), _results(own, _inputs(), None))
-    ours, _ = _pair(layer_number=1, **changes)
-    _, own = _pair(ARBITRARY)
-    mask = torch.zeros(2, 1, 12, 12, dtype=torch.bool)
-    mask[0, ..., 4] = True
-    mask[:, :, 4, 4] = False
-    ones = torch.ones(12, 12)
-    both = mask | ones.triu(1).bool() | ones.tril(-4).bool()
-    mask[:, :, 4, 4] = both[:, :, 4, 4] = False
-    _assert_equal(_results(ours, _inputs(), mask), _results(own, _inputs(), both))
-    unbounded, _ = _pair(window_size=(-1, 5))
-    _assert_equal(_results(unbounded, _inputs(), None), _results(_pair()[1], _inputs(), None))
+        _pair()[0](query[-5:], *others, None)
 
 
 @pytest.mark.parametrize("value_size", [5, 13])
