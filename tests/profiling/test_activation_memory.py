@@ -72,7 +72,8 @@ def _measure(rank: int, case: Case) -> dict[str, Any]:
 
 @pytest.mark.claims(
     "Planning and measuring",
-    "activation memory measured under one plan predicts the peak of others within 5 %, also with full and block recomputation",
+    "activation memory measured under one plan predicts the peak of others within 5 %, also with full and block recomputation "
+    "and megatron-core's own attention",
     "works",
 )
 @pytest.mark.claims(
@@ -87,6 +88,7 @@ def _measure(rank: int, case: Case) -> dict[str, Any]:
         LINEAR,
         V,
         replace(LINEAR, recompute="full"),
+        replace(LINEAR, own_attention=True),
         LATENT,
         pytest.param(replace(LATENT, recompute="mla_up_proj"), marks=pytest.mark.slow),
         pytest.param(replace(V, recompute="full"), marks=pytest.mark.slow),

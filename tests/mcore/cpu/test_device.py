@@ -93,19 +93,6 @@ def test_a_missing_function_raises_before_anything_changes(monkeypatch: pytest.M
 
 
 @pytest.mark.smoke
-def test_cuda_functions_run_on_the_cpu() -> None:
-    with HostDevice() as host:
-        assert torch.cuda.current_device() == host.device == torch.device("cpu")
-        torch.cuda.synchronize()
-        torch.cuda.manual_seed(7)
-        state = torch.cuda.get_rng_state()
-        drawn = torch.rand(3)
-        torch.cuda.set_rng_state(state)
-        assert torch.equal(torch.rand(3), drawn)
-        assert torch.empty(2, device=torch.cuda.current_device()).device.type == "cpu"
-
-
-@pytest.mark.smoke
 def test_megatron_cores_tracker_forks_the_cpu_generator(caplog: pytest.LogCaptureFixture) -> None:
     with HostDevice(), caplog.at_level(logging.WARNING):
         tracker = mcore_random.CudaRNGStatesTracker()
@@ -136,16 +123,6 @@ def test_the_mode_redirects_to_the_cpu() -> None:
             assert made.type(torch.float64).dtype == torch.float64
             assert torch.nn.Linear(2, 2).cuda().weight.device.type == "cpu"
         assert made.type() == "torch.FloatTensor", "outside of the mode nothing is different"
-
-
-@pytest.mark.smoke
-def test_the_replaced_torch_module_serves_the_passes() -> None:
-    with HostDevice():
-        assert schedules.torch.zeros([], dtype=torch.int, device="cuda").device.type == "cpu"
-        assert schedules.torch.distributed is torch.distributed
-        assert schedules.torch.zeros(2, 3).shape == (2, 3)
-        mask = transformer_utils.get_default_causal_mask(3)
-        assert mask.tolist() == [[False, True, True], [False, False, True], [False, False, False]]
 
 
 @pytest.mark.smoke
