@@ -153,3 +153,16 @@ def test_reductions_are_simulated_and_emulated_for_every_schedule(capsys: pytest
     exposed = {row[0]: float(row[1]) for row in rows}
     assert all(exposed[f"{name}, tail"] < exposed[f"{name}, last op"] for name in reductions.SCHEDULES)
     assert all(float(row[3]) > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_iterations_with_replicas_are_predicted_from_recorded_ones(tmp_path: Path) -> None:
+    small = ["--num-microbatches", "4", "--unit-ms", "3", "--recorded", "2", "--rounds", "2", "--bucket-mb", "0.1"]
+    target = tmp_path / "step.json"
+    assert reductions.main(["--num-ranks", "2", "--replicas", "2", *small, "--json", str(target)]) == 0
+    rows = json.loads(target.read_text())["schedules"]
+    assert [row["schedule"] for row in rows] == ["1f1b", *reductions.SCHEDULES]
+    for row in rows:
+        assert min(*row["reduce_ms"], *row["optimizer_ms"]) > 0
+        assert row["predicted_ms"] >= row["passes_ms"] + min(row["optimizer_ms"]) - 1e-6
+        assert row["measured_ms"] > 3 * 4 * 3, "the passes take their time"

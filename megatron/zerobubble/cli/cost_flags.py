@@ -21,6 +21,7 @@ from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.lengths_and_links import LengthsAndLinks, with_sizes
 from megatron.zerobubble.plan.costs.links import Links
 from megatron.zerobubble.plan.costs.slicing import NUMBERS_OF_SLICES, costs_of_other_slices
+from megatron.zerobubble.plan.costs.step_costs import STEP_TIMES
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.plan_request import SCALARS, PlanRequest
@@ -54,6 +55,17 @@ def add_slice_flags(command: argparse.ArgumentParser) -> None:
         help="what each F, B and W takes besides the work of its tokens, in ms, which every slice takes again (default "
         "%(default)s)",
     )
+
+
+def add_step_flags(command: argparse.ArgumentParser) -> None:
+    """Add the flags for what surrounds the passes to a planning command."""
+    for name, meaning in (
+        ("reduce", "reduction of a rank's gradients over replicas, beside its last Ws"),
+        ("gather", "gathering of a rank's parameters over replicas, before and beside the first F of each stage"),
+        ("optimizer", "optimizer step of a rank"),
+        ("snapshot", "snapshot before an optimistic step, with post-validation"),
+    ):
+        command.add_argument(f"--{name}-ms", type=float, default=0.0, help=f"{meaning}, in ms (default %(default)s)")
 
 
 def add_unequal_flags(command: argparse.ArgumentParser) -> None:
@@ -154,6 +166,7 @@ def read_request(args: argparse.Namespace, *, more_slices: tuple[int, ...] = ())
         seed=args.seed,
         workers=workers_of(args),
         times={name: getattr(args, name) for name in SCALARS},
+        step={name: getattr(args, name) for name in STEP_TIMES},
         stages=of_file,
         lengths=lengths,
         file=args.costs,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron.zerobubble.cli.cost_flags import FlagsRequest, add_slice_flags, add_unequal_flags, read_request
+from megatron.zerobubble.cli.cost_flags import FlagsRequest, add_slice_flags, add_step_flags, add_unequal_flags, read_request
 from megatron.zerobubble.cli.layout_of_run import add_layout_flags, run_layout
 from megatron.zerobubble.cli.output_files import columns, has_colors, write_text
 from megatron.zerobubble.cli.parser import add_search_flags
@@ -153,6 +153,7 @@ def _add_problem(command: argparse.ArgumentParser) -> None:
         help="JSON with per-stage lists instead of these scalars, as in a plan file, or a run's report.json; with "
         "--microbatch-tokens its costs by length count, if it has them",
     )
+    add_step_flags(command)
     add_unequal_flags(command)
     add_slice_flags(command)
     command.add_argument(
@@ -312,7 +313,11 @@ def run_compare(args: argparse.Namespace) -> None:
     if args.json is not None:
         write_text(args.json, json.dumps(rows))
     if args.json != "-":
-        print(f"iteration time {objective.label}; memory per rank, 1.0 is 1F1B's rank 0; messages of all ranks per iteration")
+        around = ", with reductions over replicas, gathering and optimizer step" if request.has_step else ""
+        print(
+            f"iteration time {objective.label}{around}; memory per rank, 1.0 is 1F1B's rank 0; messages of all ranks per "
+            "iteration"
+        )
         print(f"{'schedule':24} {'ms':>12} {'speed-up':>9} {'bubble':>9} {'memory':>7} {'messages':>9}")
         print("\n".join(map(_compared, rows)))
         print("".join(f"{line}\n" for line in request.source), end="")

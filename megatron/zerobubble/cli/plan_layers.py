@@ -14,6 +14,7 @@ from megatron.zerobubble.files import read_given
 from megatron.zerobubble.flags.memory_limit import bytes_of
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.bounds.schedule_bound import TimeBound
+from megatron.zerobubble.plan.costs.step_costs import STEP_TIMES
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.partition.joint import LayoutResult, plan_layout
 from megatron.zerobubble.plan.partition.layer_costs import Model
@@ -47,6 +48,7 @@ _SCALARS: dict[str, float | str] = {
     "attention_share": 0.0,
     "bytes_per_token": 0.0,
     "slices": "1",
+    **dict.fromkeys(STEP_TIMES, 0.0),
 }
 
 

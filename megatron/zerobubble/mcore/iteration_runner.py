@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.zerobubble.mcore.ddp.tail import tail_of
 from megatron.zerobubble.mcore.ddp.wrap import start_first_gathers
 from megatron.zerobubble.mcore.model.dispatchers import token_dispatchers
 from megatron.zerobubble.mcore.model.rng import draws
@@ -31,6 +30,7 @@ from megatron.zerobubble.mcore.stage_work import ChunkWork, Iteration
 from megatron.zerobubble.plan.communication import Program
 from megatron.zerobubble.plan.ir import OpKind, Plan
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
+from megatron.zerobubble.plan.tail import tail_of
 from megatron.zerobubble.plan.timeline import Activity
 from megatron.zerobubble.profiling.activation_memory import MemoryMeter
 from megatron.zerobubble.profiling.profiler import Profiler
@@ -182,7 +182,7 @@ class IterationRunner:
         token_count = None if iteration.forward_only else hooks.token_count
         tail = None
         if self._spec.overlaps_reductions and not self._store.keeps_order:
-            tail = tail_of(program.plan.ops[self._rank], program.plan.placement.chunk_of)
+            tail = tail_of(program.plan.ops[self._rank])
         kind = ChunkWork if self.sliced is None else partial(SlicedWork, slices=self.sliced.current)
         return kind(
             self._chunks,

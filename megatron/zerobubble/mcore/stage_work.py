@@ -27,7 +27,6 @@ from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.flags.loop_options import Cut, CutDimensions
 from megatron.zerobubble.mcore.compat import backward_step
 from megatron.zerobubble.mcore.ddp.final_gradients import FinalGradients
-from megatron.zerobubble.mcore.ddp.tail import Tail
 from megatron.zerobubble.mcore.model.aux_loss_scale import set_auxiliary_scales
 from megatron.zerobubble.mcore.model.dispatchers import drop_graphs
 from megatron.zerobubble.mcore.model.layer_graphs import IMPLEMENTATION
@@ -36,6 +35,7 @@ from megatron.zerobubble.mcore.model.shared_experts import between_streams
 from megatron.zerobubble.mcore.slices.current_slice import SlicePart
 from megatron.zerobubble.plan.communication import Message, Payload
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement
+from megatron.zerobubble.plan.tail import Tail
 from megatron.zerobubble.plan.transforms import wgrad_group
 from megatron.zerobubble.wgrad.deferring import WgradKey
 from megatron.zerobubble.wgrad.final import FinalGradient
@@ -310,7 +310,7 @@ class ChunkWork:
         chunk = self._chunk_of[op.stage]
         if op == self._tail.done:
             return
-        keys, part = self._tail.parts.get(op) or self._group(op, chunk)
+        keys, part = self._group(op, chunk)
         # each part of the last group completes some gradients
         is_last = keys[-1].microbatch == self._iteration.num_microbatches - 1 and keys[-1].slice == 0
         if is_last:
@@ -325,6 +325,9 @@ class ChunkWork:
 
     def _group(self, op: Op, chunk: int) -> tuple[tuple[WgradKey, ...], int]:
         """The Ws that run with a W, and its place among them."""
+        if op in self._tail.parts:
+            ops, part = self._tail.parts[op]
+            return tuple(WgradKey(chunk, each.microbatch, each.slice) for each in ops), part
         if self._wgrad_group_size == 1:
             return (WgradKey(chunk, op.microbatch, op.slice),), 0
         group = wgrad_group(op.microbatch, self._wgrad_group_size, self._iteration.num_microbatches)

@@ -148,6 +148,7 @@ class PipelineSchedule:
         """The CUDA graphs of this rank's layers, which a training loop captures; None: the layers have none."""
         if store is not None and getattr(config, "cuda_graph_impl", None) == IMPLEMENTATION:
             self.graphs = LayerGraphs(self._chunks, config, store.graph_memory)
+        record_buckets(self._chunks, spec.placement.rank_to_stages[self._rank], self.recorder)
         if not spec.is_stock:
             warm_up_groups(config, self._chunks, self.device)
             self._runner = self._make_runner(store, timeout, p2p_max_ctas, batch_p2p_comm)
@@ -160,7 +161,6 @@ class PipelineSchedule:
         spec = self.spec
         if store is None:
             raise ConfigError(f"schedule {spec.name!r} needs the weight-gradient store its chunks were split into")
-        record_buckets(self._chunks, spec.placement.rank_to_stages[self._rank], self.recorder)
         pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
         self._links = ProcessGroupLinks(
             spec.placement,

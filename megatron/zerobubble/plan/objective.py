@@ -6,8 +6,8 @@ import enum
 from typing import Protocol
 
 
-class IterationTimes(Protocol):
-    """Anything with both iteration times of a plan: a `Simulation`, a `Bound`."""
+class PassTimes(Protocol):
+    """Anything with both times of a plan's passes: a `Simulation`, a `Bound`, a recorded iteration."""
 
     @property
     def span_ms(self) -> float:
@@ -18,7 +18,15 @@ class IterationTimes(Protocol):
         """Milliseconds per iteration with the synchronous optimizer."""
 
 
-class TimesAndBubble(IterationTimes, Protocol):
+class IterationTimes(PassTimes, Protocol):
+    """Times of passes, and with what surrounds them."""
+
+    @property
+    def step(self) -> PassTimes | None:
+        """Both times with what surrounds the passes (`StepCosts`); None: nothing does."""
+
+
+class TimesAndBubble(PassTimes, Protocol):
     """A `Simulation` or a `Bound`, with its bubble as well."""
 
     @property
@@ -45,12 +53,16 @@ class Objective(enum.Enum):
         return f"with {'post-validation' if self is Objective.SPAN else 'the synchronous optimizer'} ({self.value})"
 
     def of(self, times: IterationTimes) -> float:
-        """The iteration time that this objective minimizes, in milliseconds."""
+        """The iteration time that this objective minimizes, in milliseconds, with what surrounds the passes where it is known."""
+        return self.of_passes(times if times.step is None else times.step)
+
+    def of_passes(self, times: PassTimes) -> float:
+        """The iteration time of the passes alone, in milliseconds."""
         return times.span_ms if self is Objective.SPAN else times.makespan_ms
 
     def bubble_of(self, times: TimesAndBubble) -> float:
-        """Idle share of this iteration time on the bottleneck rank, 0..1."""
-        busy, whole = times.span_ms * (1 - times.bubble_rate), self.of(times)
+        """Idle share of this iteration time on the bottleneck rank, 0..1, of the passes alone."""
+        busy, whole = times.span_ms * (1 - times.bubble_rate), self.of_passes(times)
         return max(0.0, 1 - busy / whole) if whole > 0 else 0.0
 
 

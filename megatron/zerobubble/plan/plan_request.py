@@ -6,10 +6,12 @@ The flags of `zerobubble plan` and the page of the playground are read into the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.lengths_and_links import LengthsAndLinks
+from megatron.zerobubble.plan.costs.step_costs import StepCosts
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.objective import DEFAULT_OBJECTIVE, Objective
 from megatron.zerobubble.plan.registry import schedule_spec
@@ -51,6 +53,8 @@ class PlanRequest:
     """Uniform costs, by the names of `SCALARS`; unused with `stages`."""
     stages: CostModel | None = None
     """Costs per stage; None: uniform ones."""
+    step: Mapping[str, Any] = field(default_factory=dict)
+    """What surrounds the passes, per rank, by the names of `STEP_TIMES`. Empty: what `stages` have."""
     lengths: LengthsAndLinks = field(default_factory=LengthsAndLinks)
     """Of the microbatches and their slices, the costs being those of the mean length, and links, instead of one latency."""
 
@@ -58,6 +62,11 @@ class PlanRequest:
     def is_plain(self) -> bool:
         """Whether all microbatches are equal, and all links."""
         return self.lengths.is_plain and (self.stages is None or self.stages.is_plain)
+
+    @property
+    def has_step(self) -> bool:
+        """Whether what surrounds the passes counts."""
+        return any(self.step.values()) or (self.stages is not None and self.stages.step is not None)
 
     def mean_costs(self, placement: Placement) -> CostModel:
         """The costs of whole microbatches of the mean length. Raises PlanError if they are for other stages."""
@@ -70,6 +79,8 @@ class PlanRequest:
             PlanError: the costs are for other stages, or for another number of microbatches.
         """
         costs = self.lengths.applied(self.mean_costs(placement), num_slices)
+        if any(self.step.values()):
+            costs = replace(costs, step=StepCosts.uniform(placement, **self.step))
         costs.check_fits(placement, self.num_microbatches)
         return costs
 

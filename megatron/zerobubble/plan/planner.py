@@ -23,7 +23,7 @@ from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.plan_request import PlanRequest
-from megatron.zerobubble.plan.registry import check_at_least_one, check_size, plan_of, schedule_info, schedule_spec
+from megatron.zerobubble.plan.registry import check_at_least_one, check_size, plan_of, plans_of, schedule_info, schedule_spec
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.plan.search.assign import ITERATION_BUDGET, check_sliceable
 from megatron.zerobubble.plan.search.search_options import (
@@ -35,6 +35,7 @@ from megatron.zerobubble.plan.search.search_options import (
 )
 from megatron.zerobubble.plan.search.search_progress import Progress
 from megatron.zerobubble.plan.simulate import Simulation, simulate
+from megatron.zerobubble.plan.tail import as_run
 
 AUTO = "auto"
 """The schedule name with which the planner chooses the schedule."""
@@ -95,8 +96,8 @@ class Result:
 
     @staticmethod
     def of(plan: Plan, costs: CostModel, memory_limit: float | None = None) -> Result:
-        """A plan under its costs, with the lower bound under a memory limit; None: under the plan's own peak memory."""
-        simulation = simulate(plan, costs)
+        """A plan as it runs under its costs, and the lower bound under a memory limit; None: under the plan's own peak memory."""
+        simulation = simulate(as_run(plan, costs.step), costs)
         limit = max(simulation.peak_memory) if memory_limit is None else memory_limit
         return Result(simulation, lower_bound(plan.placement, plan.num_microbatches, simulation.costs, limit))
 
@@ -304,13 +305,12 @@ def _one(spec: ScheduleSpec, num_microbatches: int, costs_of: _CostsOfSpec, opti
     costs = costs_of(spec)
     check_sliceable(spec.num_slices, costs)
     if costs.is_plain:
-        plan = plan_of(spec, num_microbatches, costs=costs, options=options)
+        plans = plans_of(spec, num_microbatches, costs=costs, options=options)
     else:
-        # Half of the budget for the order of equal microbatches, half for these ones.
-        half = replace(options, budget=0.5 * options.budget)
-        planner = MicrobatchPlanner(spec, num_microbatches, costs=costs, options=half, base_options=half)
-        plan = planner.plan(costs)
-    return Result.of(plan, costs, options.memory_limit)
+        half = replace(options, budget=0.5 * options.budget)  # for the order of equal microbatches, and again for these ones
+        plans = [MicrobatchPlanner(spec, num_microbatches, costs=costs, options=half, base_options=half).plan(costs)]
+    results = [Result.of(plan, costs, options.memory_limit) for plan in plans]
+    return min(results, key=lambda result: result.time_ms(options.objective))
 
 
 def _auto(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron.zerobubble.errors import ConfigError
@@ -340,6 +340,17 @@ def plan_of(
         costs.check_fits(plan.placement)
     validate(plan, memory_limit=None if options is None else options.memory_limit, costs=costs)
     return plan
+
+
+def plans_of(spec: ScheduleSpec, num_microbatches: int, *, costs: CostModel, options: SearchOptions) -> list[Plan]:
+    """The plan of a search, and the hand-written one too where costs have what surrounds the passes: no search knows that.
+
+    The arguments are those of `plan_of`.
+    """
+    plans = [plan_of(spec, num_microbatches, costs=costs, options=options)]
+    if costs.step is not None and options.budget > 0:
+        plans.append(plan_of(spec, num_microbatches, costs=costs, options=replace(options, budget=0.0)))
+    return plans
 
 
 def initial_plan(spec: ScheduleSpec, num_microbatches: int) -> Plan:

@@ -13,6 +13,10 @@ time of the link if they come from another rank. Sends and receives take no time
   does so with its own part, and the microbatch's keys and values are in memory from its first F to its last B, their gradients
   from its first B on.
 
+Costs may have what surrounds the passes (`StepCosts`). Then both iteration times are known with it, too (`Simulation.step`). With
+the synchronous optimizer an iteration is from one global gradient norm to the next: a rank steps, gathers parameters, runs its
+ops and reduces its last bucket. With post-validation it is the longest time that any rank takes for that and its snapshot.
+
 Costs per microbatch are those of the data: the plan's microbatch i has the costs of `Plan.batch_index(i)`, and a long one counts
 in memory for as many short ones as it has tokens.
 """
@@ -21,14 +25,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.cost_table import CostTable
+from megatron.zerobubble.plan.costs.step_costs import StepCosts
 from megatron.zerobubble.plan.dependencies import execution_order, requirements, result_of
 from megatron.zerobubble.plan.ir import Op, OpKind, Plan
+from megatron.zerobubble.plan.objective import PassTimes
+from megatron.zerobubble.plan.tail import reduced_ms
 
 Stair = tuple[tuple[float, float], ...]
 """A step function as (time in milliseconds, activation memory from then on), in ascending time."""
@@ -40,6 +47,16 @@ class TimedOp(NamedTuple):
     op: Op
     start_ms: float
     end_ms: float
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Both iteration times with what surrounds the passes."""
+
+    span_ms: float
+    """With post-validation: the longest that any rank takes from its first op to the next iteration, its snapshot included."""
+    makespan_ms: float
+    """With the synchronous optimizer: from one global gradient norm to the next."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +75,8 @@ class Simulation:
     """Idle share of the span on the bottleneck rank, 0..1."""
     peak_memory: tuple[float, ...]
     """Peak activation memory per rank; 1.0 is 1F1B's rank 0."""
+    step: PassTimes | None = None
+    """Both iteration times with what surrounds the passes; None: the costs have none."""
 
     @property
     def idle_share(self) -> float:
@@ -67,12 +86,13 @@ class Simulation:
 
     def metrics(self) -> dict[str, Any]:
         """The `metrics` object of the plan's JSON form."""
+        around = {} if self.step is None else {f"step_{name}": getattr(self.step, name) for name in ("span_ms", "makespan_ms")}
         return {
             "span_ms": self.span_ms,
             "makespan_ms": self.makespan_ms,
             "bubble_rate": self.bubble_rate,
             "peak_memory": list(self.peak_memory),
-        }
+        } | around
 
 
 def read_plan(text: str | bytes) -> tuple[Plan, CostModel | None]:
@@ -89,8 +109,9 @@ def simulate(plan: Plan, costs: CostModel) -> Simulation:
         DeadlockError: the ranks wait for each other forever.
     """
     own = costs.of_plan(plan)
-    rows = run_in_order(plan, _durations(plan, own), own)
-    busy = [math.fsum(map(_durations(plan, own), row)) for row in plan.ops]
+    duration_ms = _durations(plan, own)
+    rows = run_in_order(plan, duration_ms, own)
+    busy = [math.fsum(map(duration_ms, row)) for row in plan.ops]
     filled = [row for row in rows if row]
     span = span_of(rows)
     first, last = (
@@ -105,7 +126,45 @@ def simulate(plan: Plan, costs: CostModel) -> Simulation:
         makespan_ms=last - first,
         bubble_rate=max(0.0, span - max(busy)) / span if span > 0 else 0.0,
         peak_memory=peak_memory(plan, costs),
+        step=None if own.step is None else _step_times(rows, plan, duration_ms, own, own.step),
     )
+
+
+def _step_times(
+    rows: Sequence[Sequence[TimedOp]], plan: Plan, duration_ms: Callable[[Op], float], costs: CostModel, step: StepCosts
+) -> StepTimes:
+    """Both iteration times with what surrounds the passes; `rows` are the passes alone."""
+    together = run_in_order(plan, duration_ms, costs, _Gathers(step, dict(enumerate(step.optimizer_ms))))
+    alone = run_in_order(plan, duration_ms, costs, _Gathers(step, {})) if step.has_gathers else rows
+    each = zip(alone, step.snapshot_ms, step.optimizer_ms, strict=True)
+    spans = [math.fsum((reduced_ms(row, step), -row[0].start_ms, *others)) for row, *others in each if row]
+    return StepTimes(span_ms=max(spans, default=0.0), makespan_ms=max(reduced_ms(row, step) for row in together))
+
+
+class _Gathers:
+    """When each rank has gathered its parameters.
+
+    Args:
+        step: times of the buckets.
+        begin_ms: rank -> when it begins to gather, and may run its first op; without it, it begins with that.
+    """
+
+    def __init__(self, step: StepCosts, begin_ms: Mapping[int, float]) -> None:
+        self.begin_ms = begin_ms
+        self._step, self._gathered, self._have_begun = step, dict(begin_ms), set[int]()
+
+    def end_ms(self, rank: int, op: Op, start: float, end: float) -> float:
+        """The end of an op that begins at `start` and would end at `end` with all parameters there."""
+        if op.kind is not OpKind.F or op.stage in self._have_begun:
+            return end
+        self._have_begun.add(op.stage)
+        buckets, at, last, time = self._step.gather_ms[op.stage], self._gathered.get(rank, start), end, end - start
+        whole, before = math.fsum(buckets), 0.0
+        for each in buckets:  # the layers from this bucket on run when it is there
+            if each > 0:
+                at, last, before = at + each, max(last, at + each + time * (1 - before / whole)), before + each
+        self._gathered[rank] = at
+        return last
 
 
 def _durations(plan: Plan, costs: CostModel) -> Callable[[Op], float]:
@@ -118,7 +177,7 @@ def _durations(plan: Plan, costs: CostModel) -> Callable[[Op], float]:
 
 
 def run_in_order(
-    plan: Plan, duration_ms: Callable[[Op], float], costs: CostModel | None = None
+    plan: Plan, duration_ms: Callable[[Op], float], costs: CostModel | None = None, gathers: _Gathers | None = None
 ) -> tuple[tuple[TimedOp, ...], ...]:
     """Per rank its ops, each as early as it can run in plan order. Linear in the number of ops.
 
@@ -126,6 +185,7 @@ def run_in_order(
         plan: a validated plan.
         duration_ms: op -> its duration.
         costs: have the times of messages between ranks, those of the plan (`CostModel.of_plan`); None: they take none.
+        gathers: when parameters are there; None: from the begin on.
 
     Raises:
         DeadlockError: the ranks wait for each other forever.
@@ -138,11 +198,13 @@ def run_in_order(
     ranks, last = plan.placement.stage_to_rank, plan.num_stages - 1
     for rank, step in execution_order(plan):
         op = plan.ops[rank][step]
-        start = rows[rank][-1].end_ms if rows[rank] else 0.0
+        start = rows[rank][-1].end_ms if rows[rank] else 0.0 if gathers is None else gathers.begin_ms.get(rank, 0.0)
         for need in requirements(op, plan.num_stages):
             if need.stage != op.stage:  # else it is the rank's own
                 start = max(start, ready[need])
         end = start + duration_ms(op)
+        if gathers is not None:
+            end = gathers.end_ms(rank, op, start, end)
         rows[rank].append(TimedOp(op, start, end))
         to = ranks[min(op.stage + 1, last) if op.kind is OpKind.F else max(op.stage - 1, 0)]
         if costs is not None and to != rank and op.kind is not OpKind.W:

@@ -55,6 +55,8 @@ class Recordings:
         """Training iterations from one recorded to the next, from the second on. The first is recorded only if it was chosen."""
         self.only_chosen = False
         """Whether no iteration is recorded that was not chosen."""
+        self.is_asked = False
+        """Whether the next training iteration is recorded even if something else measures in it."""
         self._chosen: frozenset[int] = frozenset()
         self._iteration = self._count = 0
         self._current: tuple[int, Plan, bool] | None = None
@@ -95,8 +97,9 @@ class Recordings:
         self._count += 1
         # Not the first iteration unless it was chosen: it pays for every allocation.
         is_due = self._count in EARLY or (self._count > 1 and (self._count - 2) % self.every == 0)
-        is_due = is_due and not self.only_chosen
-        if self._iteration in self._chosen or (is_due and not is_disturbed):
+        is_due = (is_due and not self.only_chosen and not is_disturbed) or self.is_asked
+        self.is_asked = False
+        if self._iteration in self._chosen or is_due:
             self._current = self._iteration, plan, is_disturbed
             self._recorder.clear()
             return self._recorder
@@ -117,15 +120,12 @@ class Recordings:
         self._finish()
         self._align()
         chosen = [kept for kept in self._kept if kept.iteration in self._chosen]
-        timelines = []
-        for kept in chosen or self._kept[-1:]:
-            own = replace(kept.own().shifted(kept.offset_ms or 0.0), host=socket.gethostname())
-            if kept.is_disturbed:
-                own = replace(own, peak_bytes=None)
-            everyone = [own] * num_ranks
-            dist.all_gather_object(everyone, own, group=group)
-            timelines.append(Timeline(iteration=kept.iteration, plan=kept.plan, ranks=tuple(everyone)))
-        return timelines
+        return [_gathered(kept, group, num_ranks) for kept in chosen or self._kept[-1:]]
+
+    def latest(self, group: dist.ProcessGroup | None, *, num_ranks: int) -> Timeline | None:
+        """Gather the last recording that is complete, as `gather`; None without any."""
+        self._align()
+        return _gathered(self._kept[-1], group, num_ranks) if self._kept else None
 
     def _finish(self) -> None:
         if self._current is None:
@@ -141,3 +141,12 @@ class Recordings:
         if any(kept.offset_ms is None for kept in self._kept):
             offset = self._clock_offset_ms()
             self._kept = [replace(kept, offset_ms=offset if kept.offset_ms is None else kept.offset_ms) for kept in self._kept]
+
+
+def _gathered(kept: _Recording, group: dist.ProcessGroup | None, num_ranks: int) -> Timeline:
+    own = replace(kept.own().shifted(kept.offset_ms or 0.0), host=socket.gethostname())
+    if kept.is_disturbed:
+        own = replace(own, peak_bytes=None)
+    everyone = [own] * num_ranks
+    dist.all_gather_object(everyone, own, group=group)
+    return Timeline(iteration=kept.iteration, plan=kept.plan, ranks=tuple(everyone))

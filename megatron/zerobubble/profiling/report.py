@@ -25,6 +25,7 @@ from megatron.zerobubble.plan.simulate import Simulation, TimedOp, simulate
 from megatron.zerobubble.plan.timeline import Timeline
 from megatron.zerobubble.profiling.breakdown import RankRecord, RankTime, link_times, rank_records, rank_times
 from megatron.zerobubble.profiling.profile import RankProfile, combine, slices_of
+from megatron.zerobubble.profiling.recorded_step import step_costs
 
 Rows = Sequence[Sequence[TimedOp]]
 """Per pipeline rank its ops in the order they ran, in milliseconds."""
@@ -152,9 +153,9 @@ def report(timeline: Timeline, *, costs: CostModel | None = None) -> PipelineRep
 
     Args:
         timeline: the recorded iteration, on one clock.
-        costs: the costs to predict with; by default the medians of this iteration's passes, of each link, and the measured
-            activation memory of the timeline. Without that, stages are taken to be alike and to hold everything until W. Of a
-            plan that assigns unequal microbatches, the passes of each one; their memory is still taken to be equal.
+        costs: the costs to predict with; by default the medians of this iteration's passes, of each link, what surrounded them,
+            and the measured activation memory of the timeline. Without that, stages are taken to be alike and to hold everything
+            until W. Of a plan that assigns unequal microbatches, the passes of each one; their memory is still taken to be equal.
     """
     links = link_times(timeline)
     if costs is None:
@@ -163,6 +164,7 @@ def report(timeline: Timeline, *, costs: CostModel | None = None) -> PipelineRep
             costs = costs.with_activations(timeline.activations)
         if timeline.plan.assignment or timeline.plan.slice_counts:
             costs = _of_each_microbatch(timeline, costs)
+        costs = replace(costs, step=step_costs(timeline))
     simulation = simulate(timeline.plan, costs)
     counted = [rank.peak_bytes for rank in timeline.ranks if rank.peak_bytes is not None]
     return PipelineReport(

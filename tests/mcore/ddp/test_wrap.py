@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +13,7 @@ from megatron.core.distributed.reduce_scatter_with_fp32_accumulation import _Red
 
 from megatron.zerobubble.mcore.ddp.record_buckets import ended
 from megatron.zerobubble.plan.ir import OpKind
+from megatron.zerobubble.plan.tail import final_ops, tail_of
 from megatron.zerobubble.plan.timeline import Activity, Bucket, RankTimeline
 from megatron.zerobubble.profiling.recorder import Exchange
 from megatron.zerobubble.training.checkpoint.contents import SHARDING
@@ -21,7 +21,6 @@ from tests.support.comparisons import assert_near, compare, record
 from tests.support.gpt import Case, Trainer
 from tests.support.ranks import RankPool
 from tests.support.tolerances import OTHER_ORDER
-from tools.benchmarks.reductions import Finals, final_ops
 
 pytestmark = pytest.mark.claims(
     "Parallelism",
@@ -90,14 +89,14 @@ def test_buckets_are_reduced_and_gathered_while_passes_run(four_ranks: RankPool,
     timeline = four_ranks.run(record, replace(case, num_steps=4))[0]
     for rank, stages in zip(timeline.ranks, timeline.plan.placement.rank_to_stages, strict=True):
         for stage in stages:
-            _check_reductions(rank, stage, timeline.plan.placement.chunk_of)
+            _check_reductions(rank, stage)
             _check_gathers(rank, stage)
 
 
-def _check_reductions(rank: RankTimeline, stage: int, chunk_of: Callable[[int], int]) -> None:
+def _check_reductions(rank: RankTimeline, stage: int) -> None:
     """Buckets start, from the last layers to the first, all along the ops in which the stage's gradients become final."""
     row = [timed.op for timed in rank.ops]
-    final = [timed for timed in rank.ops if timed.op in final_ops(row, stage, Finals.TAIL, chunk_of)]
+    final = [timed for timed in rank.ops if timed.op in final_ops(row, stage, tail_of(row))]
     starts = _starts(rank, Activity.REDUCE, stage)
     assert len(starts) > 3
     assert sorted(starts.values()) == list(starts.values())

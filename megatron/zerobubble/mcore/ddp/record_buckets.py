@@ -1,10 +1,11 @@
 """Recording when data-parallel buckets are reduced and all-gathered.
 
 A bucket group of megatron-core starts its collectives in `start_grad_sync` and `start_param_sync`, from DDP's own hooks. Each
-instance gets methods that record the time around them. On CUDA, a collective's future has a callback that runs at once, on a
-stream that waits for the collective, so that an event recorded there has its end time. Gloo's collectives have no such future,
-nor have megatron-core's own handles (of a reduce-scatter that sums in fp32 after an all-to-all, of layer-wise all-gathers): there
-a bucket counts as in flight until it has been waited for, which is an upper bound of the time it took.
+instance gets methods that record the time around them. A collective's future has a callback: on the CPU it runs when the
+collective has ended, on CUDA at once, on a stream that waits for the collective, so that an event recorded there has its end
+time. Gloo's reduce-scatters have no future, nor have megatron-core's own handles (of a reduce-scatter that sums in fp32 after an
+all-to-all, of layer-wise all-gathers): there a bucket counts as in flight until it has been waited for, which is an upper bound
+of the time it took.
 """
 
 from __future__ import annotations
@@ -78,10 +79,11 @@ def ended(exchange: Exchange, handle: Any) -> Any:
     if handle is None:
         exchange.over()
         return None
-    last = getattr(handle, "works", [handle])[-1]
-    if not exchange.marks.on_cuda or not hasattr(last, "get_future"):
+    try:
+        future = getattr(handle, "works", [handle])[-1].get_future()
+    except (AttributeError, RuntimeError):  # it has none, or its backend implements none
         return _RecordedHandle(exchange, handle)
-    last.get_future().add_done_callback(lambda _: exchange.over())
+    future.add_done_callback(lambda _: exchange.over())
     return handle
 
 

@@ -85,8 +85,8 @@ class Status:
             relative_time=_ratio(objective.of(own), objective.of(other)),
             relative_memory=_ratio(max(own.peak_memory), max(other.peak_memory)),
             measured_bubble_rate=None if recorded is None else objective.bubble_of(recorded),
-            iteration_ms=None if recorded is None else objective.of(recorded),
-            predicted_ms=objective.of(own) if is_measured else None,
+            iteration_ms=None if recorded is None else objective.of_passes(recorded),
+            predicted_ms=objective.of_passes(own) if is_measured else None,
             **times,
         )
 

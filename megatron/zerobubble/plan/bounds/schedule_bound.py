@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron.zerobubble.plan.bounds.instance import Instance
 from megatron.zerobubble.plan.bounds.relaxations import arguments
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.objective import PassTimes
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class TimeBound:
     """No plan has a shorter span."""
     makespan_ms: float
     """No plan has a shorter makespan."""
+    step: PassTimes | None = field(default=None, kw_only=True)
+    """Likewise with what surrounds the passes; None: the costs have none."""
 
     def gap(self, span_ms: float) -> float:
         """How far a span is above its lower bound, as a share of the bound; the optimum lies in between."""
@@ -47,9 +50,11 @@ class Bound(TimeBound):
     @staticmethod
     def of_any(bounds: Sequence[Bound]) -> Bound:
         """A bound for the plans of several placements: the smallest of theirs."""
+        steps = [bound.step for bound in bounds if bound.step is not None]
         return Bound(
             span_ms=min(bound.span_ms for bound in bounds),
             makespan_ms=min(bound.makespan_ms for bound in bounds),
+            step=TimeBound(min(each.span_ms for each in steps), min(each.makespan_ms for each in steps)) if steps else None,
             bubble_rate=min(bound.bubble_rate for bound in bounds),
         )
 
@@ -69,4 +74,8 @@ def lower_bound(placement: Placement, num_microbatches: int, costs: CostModel, m
         span, makespan = max(span, found.span_ms), max(makespan, found.makespan_ms)
     busiest = max(instance.work(stages) for stages in placement.rank_to_stages)
     bubble_rate = max(0.0, span - busiest) / span if span > 0 else 0.0
-    return Bound(span, makespan, bubble_rate)
+    step = None
+    if costs.step is not None:  # every rank steps once
+        own = map(sum, zip(costs.step.optimizer_ms, costs.step.snapshot_ms, strict=True))
+        step = TimeBound(span + min(own), makespan + min(costs.step.optimizer_ms))
+    return Bound(span, makespan, bubble_rate, step=step)

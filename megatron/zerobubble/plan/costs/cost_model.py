@@ -29,6 +29,7 @@ from megatron.zerobubble.plan.costs.cost_table import (
     numbers_of_slices,
 )
 from megatron.zerobubble.plan.costs.links import Links, LinkTime, unequal_links
+from megatron.zerobubble.plan.costs.step_costs import StepCosts
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
 
 _SMALLEST = 1e-9
@@ -53,6 +54,8 @@ class CostModel:
     """P2P latency per message, that of a pass, added to every dependency that crosses ranks; with links the mean of neighbors."""
     links: Links | None = None
     """Links of every pair of ranks; None: `comm_ms` for all."""
+    step: StepCosts | None = None
+    """What surrounds the passes of an iteration; None: nothing."""
 
     def __post_init__(self) -> None:
         check_number("comm_ms", self.comm_ms)
@@ -64,14 +67,17 @@ class CostModel:
                 f"costs: {count} microbatches and message_bytes of {sizes}; give one size for all, or one per microbatch"
             )
 
+        if self.step is not None and len(self.step.reduce_ms) != self.num_stages:
+            raise ConfigError(f"costs: {self.num_stages} stages and step of {len(self.step.reduce_ms)}; give all times of each")
+
     @staticmethod
-    def of(table: CostTable, *, comm_ms: float = 0.0, links: Links | None = None) -> CostModel:
+    def of(table: CostTable, *, comm_ms: float = 0.0, links: Links | None = None, step: StepCosts | None = None) -> CostModel:
         """Costs as plain as they can be: whole microbatches of equal costs are alike, and equal links are one latency."""
         if table.counts and not table.is_alike and not table.has_slices and table.is_uniform:
             table = replace(table.of(0), tokens=())
         if links is not None:
             comm_ms, links = links.neighbors_ms, None if links.is_uniform else links
-        return CostModel(table=table, comm_ms=comm_ms, links=links)
+        return CostModel(table=table, comm_ms=comm_ms, links=links, step=step)
 
     @staticmethod
     def of_lists(lists: Mapping[str, Sequence[float]], *, comm_ms: float = 0.0) -> CostModel:
@@ -81,13 +87,13 @@ class CostModel:
 
     def with_lists(self, **lists: tuple[float, ...]) -> CostModel:
         """Plain costs with other lists per stage."""
-        return CostModel.of_lists(self.lists | lists, comm_ms=self.comm_ms)
+        return replace(CostModel.of_lists(self.lists | lists, comm_ms=self.comm_ms), step=self.step)
 
     def with_table(self, table: CostTable) -> CostModel:
         """The costs of other passes of the same microbatches: a message is as much shorter as there are more of them."""
         own, new = self.table.passes_per_microbatch, table.passes_per_microbatch
         links = None if self.links is None else self.links.divided(new / own)
-        return CostModel.of(table, comm_ms=self.comm_ms * own / new, links=links)
+        return CostModel.of(table, comm_ms=self.comm_ms * own / new, links=links, step=self.step)
 
     @cached_property
     def means(self) -> CostLists[float]:
@@ -164,7 +170,7 @@ class CostModel:
             return self
         if self.table.is_alike:
             return replace(self, links=None)
-        return CostModel.of_lists(self.whole.lists, comm_ms=self.whole.comm_ms)
+        return replace(CostModel.of_lists(self.whole.lists, comm_ms=self.whole.comm_ms), step=self.step)
 
     @property
     def mean_pass(self) -> CostModel:
@@ -275,14 +281,16 @@ class CostModel:
         """
         if num_stages < 1 or self.num_stages % num_stages:
             raise PlanError(f"costs of {self.num_stages} stages cannot be merged into {num_stages}: give a divisor")
-        return replace(self, table=self.table.merged(self.num_stages // num_stages))
+        size = self.num_stages // num_stages
+        step = None if self.step is None else self.step.merged(size)
+        return replace(self, table=self.table.merged(size), step=step)
 
     def with_links(self, measured: Mapping[tuple[int, int], LinkTime], num_ranks: int) -> CostModel:
         """The costs with measured links, (sender, receiver) -> a message: a matrix, or where they are alike their mean."""
         shortest = min(*self.forward_ms, *self.backward_ms)
         mean = math.fsum(each.message_ms for each in measured.values()) / max(1, len(measured))
         links = unequal_links(measured, num_ranks, shortest_pass_ms=shortest)
-        return CostModel.of(self.table, comm_ms=mean, links=links)
+        return CostModel.of(self.table, comm_ms=mean, links=links, step=self.step)
 
     def of_plan(self, plan: Plan) -> CostModel:
         """The costs of a plan's own microbatches and slices: `reordered` by its assignment, and divided among its slices.
@@ -355,6 +363,8 @@ class CostModel:
                 f"the matrix of links has {self.links.num_ranks} rows and the plan {placement.num_ranks} ranks; "
                 "give one row and one column per rank"
             )
+        if self.step is not None:
+            self.step.check_fits(placement)
         own = self.num_microbatches
         if num_microbatches is not None and own is not None and own != num_microbatches:
             raise PlanError(f"the costs are for {own} microbatches and the plan has {num_microbatches}; give costs of each")
@@ -366,6 +376,8 @@ class CostModel:
         body |= {name: list(self.lists[name]) for name in COST_LISTS[3:]} | self.table.to_json()
         if self.links is not None:
             body["links"] = self.links.to_json()
+        if self.step is not None:
+            body["step"] = self.step.to_json()
         return body
 
     @staticmethod
@@ -384,9 +396,10 @@ class CostModel:
         table, links, comm_ms = CostTable.from_json(body), body.get("links"), body.get("comm_ms", 0.0)
         if table is None:
             table = CostModel.of_lists({name: body[name] for name in COST_LISTS}).table
+        step = None if body.get("step") is None else StepCosts.from_json(body["step"])
         if links is None:
-            return CostModel.of(table, comm_ms=comm_ms)
-        return CostModel.of(table, links=Links.from_json(links))
+            return CostModel.of(table, comm_ms=comm_ms, step=step)
+        return CostModel.of(table, links=Links.from_json(links), step=step)
 
 
 def _brief(times: tuple[float, ...]) -> str:

@@ -91,11 +91,12 @@ class LengthsAndLinks:
         links = costs.links if self.links is None else self.links
         if is_cut:
             model = self.by_length(costs, self.overhead_ms)
-            return CostModel.of(costs.table, comm_ms=costs.comm_ms, links=links).with_table(self._cut(model, num_slices))
+            whole = CostModel.of(costs.table, comm_ms=costs.comm_ms, links=links, step=costs.step)
+            return whole.with_table(self._cut(model, num_slices))
         table = costs.table
         if (tokens and self.model is not None) or len(set(tokens)) > 1:  # else a model gives these costs, but for the last digits
             table = self.by_length(costs).costs(tokens)
-        return CostModel.of(table, comm_ms=costs.comm_ms, links=links)
+        return CostModel.of(table, comm_ms=costs.comm_ms, links=links, step=costs.step)
 
     def by_length(self, costs: CostModel, overhead_ms: float = 0.0) -> LengthModel:
         """How costs follow from the length, the given ones being the means, each time with a part that is paid per pass."""

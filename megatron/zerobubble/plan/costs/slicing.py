@@ -143,7 +143,7 @@ def costs_of_other_slices(costs: CostModel, num_slices: int, *, multiple: int = 
         table = replace(table, activation=measured.whole.activation, keys=(), key_gradients=(), tokens=())
     longer = max(1.0, max(lengths) / max(measured.tokens))
     links = None if costs.links is None else costs.links.divided(1 / longer)
-    return CostModel.of(table, comm_ms=costs.comm_ms * longer, links=links)
+    return CostModel.of(table, comm_ms=costs.comm_ms * longer, links=links, step=costs.step)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,7 +104,7 @@ def _joined(values: Sequence[int]) -> str:
 def iteration_times(times: TimesAndBubble) -> str:
     """Both iteration times, each with its bubble: the idle share of that time on the bottleneck rank."""
     return "iteration time " + "; ".join(
-        f"{each.of(times):.3f} ms {each.label}, bubble {100 * each.bubble_of(times):.2f} %"
+        f"{each.of_passes(times):.3f} ms {each.label}, bubble {100 * each.bubble_of(times):.2f} %"
         for each in (Objective.MAKESPAN, Objective.SPAN)
     )
 
@@ -112,6 +112,14 @@ def iteration_times(times: TimesAndBubble) -> str:
 def measures(simulation: Simulation) -> str:
     """Iteration times, bubbles and peak memory, in one line."""
     return f"{iteration_times(simulation)}; peak activation memory {max(simulation.peak_memory):.4f} of 1F1B's"
+
+
+def step_times(simulation: Simulation) -> list[str]:
+    """Both iteration times with what surrounds the passes, as a line; empty if the costs have nothing of that."""
+    if simulation.step is None:
+        return []
+    both = "; ".join(f"{each.of(simulation):.3f} ms {each.label}" for each in (Objective.MAKESPAN, Objective.SPAN))
+    return [f"with reductions over replicas, gathering and the optimizer step: {both}"]
 
 
 def bounds(result: Result) -> str:
@@ -134,4 +142,16 @@ def summary(result: Result, width: int, *, is_colored: bool = False) -> str:
         )
     ]
     timeline = render_text(simulation.rows, max_width=width, is_colored=is_colored)
-    return "\n".join([headline(plan), "", timeline, "", *lengths(simulation), measures(simulation), bounds(result), *ranks])
+    return "\n".join(
+        [
+            headline(plan),
+            "",
+            timeline,
+            "",
+            *lengths(simulation),
+            measures(simulation),
+            *step_times(simulation),
+            bounds(result),
+            *ranks,
+        ]
+    )

@@ -172,7 +172,7 @@ class _Search:
             objective = self._take(order, plan.assignment)
             if objective == math.inf and max(peak_memory(plan, self._costs)) <= self._limit + MEMORY_TOLERANCE:
                 # It fits, but not with the memory that the search reserves at every F (`CostModel.reserved`).
-                objective = self._options.objective.of(simulate(plan, self._costs))
+                objective = self._options.objective.of_passes(simulate(plan, self._costs))
                 self._found.append(_Found(objective, order, list(plan.assignment)))
         budget = self._options.budget
         starts = [self._start(plan) for plan in self._bases]

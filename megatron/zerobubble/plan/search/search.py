@@ -144,7 +144,7 @@ class _Finder:
         self._full = self._make_core(num_microbatches)
         self._small = self._full if self._small_m == num_microbatches else self._make_core(self._small_m)
         bound = lower_bound(placement, num_microbatches, costs, options.memory_limit)
-        self._lower_bound = options.objective.of(bound)
+        self._lower_bound = options.objective.of_passes(bound)
         self._bound = self._lower_bound if stops_at_bound else -math.inf
         self._blocks = Blocks(placement, costs, self._limit, fused=fused)
         self.kept_blocks: list[Block] = []
