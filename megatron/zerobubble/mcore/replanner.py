@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megatron.zerobubble.errors import ConfigError, ZeroBubbleError
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
@@ -25,6 +26,7 @@ from megatron.zerobubble.plan.costs.cost_model import Activations, CostModel
 from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.links import LinkTime
 from megatron.zerobubble.plan.costs.slicing import NUMBERS_OF_SLICES, costs_of_other_slices
+from megatron.zerobubble.plan.costs.step_costs import StepCosts
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import executed_plan, initial_plan, plan_of
@@ -37,6 +39,7 @@ from megatron.zerobubble.plan.validate import MEMORY_TOLERANCE, validate
 from megatron.zerobubble.profiling.length_fit import fit_lengths
 from megatron.zerobubble.profiling.profile import RankProfile, combine, costs_within, unit_bytes
 from megatron.zerobubble.profiling.profiler import Profiler
+from megatron.zerobubble.profiling.recorded_step import step_costs
 from megatron.zerobubble.profiling.report import RankMemory
 
 __all__ = ["Measured", "Replanner", "Window", "budget_of", "make_replanner", "measured_costs"]
@@ -155,6 +158,7 @@ class Replanner:
         self._profiler: Profiler | None = None
         self._measured_with: int | None = None
         self._costs: CostModel | None = None
+        self._step: StepCosts | None = None
         self._current: dict[int, Plan] = {}
         self.memory: tuple[RankMemory, ...] | None = None
         """Memory of each pipeline rank in the last window, measured and as its plan predicts; None if it was not measured."""
@@ -188,6 +192,8 @@ class Replanner:
             self._profiler = Profiler(self._schedule.device)
             self._measured_with = num_microbatches
         self._schedule.hooks.profiler = self._profiler
+        recordings = self._schedule.recordings  # of the next one the optimizer step comes after the planning
+        recordings.is_asked = recordings.is_empty and self._window.ends(iteration + 1)
 
     def is_due(self, iteration: int) -> bool:
         """Whether `after` will plan after this iteration. No transfer between ranks may be in flight then."""
@@ -211,6 +217,9 @@ class Replanner:
             headroom_bytes=0 if self._headroom_bytes is None else self._headroom_bytes(profile),
         )
         everybody = own.gathered()
+        pipeline = parallel_state.get_pipeline_model_parallel_group()
+        recorded = self._schedule.recordings.latest(pipeline, num_ranks=self._schedule.spec.num_ranks)
+        self._step = None if recorded is None else step_costs(recorded)
         self._learn(everybody, num_microbatches)
         if self._chooses_slices:
             self._chooses_slices = False
@@ -269,7 +278,7 @@ class Replanner:
             except ConfigError as error:  # too many for the sequence, or too few for the memory limit
                 refused = error
             else:
-                found[n] = self._options.objective.of(simulate(plan, costs)), costs, plan
+                found[n] = self._options.objective.of(self._simulated(plan, costs)), costs, plan
         if not found:
             _log.warning("the slices are unchanged: %s", refused)
             return self._schedule.slice_lengths, measured
@@ -316,7 +325,7 @@ class Replanner:
             plan = self._better(current, num_microbatches)
         except ConfigError as error:
             _log.warning("the order of ops is unchanged: %s", error)
-        before, now = simulate(current, costs), simulate(plan, costs)
+        before, now = self._simulated(current, costs), self._simulated(plan, costs)
         _log.info(
             "re-planned with profiled timings in %.1f s: %s; predicted %.1f ms per iteration with the current order "
             "(bubble %.1f%%), %.1f ms with the new one (bubble %.1f%%), at most %s of activation memory per rank",
@@ -339,9 +348,15 @@ class Replanner:
         costs, limit = self._within(self._costs, num_microbatches)
         found = self._found(self._schedule.spec, num_microbatches, costs, limit, share)
         plans = [found]
+        if self._step is not None:
+            plans.append(self._found(self._schedule.spec, num_microbatches, costs, limit, 0.0))
         if limit is None or max(peak_memory(current, costs)) <= limit + MEMORY_TOLERANCE:
             plans.append(current)
-        return min(plans, key=lambda plan: self._options.objective.of(simulate(plan, costs)))
+        return min(plans, key=lambda plan: self._options.objective.of(self._simulated(plan, costs)))
+
+    def _simulated(self, plan: Plan, costs: CostModel) -> Simulation:
+        """The plan with what surrounds the passes, which the search does not know."""
+        return simulate(plan, replace(costs, step=self._step))
 
     def _found(self, spec: ScheduleSpec, num_microbatches: int, costs: CostModel, limit: float | None, share: float) -> Plan:
         """The best plan that a search with a share of the budget finds within a memory limit, see `_within`."""
