@@ -327,7 +327,7 @@ class _Block:
             everybody, placement = own.gathered(), schedule.spec.placement
             self._costs = measured_costs(everybody, placement)
             self._unit_bytes = unit_bytes([each.profile for each in everybody], placement)
-        if request.is_first and self.iterations == request.num_warm_up and not request.program.records_steps:
+        if self.iterations == request.num_warm_up:
             self._rest.enter_context(schedule.recorder.span(Activity.OPTIMIZER))
 
     def _end_warm_up(self, schedule: PipelineSchedule) -> None:

@@ -47,8 +47,6 @@ class TrainerJob:
 
     name = "the training loop"
     """In messages."""
-    records_steps = True
-    """Whether optimizer steps are recorded with the passes."""
     loss_causes = "Not compared: --init-by-rank, or dropout without --layout-independent-dropout."
     """Why losses are not compared."""
 
@@ -165,11 +163,6 @@ class ScriptJob:
     def name(self) -> str:
         """In messages."""
         return Path(self.script).name
-
-    @property
-    def records_steps(self) -> bool:
-        """Whether optimizer steps are recorded with the passes."""
-        return self.zero_bubble.enable_optimizer_post_validation
 
     def run(self, launch: Launch) -> None:
         """Run the script as `python SCRIPT` would. All ranks must call it. Its folder is first on the path already."""

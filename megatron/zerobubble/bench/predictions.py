@@ -4,6 +4,7 @@ All predictions use the same pass times, or noise would pass for a difference be
 all contenders on the placement with the most stages, from which those of other placements follow (`jobs`). Slices have times of
 their own, because kernels take longer for the same work in shorter pieces. Beside slices every contender's own count, the medians
 over its blocks: where ranks share memory a pass takes longer while others compute, and that is not to pass for what slices cost.
+What surrounds the passes are the medians over a contender's own blocks: its stages have buckets of their own.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.cost_table import COST_LISTS
 from megatron.zerobubble.plan.costs.links import LinkTime
+from megatron.zerobubble.plan.costs.step_costs import StepCosts
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.simulate import Simulation, simulate
-from megatron.zerobubble.plan.timeline import Activity, Timeline
+from megatron.zerobubble.plan.timeline import Timeline
+from megatron.zerobubble.profiling.recorded_step import step_costs
 from megatron.zerobubble.profiling.report import PipelineReport, report
 from megatron.zerobubble.profiling.report import measured_costs as times_of
 
@@ -70,6 +73,12 @@ class FirstBlock:
         return [times_of(each.plan, each.rows) for each in self.recorded]
 
     @property
+    def step(self) -> StepCosts | None:
+        """What surrounded the passes of the recorded iterations; None if none was recorded."""
+        found = [step for each in self.recorded if (step := step_costs(each)) is not None]
+        return StepCosts.typical(found, statistics.median) if found else None
+
+    @property
     def objective(self) -> Objective:
         """What its run minimizes."""
         return Objective.with_optimizer(post_validation=self.program.zero_bubble.enable_optimizer_post_validation)
@@ -95,7 +104,6 @@ def predict(blocks: Sequence[FirstBlock], outcomes: Mapping[str, Outcome], job: 
         outcomes: of all contenders, by name.
         job: what is compared.
     """
-    outside = _outside_ms(blocks)
     for block in blocks:
         outcome = outcomes[block.contender.text]
         if block.timeline is not None:
@@ -109,27 +117,27 @@ def predict(blocks: Sequence[FirstBlock], outcomes: Mapping[str, Outcome], job: 
         unit = max(each.result.measured.unit_bytes for each in alike if each.result.measured is not None)
         units = min(simulation.plan.num_ranks, simulation.plan.num_microbatches)
         outcome.predicted_activation_bytes = max(simulation.peak_memory) * units * unit or None
-        if outside is not None:
-            outcome.predicted_ms = block.objective.of(simulation) + outside
+        if simulation.step is not None:
+            outcome.predicted_ms = block.objective.of(simulation)
 
 
 def interleaved_ms(blocks: Sequence[FirstBlock], job: Job) -> dict[int, float]:
     """Predicted time of megatron-core's interleaved 1F1B, by the number of chunks per rank, where the layers divide over them."""
-    source, outside = _source(blocks), _outside_ms(blocks)
+    source, around = _source(blocks), _around_ms(blocks, job)
     tried = {each.contender.num_chunks for each in blocks if each.contender.is_stock}
     found: dict[int, float] = {}
     if job.has_unequal_lengths or not blocks:
         return found
     p, m = blocks[0].result.sizes.pipeline, blocks[0].result.sizes.num_microbatches
     for v in _VIRTUAL_SIZES:
-        if source is None or outside is None or v in tried or p == 1 or m % p:
+        if source is None or around is None or v in tried or p == 1 or m % p:
             continue
         try:
             plan = build_plan("interleaved-1f1b", num_ranks=p, num_microbatches=m, num_chunks=v)
             costs = job.costs_of(*source, None)(plan.placement)
         except UserError:
             continue
-        found[v] = simulate(plan, costs).makespan_ms + outside
+        found[v] = simulate(plan, costs).makespan_ms + around
     return found
 
 
@@ -162,14 +170,14 @@ def _idle(found: PipelineReport, objective: Objective) -> Idle:
     work = [rank.busy_ms for rank in found.predicted_ranks]  # of median times, for a preempted pass is no imbalance
     without_messages = simulate(found.simulation.plan, replace(found.simulation.costs, comm_ms=0.0, links=None))
     imbalance = min(share, (max(work) - statistics.fmean(work)) / length)
-    schedule = min(share - imbalance, max(0.0, objective.of(without_messages) - max(work)) / length)
+    schedule = min(share - imbalance, max(0.0, objective.of_passes(without_messages) - max(work)) / length)
     return Idle(share=share, imbalance=imbalance, schedule=schedule, waiting=share - imbalance - schedule)
 
 
 def _simulated(block: FirstBlock, blocks: Sequence[FirstBlock], job: Job) -> Simulation | None:
-    """The contender's plan with measured costs."""
+    """The contender's plan with measured costs, and with what surrounded its passes."""
     if block.is_sliced and block.costs is not None:
-        return simulate(block.plan(), block.costs)
+        return simulate(block.plan(), replace(block.costs, step=block.step))
     source = _source(blocks)
     if source is None:
         return None
@@ -178,7 +186,7 @@ def _simulated(block: FirstBlock, blocks: Sequence[FirstBlock], job: Job) -> Sim
         costs = job.costs_of(*source, block.program)(plan.placement)
         if block.recorded and any(each.is_sliced for each in blocks):
             costs = _with_medians(costs, block.times)
-        return simulate(plan, costs)
+        return simulate(plan, replace(costs, step=block.step))
     except UserError:
         return None
 
@@ -212,13 +220,8 @@ def _source(blocks: Sequence[FirstBlock]) -> tuple[CostModel, Job] | None:
     return costs, alike[0][0].program
 
 
-def _outside_ms(blocks: Sequence[FirstBlock]) -> float | None:
-    """Time of an iteration after its passes: gradients finalized, optimizer step. Of the rank that enters it last, so that
-    waiting for others does not count; the median over contenders. None if nothing was recorded."""
-    times = [_after_passes_ms(block.timeline) for block in blocks if block.timeline is not None]
+def _around_ms(blocks: Sequence[FirstBlock], job: Job) -> float | None:
+    """What surrounds the passes adds to the makespan, the median over contenders. None if nothing was recorded."""
+    found = [_simulated(block, blocks, job) for block in blocks]
+    times = [each.step.makespan_ms - each.makespan_ms for each in found if each is not None and each.step is not None]
     return statistics.median(times) if times else None
-
-
-def _after_passes_ms(timeline: Timeline) -> float:
-    kinds = (Activity.GRADIENTS, Activity.OPTIMIZER)
-    return min(sum(span.end_ms - span.start_ms for span in rank.spans if span.activity in kinds) for rank in timeline.ranks)
