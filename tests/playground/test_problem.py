@@ -123,6 +123,8 @@ def test_defaults_are_those_of_a_run() -> None:
         ({"times": {"forward_ms": "1"}}, "forward_ms is '1'"),
         ({"times": {"activation_after_backward": 65}}, "from 0 to 64"),
         ({"times": {"f": 1}}, "times must be an object with some of forward_ms"),
+        ({"step": {"optimizer_ms": -1}}, "optimizer_ms is -1"),
+        ({"step": {"forward_ms": 1}}, "step must be an object with some of reduce_ms, gather_ms, optimizer_ms, snapshot_ms"),
         ({"stages": {"forward_ms": [1] * 513}}, "has 513 values"),
         ({"stages": STAGES | {"wgrad_ms": [1, "2"]}}, "wgrad_ms of stage 1 is '2'"),
         ({"stages": STAGES | {"wgrad_ms": None}}, "'wgrad_ms' must be a list"),

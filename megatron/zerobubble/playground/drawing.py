@@ -17,7 +17,7 @@ from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.cost_table import COST_LISTS, CostTable
 from megatron.zerobubble.plan.ir import OpKind, Plan
 from megatron.zerobubble.plan.planner import Result
-from megatron.zerobubble.plan.render.plan_summary import headline, iteration_times, lengths, measures, title
+from megatron.zerobubble.plan.render.plan_summary import headline, iteration_times, lengths, measures, step_times, title
 from megatron.zerobubble.plan.render.svg import SPAN_COLORS
 from megatron.zerobubble.plan.render.text import chunks_of, extent, render_text
 from megatron.zerobubble.plan.simulate import Simulation, TimedOp, memory_over_time
@@ -49,7 +49,7 @@ def draw_plan(result: Result, came: Simulation | None = None) -> Drawing:
         "source": "plan",
         "headline": headline(plan, title(plan.schedule)),
         "measures": measures(simulation),
-        "lengths": lengths(simulation, came),
+        "lengths": lengths(simulation, came) + step_times(simulation),
         "metrics": result.metrics() | _sent(plan) | _idle(simulation, came),
         "plan": plan.to_json(costs=simulation.costs.to_json(), metrics=result.metrics()),
     }

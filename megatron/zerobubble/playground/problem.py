@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.messages import parse_json, quoted, shown
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.step_costs import STEP_TIMES
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.objective import DEFAULT_OBJECTIVE, Objective
 from megatron.zerobubble.plan.partition.layout import Layout
@@ -89,7 +90,7 @@ def read_problem(body: str | bytes) -> PageRequest:
     num_microbatches = whole("num_microbatches", given.get("num_microbatches"), 1, MAX_MICROBATCHES)
     lengths = read_lengths(given, num_ranks, num_microbatches)
     num_slices = _slices(given, num_microbatches)
-    times = _times(given.get("times", {}))
+    times = _times(given.get("times", {}), "times", SCALARS)
     model = None if given.get("model") is None else read_model(given["model"], times)
     request = PageRequest(
         num_ranks=num_ranks,
@@ -104,6 +105,7 @@ def read_problem(body: str | bytes) -> PageRequest:
         effort=None if given.get("effort", "drawn") == "drawn" else choice(Effort, "effort", given["effort"]),
         seed=whole("seed", given.get("seed"), 0, 2**31) if "seed" in given else 0,
         times=times,
+        step=_times(given.get("step", {}), "step", STEP_TIMES),
         stages=None if given.get("stages") is None else read_stages(given["stages"]),
         model=model,
         run_memory=None if given.get("run_memory") is None else read_measured(given["run_memory"]),
@@ -161,9 +163,9 @@ def _pending(given: Mapping[str, Any], num_ranks: int) -> int | None:
     return pending
 
 
-def _times(given: object) -> Mapping[str, float]:
-    if not isinstance(given, dict) or not set(given) <= set(SCALARS):
-        raise ConfigError(f"times must be an object with some of {', '.join(SCALARS)}, got {quoted(given)}")
+def _times(given: object, field: str, names: Sequence[str]) -> Mapping[str, float]:
+    if not isinstance(given, dict) or not set(given) <= set(names):
+        raise ConfigError(f"{field} must be an object with some of {', '.join(names)}, got {quoted(given)}")
     return {
         name: number(name, value, MAX_MEMORY if name == "activation_after_backward" else MAX_TIME_MS)
         for name, value in given.items()

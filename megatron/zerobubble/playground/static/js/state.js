@@ -9,7 +9,8 @@ export const TABLE_KINDS = ["forward_ms", "backward_ms", "wgrad_ms", "activation
 const TIMES = { p: 8, m: 24, f: 1, b: 1, w: 1, c: 0, a: 1 };
 const GPU = { gib: 79 }; // of an H100, in GiB
 const UNEQUAL = { share: 0, mean: 4096, cv: 0.6, seed: 0, node: 4, between: 1, bytes: 0 };
-const SCALARS = { ...TIMES, ...UNEQUAL, ...GPU };
+const STEP = { reduce: 0, gather: 0, optimizer: 0, snapshot: 0 }; // ms of a rank and iteration, around the passes
+const SCALARS = { ...TIMES, ...UNEQUAL, ...GPU, ...STEP };
 // The objective is that of a run without --enable-optimizer-post-validation.
 const WORDS = { objective: "makespan", effort: "fast", lengths: "equal", links: "one" };
 const TEXTS = { tokens: "", latency: "", bandwidth: "" };
@@ -93,6 +94,8 @@ export function problem(state, { schedule, limit, chunks, pending, slices }) {
     max_pending_backward: pending || null,
     ...unequal(state),
   };
+  const step = Object.keys(STEP).filter((name) => state[name]);
+  if (step.length) body.step = Object.fromEntries(step.map((name) => [`${name}_ms`, state[name]]));
   if (state.model) Object.assign(body, { model: state.model, times: request(state).times });
   if (state.table && state.held) body.run_memory = { ...state.held, device_gib: state.gib };
   if (state.table) return { ...body, stages: { ...state.table, comm_ms: state.c } };
