@@ -6,21 +6,21 @@ a mistyped flag cost nothing.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import sys
 import typing
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron.zerobubble.errors import ConfigError, PlanError, UserError
 from megatron.zerobubble.flags.dataclass_flags import add_group, from_namespace
 from megatron.zerobubble.flags.fork_flags import in_our_flags
 from megatron.zerobubble.job.exit import exit_with_error
-from megatron.zerobubble.messages import one_line, shown
+from megatron.zerobubble.messages import closest, one_line, shown
 from megatron.zerobubble.training.check import check_settings
 from megatron.zerobubble.training.config.ignored import add_ignored
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.flag_parser import TrainingParser
 
 __all__ = ["build_parser", "parse_arguments", "settings_from_argv"]
 
@@ -30,20 +30,27 @@ _GROUPS: dict[str, Any] = {name: kind for name, kind in typing.get_type_hints(Se
 _PROG = "pretrain_gpt.py"
 """Program name in the usage and in error lines, unless the caller passes another."""
 
+_ELSEWHERE = "megatron-core 0.17 (Python 3.12), where pretrain_gpt.py is Megatron-LM's own loop"
+"""Where a flag of Megatron-LM runs that this trainer does not have."""
 
-def build_parser(*, prog: str = _PROG) -> TrainingParser:
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError instead of printing the usage and exiting."""
+        raise ConfigError(f"{message} (--help lists all flags)")
+
+
+def build_parser(*, prog: str = _PROG) -> argparse.ArgumentParser:
     """The parser with the flags of all groups.
 
     Args:
         prog: program name in the usage.
     """
-    parser = TrainingParser(
-        prog=prog, description="Train a GPT through zero-bubble pipeline schedules on megatron-core. Start it with torchrun."
-    )
+    about = "Train a GPT through zero-bubble pipeline schedules on megatron-core. Start it with torchrun."
+    parser = _Parser(prog=prog, description=about, allow_abbrev=False)
     for config_class in _GROUPS.values():
         add_group(parser, config_class)
     add_ignored(parser)
-    parser.require_one_of("--train-iters", "--train-samples")
     return parser
 
 
@@ -62,7 +69,7 @@ def settings_from_argv(argv: Sequence[str], *, world_size: int, rank: int = 0, p
     words = list(argv)
     try:
         words, note = in_our_flags(words)
-        return _checked(words, note, build_parser(prog=prog), world_size=world_size, is_first=rank == 0)
+        return _checked(words, note, prog=prog, world_size=world_size, is_first=rank == 0)
     except UserError as error:
         draws_plan = isinstance(error, PlanError) and "\n" in str(error)
         raise type(error)(str(error) if draws_plan else one_line(str(error), _values(words))) from None
@@ -75,9 +82,17 @@ def _values(words: Sequence[str]) -> list[str]:
     return [*words, *(word.partition("=")[2] for word in words if "=" in word)]
 
 
-def _checked(words: Sequence[str], note: str | None, parser: TrainingParser, *, world_size: int, is_first: bool) -> Settings:
+def _checked(words: Sequence[str], note: str | None, *, prog: str, world_size: int, is_first: bool) -> Settings:
     """`words` of the command line as settings that can run. `note`: on its flags. Raises UserError, and OSError for paths."""
-    namespace = parser.parse(words)
+    parser = build_parser(prog=prog)
+    required = [action for action in parser._actions if action.required]
+    for action in required:
+        action.required = False  # what is missing comes after what is unknown
+    namespace, unknown = parser.parse_known_args(words)
+    if unknown:
+        parser.error(f"unrecognized arguments: {_described(unknown, list(parser._option_string_actions))}")
+    if missing := [action.option_strings[0] for action in required if getattr(namespace, action.dest) is None]:
+        parser.error(f"the following arguments are required: {', '.join(missing)}")
     groups: dict[str, Any] = {name: from_namespace(config_class, namespace) for name, config_class in _GROUPS.items()}
     parallel = groups["parallel"]
     groups["model"] = groups["model"].with_layers(parallel)
@@ -88,6 +103,16 @@ def _checked(words: Sequence[str], note: str | None, parser: TrainingParser, *, 
     settings = Settings(**groups, world_size=world_size, ignored_flags=ignored, notes=(note,) if note else ())
     check_settings(settings, is_first=is_first)
     return settings
+
+
+def _described(unknown: Sequence[str], known: Sequence[str]) -> str:
+    """The flags among what argparse does not know, likely typos first; or if there are none, all of it."""
+    flags = dict.fromkeys(word.partition("=")[0] for word in unknown if word.startswith("--"))
+    meant = {flag: closest(flag, known, cutoff=0.85) for flag in flags}
+    typos = [f"{flag} (did you mean {likely}?)" for flag, likely in meant.items() if likely]
+    others = [shown(flag) for flag in flags if not meant[flag]]
+    listed = ", ".join([*typos, *others] or map(shown, unknown))
+    return f"{listed}, which need{'s' if len(others) == 1 else ''} {_ELSEWHERE}" if others else listed
 
 
 def parse_arguments(

@@ -239,7 +239,7 @@ NO_LENGTH = BASE.replace("--train-iters 10 ", "")
         ("--train-iters 1 --global-batchsize=3", "did you mean --global-batch-size"),
         ("--train-iters 1 --sft", "unrecognized arguments: --sft, which needs .* pretrain_gpt.py is Megatron-LM's own loop"),
         ("--train-iters 1 stray", "unrecognized arguments: stray"),
-        ("", "the following arguments are required: --train-iters"),
+        ("", "the length of the run is missing: give --train-iters or --train-samples"),
         ("--train-iters 3 --lr-warmup-iters 3", "warm-up of 3 iterations must be shorter than the decay of 3"),
     ],
 )
