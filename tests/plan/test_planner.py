@@ -28,7 +28,7 @@ from megatron.zerobubble.plan.registry import (
     known_schedules,
     parse_max_pending_backward,
     placement_of,
-    plan_of,
+    plans_of,
     schedule_info,
 )
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
@@ -58,15 +58,14 @@ def auto(monkeypatch: pytest.MonkeyPatch, costs_of: CostsOf, limit: float | None
     """The result of `auto`, and its searches beyond hand-written orders, as (schedule, limit, share of the budget)."""
     searched: Searched = []
 
-    def build(spec: ScheduleSpec, *arguments: Any, options: SearchOptions | None = None, **others: Any) -> Any:
+    def build(spec: ScheduleSpec, *arguments: Any, options: SearchOptions, **others: Any) -> Any:
         if spec.name in planner._SEARCHED:
-            assert options is not None
             assert options.memory_limit is not None
             if options.budget > 0:
                 searched.append((spec.name, options.memory_limit, options.budget / BUDGET))
-        return plan_of(spec, *arguments, options=options, **others)
+        return plans_of(spec, *arguments, options=options, **others)
 
-    monkeypatch.setattr(planner, "plan_of", build)
+    monkeypatch.setattr(planner, "plans_of", build)
     options = SearchOptions(memory_limit=limit, objective=Objective.SPAN, budget=BUDGET)
     return make_plan(AUTO, num_ranks=4, num_microbatches=8, costs_of=costs_of, options=options), searched
 
