@@ -15,6 +15,7 @@ from megatron.zerobubble.plan.partition.hybrid_pattern import HybridPattern
         ("*-*-", ("*-*-",), "*-*-"),
         ("*-*|-", ("*-*", "-"), "*-*-"),
         ("|*-E|M|", ("", "*-E", "M", ""), "*-EM"),
+        ("*-|ME/*-/*-", ("*-", "ME"), "*-ME"),
     ],
 )
 def test_round_trip(text: str, segments: tuple[str, ...], layers: str) -> None:
@@ -34,13 +35,14 @@ def test_round_trip(text: str, segments: tuple[str, ...], layers: str) -> None:
         ("*-*E|-*", Placement.linear(2), "*-*E|-*"),
         ("|*-E|-|*", Placement.v(2), "|*-E|-|*"),
         ("*-*", Placement.linear(1), "*-*"),
+        ("*-*-/*E/*E", Placement.linear(2), "*-|*-/*E/*E"),
     ],
 )
 def test_stages(text: str, placement: Placement, divided: str) -> None:
     """Without a bar as `StageLayers.spread` divides the layers; with bars as they say."""
     pattern = HybridPattern.parse(text).over(placement)
     assert pattern.text == divided
-    assert pattern.stage_layers.per_stage == tuple(map(len, divided.split("|")))
+    assert pattern.stage_layers.per_stage == tuple(map(len, divided.partition("/")[0].split("|")))
     starts = [pattern.first_layer(stage) for stage in range(placement.num_stages)]
     assert [pattern.layers[start : start + len(own)] for start, own in zip(starts, pattern.segments, strict=True)] == [
         *pattern.segments
@@ -53,7 +55,7 @@ def test_stages(text: str, placement: Placement, divided: str) -> None:
         ("", Placement.linear(1), "has no layer"),
         ("|", Placement.linear(2), "has no layer"),
         ("*||-", Placement.linear(3), "stage 1 of 3 would hold 0 layers"),
-        ("*-*-/*-/*-", Placement.linear(1), "has MTP layers"),
+        ("*-*-/*-/*-", Placement.loop(2, 2), "has MTP layers .* one model chunk per rank, such as zb-h1"),
         ("*-|*-", Placement.v(2), r"'\*-\|\*-' has 2 segments, and 2 pipeline ranks with 2 stage\(s\) each need 4"),
         ("*-*-*", Placement.linear(2), "5 layers do not divide over 2 stages .*; or write | between its stages"),
     ],

@@ -41,15 +41,15 @@ class StageStack:
         return stack(*args, **others)
 
 
-def check_hybrid(chunk: nn.Module) -> None:
-    """Check that a chunk of a `HybridModel` has nothing that is not supported; of other models, does nothing.
+def check_hybrid(chunk: nn.Module, placement: Placement) -> None:
+    """Check that a chunk of a `HybridModel` has nothing that `placement` does not support; of other models, does nothing.
 
     Raises:
-        ConfigError: its pattern has MTP layers.
+        ConfigError: its pattern has MTP layers, and a rank several chunks.
     """
     pattern = getattr(get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True), "hybrid_layer_pattern", None)
     if pattern is not None:
-        HybridPattern.parse(pattern)
+        HybridPattern.parse(pattern).check_mtp(placement)
 
 
 def place_stack(stack: Any, pattern: str, placement: Placement, *, vp_stage: int | None) -> Any:
@@ -65,7 +65,7 @@ def place_stack(stack: Any, pattern: str, placement: Placement, *, vp_stage: int
         `stack` itself where `HybridModel` selects the right segment; otherwise a copy that builds the layers of the stage.
 
     Raises:
-        ConfigError: the pattern does not have one segment per stage, or has MTP layers.
+        ConfigError: the pattern does not have one segment per stage, or has MTP layers and a rank several stages.
     """
     segments = HybridPattern.parse(pattern).over(placement)
     if placement.name in ("linear", "loop"):

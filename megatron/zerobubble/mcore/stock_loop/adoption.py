@@ -112,7 +112,7 @@ class AdoptedChunks:
         return adopted
 
     def _split(self, config: Any, module: nn.Module, adopted: Adopted) -> None:
-        check_hybrid(module)
+        check_hybrid(module, adopted.spec.placement)
         release_unused_head(module)
         self._draw(module)
         if self.options.is_v:  # before anything that one rank alone may refuse: two ranks may tie their chunks together

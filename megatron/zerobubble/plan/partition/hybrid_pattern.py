@@ -9,7 +9,8 @@ One letter is one layer, in the order data flows, and a bar separates two stages
     E   MLP with experts
     M   Mamba
 
-Attention and MLP are layers of their own here: ``*-`` is what a GPT calls one transformer layer.
+Attention and MLP are layers of their own here: ``*-`` is what a GPT calls one transformer layer. Behind the last stage the layers
+of multi-token prediction (MTP) may follow, a slash and the same letters for each depth: ``*-*|-*E/*-/*-``.
 
 Invariant: only the first and the last stage can be without layers.
 """
@@ -34,20 +35,18 @@ class HybridPattern:
 
     segments: tuple[str, ...]
     """One letter per layer, in one string per stage; a single string if the text has no bar."""
+    mtp: str = ""
+    """The text from the first slash on: MTP layers, which are on the last stage."""
 
     @staticmethod
     def parse(text: str) -> HybridPattern:
         """Parse a pattern. Which letters there are is for the model to check.
 
         Raises:
-            ConfigError: the pattern has no layer, a stage without layers inside the pipeline, or MTP layers.
+            ConfigError: the pattern has no layer, or a stage without layers inside the pipeline.
         """
-        if _MTP_SEPARATOR in text:
-            raise ConfigError(
-                f"hybrid layer pattern {text!r} has MTP layers (after {_MTP_SEPARATOR}), which are not supported here: leave "
-                "them out, or train a GPTModel"
-            )
-        pattern = HybridPattern(segments=tuple(text.split(_STAGE_BOUNDARY)))
+        decoder, slash, depths = text.partition(_MTP_SEPARATOR)
+        pattern = HybridPattern(segments=tuple(decoder.split(_STAGE_BOUNDARY)), mtp=slash + depths)
         if not pattern.num_layers:
             raise ConfigError(f"hybrid layer pattern {text!r} has no layer")
         for stage, segment in enumerate(pattern.segments[1:-1], start=1):
@@ -61,16 +60,16 @@ class HybridPattern:
     @property
     def text(self) -> str:
         """The pattern as `parse` and megatron-core read it."""
-        return _STAGE_BOUNDARY.join(self.segments)
+        return _STAGE_BOUNDARY.join(self.segments) + self.mtp
 
     @property
     def layers(self) -> str:
-        """One letter per layer of the whole model."""
+        """One letter per layer of the whole model, without MTP layers."""
         return "".join(self.segments)
 
     @property
     def num_layers(self) -> int:
-        """Number of layers in the model."""
+        """Number of layers in the model, without MTP layers."""
         return len(self.layers)
 
     @property
@@ -82,8 +81,9 @@ class HybridPattern:
         """This pattern with one segment per stage of `placement`; without bars, `StageLayers.spread` divides the layers.
 
         Raises:
-            ConfigError: the pattern has another number of segments, or the layers do not divide.
+            ConfigError: the pattern has another number of segments, the layers do not divide, or see `check_mtp`.
         """
+        self.check_mtp(placement)
         if self.names_stages and len(self.segments) != placement.num_stages:
             raise ConfigError(
                 f"hybrid layer pattern {self.text!r} has {len(self.segments)} segments, and {placement.num_ranks} pipeline ranks "
@@ -96,15 +96,22 @@ class HybridPattern:
         except ConfigError as error:
             raise ConfigError(f"hybrid layer pattern {self.text!r}: {error}; or write | between its stages") from None
 
+    def check_mtp(self, placement: Placement) -> None:
+        """Raise ConfigError for MTP layers under a placement with several stages per rank."""
+        if self.mtp and placement.num_chunks > 1:
+            raise ConfigError(
+                f"hybrid layer pattern {self.text!r} has MTP layers (after {_MTP_SEPARATOR}), which need a schedule with one "
+                "model chunk per rank, such as zb-h1 or zb-h2: take one of these, leave them out, or train a GPTModel"
+            )
+
     def regrouped(self, num_stages: int) -> HybridPattern:
         """This pattern with another number of segments, see `StageLayers.regrouped`; a text without bars is cut evenly."""
         return self._cut(self.stage_layers.regrouped(num_stages))
 
     def _cut(self, layers: StageLayers) -> HybridPattern:
         ends = itertools.accumulate(layers.per_stage)
-        return HybridPattern(
-            segments=tuple(self.layers[end - count : end] for count, end in zip(layers.per_stage, ends, strict=True))
-        )
+        segments = tuple(self.layers[end - count : end] for count, end in zip(layers.per_stage, ends, strict=True))
+        return HybridPattern(segments=segments, mtp=self.mtp)
 
     def first_layer(self, stage: int) -> int:
         """Number of layers in all stages before `stage`."""
