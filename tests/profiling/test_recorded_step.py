@@ -102,9 +102,8 @@ def test_what_is_recorded_of_two_replicas_arrives_in_the_prediction(four_ranks: 
         assert step.beside_passes == case.overlap_grad_reduce
         assert step.has_gathers == case.overlap_param_gather
         assert all(buckets and min(buckets) >= 0.0 and max(buckets) > 0.0 for buckets in step.reduce_ms)
-        if case.schedule != "stock":  # megatron-core splits only the gradients of the first stage
+        if case.overlap_grad_reduce and case.schedule != "stock":  # megatron-core splits only the gradients of the first stage
             assert min(map(len, step.reduce_ms)) > 3
-        assert min(step.optimizer_ms) > 0.0
         simulation = report(timeline).simulation
         costs = simulation.costs
         assert costs.step == step
