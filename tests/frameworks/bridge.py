@@ -1,21 +1,26 @@
-"""Megatron-Bridge's own `pretrain()` on its own recipe, run by the ranks of a `RankPool`."""
+"""Megatron-Bridge's own `pretrain()` on its own recipes, run by the ranks of a `RankPool`."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import importlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 
 import megatron.zerobubble
+from tests.frameworks.recipes import RECIPES
+from tests.support.mamba import stand_ins
 from tests.support.megatron_lm import loop_of_its_own
+from tests.support.transformer_engine.userbuffers import initialized
 
-__all__ = ["GPT", "INTERLEAVED", "SMALL", "VANILLA", "WITHOUT_CUDA", "Run", "pretrain", "set_fields"]
+__all__ = ["GPT", "INTERLEAVED", "SMALL", "VANILLA", "WITHOUT_CUDA", "Run", "pretrain", "set_fields", "train_recipe"]
 
 WITHOUT_CUDA: dict[str, Any] = {
     "dist.distributed_backend": "gloo",
@@ -102,6 +107,36 @@ def pretrain(rank: int, recipe: str, changes: Mapping[str, Any], schedule: str |
         losses, norms = _pretrain(configured(recipe, changes))
         status = megatron.zerobubble.status()
     return Run(losses, norms, "stock" if status is None else status.schedule, printed.getvalue())
+
+
+def train_recipe(rank: int, name: str, changes: Mapping[str, Any], schedule: str | None = None) -> Run:
+    """`pretrain` by a recipe of `recipes.RECIPES`, its model from there, with further `changes`."""
+    import transformers
+    from megatron.bridge.models.conversion.auto_bridge import AutoBridge
+
+    recipe = RECIPES[name]
+    hub = dict(recipe.hub)
+    kind = getattr(transformers, hub.pop("kind"))
+
+    def from_hf_pretrained(_: str, **__: Any) -> Any:
+        return AutoBridge.from_hf_config(kind(**hub))
+
+    with mock.patch.object(AutoBridge, "from_hf_pretrained", from_hf_pretrained), userbuffers(), stand_ins():
+        return pretrain(rank, f"megatron.bridge.{recipe.function}", {**recipe.changes, **changes}, schedule)
+
+
+@contextlib.contextmanager
+def userbuffers() -> Iterator[None]:
+    """Transformer Engine's Userbuffers as doubles, once a framework has asked for them."""
+    import transformer_engine.pytorch as te
+
+    with contextlib.ExitStack() as stack:
+
+        def initialize_ub(**_: Any) -> None:
+            stack.enter_context(initialized())
+
+        stack.enter_context(mock.patch.object(te, "initialize_ub", initialize_ub))
+        yield
 
 
 def initialize_weights(chunks: list[Any]) -> list[Any]:

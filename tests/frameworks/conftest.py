@@ -27,9 +27,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-@pytest.fixture(scope="session")
-def two_ranks() -> Iterator[RankPool]:
-    """Two gloo ranks with the frameworks."""
-    pool = RankPool(2, imports="tests.frameworks.rank_imports")
+def _ranks(size: int) -> Iterator[RankPool]:
+    pool = RankPool(size, imports="tests.frameworks.rank_imports")
     yield pool
     pool.stop()
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[RankPool]:
+    """Two gloo ranks with the frameworks."""
+    yield from _ranks(2)
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[RankPool]:
+    """Four gloo ranks with the frameworks."""
+    yield from _ranks(4)

@@ -4,6 +4,8 @@ What stands in for what is missing here:
 
 ===============================  ======================================================================================
 Transformer Engine                its Python on the CPU (`tests.support.transformer_engine`)
+apex                              its wgrad GEMM, with the operations that W has on the CPU, so that sums have the same bits
+triton's kernels of Muon          none, as Muon's package has it without a GPU
 `_NOT_INSTALLED`                  packages of which only names are imported: modules in which any name is a class that does
                                   nothing. They train nothing here; the wheels of some need CUDA
 `typing.override`                 Python 3.12 has it
@@ -27,13 +29,22 @@ FOLDER = Path(__file__).resolve().parents[2] / ".frameworks"
 """Where `make test-frameworks` installs them."""
 _NOT_INSTALLED = ("diffusers", "megatron.energon", "modelopt", "nvidia_resiliency_ext.inprocess")
 
+_APEX = "fused_weight_gradient_mlp_cuda"
+_KERNELS = "emerging_optimizers.triton_kernels"
+"""Of Muon, which asks whether there are any."""
+
 
 def install() -> None:
     """Put the frameworks on the path, with what they import."""
     import tests.support.python_3_12.sitecustomize  # noqa: F401
+    from megatron.zerobubble.wgrad.gemm import plain_accumulate
     from tests.support import transformer_engine
 
+    apex: Any = sys.modules.setdefault(_APEX, types.ModuleType(_APEX))
+    apex.wgrad_gemm_accum_fp32 = apex.wgrad_gemm_accum_fp16 = lambda input_, grad, out: plain_accumulate(out, grad, input_)
     sys.path.append(str(FOLDER))
+    kernels: Any = sys.modules.setdefault(_KERNELS, _Module(_KERNELS))
+    kernels.HAS_TRITON_340 = False
     transformer_engine.install()
     importlib.import_module("megatron.zerobubble.mcore")  # makes megatron.core importable without triton
     importlib.import_module("megatron.core.dist_checkpointing")  # looks for what is not installed itself

@@ -75,7 +75,7 @@ def _scan(
         entering = (dt_bsh[:, now, :, None] * x_bshp[:, now]).unsqueeze(-1) * b_bshn[:, now].unsqueeze(2)
         state = state * torch.exp(dt_bsh[:, now] * a)[..., None, None] + entering
         outputs.append((state * c_bshn[:, now].unsqueeze(2)).sum(-1) + D[:, None] * x_bshp[:, now])
-    return torch.stack(outputs, dim=1).reshape(batch, length, inner) * silu(z)
+    return (torch.stack(outputs, dim=1).reshape(batch, length, inner) * silu(z)).to(zxbcdt_bsd.dtype)
 
 
 class _Norm(torch.nn.Module):
