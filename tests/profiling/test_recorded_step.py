@@ -40,15 +40,15 @@ def _spans(*spans: tuple[Activity, float, float, int, int] | tuple[Activity, flo
     )
 
 
-def _recorded(*more: Activity, reduced_from: float = 9.0) -> Timeline:
+def _recorded(*more: Activity, reduced_from: float = 9.0, later_ms: float = 0.0) -> Timeline:
     first = RankTimeline(
         ops=_ops(("0F0", 0, 2), ("0BW0", 10, 14)),
         spans=_spans(
             (Activity.GATHER, -1, 0.5, 0, 1),
             (Activity.GATHER, 0, 1, 0, 0),
             *((activity, 3, 4) for activity in more),
-            (Activity.REDUCE, 11, 13, 0, 0),
-            (Activity.REDUCE, 12, 16, 0, 1),
+            (Activity.REDUCE, 11 + later_ms, 13 + later_ms, 0, 0),
+            (Activity.REDUCE, 12 + later_ms, 16 + later_ms, 0, 1),
             (Activity.GRADIENTS, 14, 16),
             (Activity.GATHER, 20, 21, 0, 1),
             (Activity.OPTIMIZER, 16, 22),
@@ -71,7 +71,10 @@ def test_the_costs_of_a_recording_by_hand() -> None:
     assert step_costs(_recorded(Activity.VALIDATE)) == replace(expected, optimizer_ms=(6.0, 4.0))
     found = step_costs(_recorded(reduced_from=15.0))
     assert found is not None
-    assert (found.reduce_ms[1], found.beside_passes) == ((5.0,), False)
+    assert (found.reduce_ms[1], found.beside_passes) == ((5.0,), True)  # the last bucket is complete with the last op
+    found = step_costs(_recorded(reduced_from=15.0, later_ms=4.0))
+    assert found is not None
+    assert not found.beside_passes
     assert step_costs(Timeline.planned(simulate(PLAN, CostModel.uniform(PLAN.placement)))) is None
 
 

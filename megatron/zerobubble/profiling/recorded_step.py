@@ -26,7 +26,7 @@ def step_costs(timeline: Timeline) -> StepCosts | None:
     reduction of every bucket counts.
     """
     reduce_ms: list[tuple[float, ...]] = [()] * timeline.plan.num_stages
-    gather_ms, ready, ends, beside = list(reduce_ms), list[float](), list[float](), True
+    gather_ms, ready, ends, beside = list(reduce_ms), list[float](), list[float](), list[bool]()
     for rank in timeline.ranks:
         last, end = rank.ops[-1].start_ms, rank.ops[-1].end_ms
         reductions = [span for span in rank.spans if span.activity is Activity.REDUCE]
@@ -36,7 +36,7 @@ def step_costs(timeline: Timeline) -> StepCosts | None:
             taken = _one_after_another(spans)
             for stage in {bucket.stage for bucket in taken}:
                 times[stage] = tuple(elapsed for bucket, elapsed in taken.items() if bucket.stage == stage)
-        beside = beside and all(span.start_ms < end for span in reductions)
+        beside += [span.start_ms < end for span in reductions]  # False also of one that is complete with the last op
         ready.append(max([end, *(span.end_ms for span in reductions)]))
         ends.append(max([ready[-1], *(span.end_ms for span in rank.spans if span.activity in _AFTER)]))
     is_optimistic = any(span.activity is Activity.VALIDATE for rank in timeline.ranks for span in rank.spans)
@@ -48,7 +48,7 @@ def step_costs(timeline: Timeline) -> StepCosts | None:
         gather_ms=tuple(gather_ms),
         optimizer_ms=tuple(max(0.0, end - begin) for end, begin in zip(ends, begins, strict=True)),
         snapshot_ms=(0.0,) * len(ends),
-        beside_passes=beside,
+        beside_passes=any(beside) or not beside,
     )
 
 
