@@ -19,6 +19,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.zerobubble.optimizer.post_validation import GradientStatistics, PostValidation, Relay
 from megatron.zerobubble.plan.communication import place_communication, speculative_forwards
@@ -288,6 +289,35 @@ def test_optimistic_steps_equal_synchronous_ones(name: str, p: int, num_seeds: i
         assert len({count for _, count, _ in optimistic}) == 1, "the outcomes differ between ranks"
         redone += optimistic[0][1]
     assert redone > 0, "no step was redone"
+
+
+class _ForgetfulRelay(Relay):
+    """Frees what it sends before it has left."""
+
+    def _send(self, rank: int, stepped: tuple[int, ...], statistics: GradientStatistics) -> None:
+        super()._send(rank, stepped, statistics)
+        self._sends = [(work, torch.empty(0), peer) for work, _, peer in self._sends]
+
+
+class _HastyRelay(Relay):
+    """Reads statistics before they are here."""
+
+    def _receive(self, rank: int) -> tuple[tuple[int, ...], GradientStatistics]:
+        with mock.patch.object(dist, "recv", dist.irecv):
+            return super()._receive(rank)
+
+
+@pytest.mark.parametrize("relay", [_ForgetfulRelay, _HastyRelay])
+def test_a_relay_that_breaks_a_rule_is_noticed(relay: type[Relay]) -> None:
+    found: list[Any] = []
+    for seed in range(3):
+        with mock.patch(f"{__name__}.Relay", relay):
+            try:
+                run_ranks(2, train, "zb-h1", 2, seed, True, Hazard.NONE, seed=seed)
+            # memory that is not written yet may hold any number, also one without a square root
+            except (FakeNcclError, AssertionError, ArithmeticError, ValueError) as error:
+                found.append(error)
+    assert len(found) == 3, found
 
 
 def test_a_rank_that_does_not_give_up_the_discarded_messages() -> None:

@@ -1,5 +1,4 @@
-"""`place_communication`, against an independent checker (`program_checker`), whose rules are broken on purpose in
-`tests/runtime/test_on_fake_nccl.py`.
+"""`place_communication`, against an independent checker (`program_checker`), which catches deliberate violations of each rule.
 
 Whether programs end is in `test_deadlock.py`. That sends must not block their rank (rule 3) is in
 `tests/runtime/test_executor.py` and `tests/runtime/test_on_fake_nccl.py`.
@@ -10,6 +9,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -18,6 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.zerobubble.plan.communication import (
+    Message,
+    Program,
+    Step,
     color_links,
     links_of,
     longest_messages,
@@ -29,13 +32,14 @@ from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.validate import validate
 from tests.support.plans import receive_buffers
-from tests.support.program_checker import check, check_posts
-from tests.support.programs import FAMILIES
+from tests.support.program_checker import check, check_posts, check_retires
+from tests.support.programs import FAMILIES, post_at_take, post_one_later, rewrite
 
 pytestmark = pytest.mark.claims(
     "Schedules",
-    "transfers: order, buffers, no deadlock, random delays on both ends, every schedule",
-    "works, gloo and a model without buffers; on NCCL by `runtime/test_gpu.py`",
+    "transfers: order, buffers, no deadlock, random delays on both ends, every schedule; each of three rules broken on "
+    "purpose is noticed",
+    "works, gloo and a model without buffers; on NCCL by `runtime/test_gpu.py`, but for broken rules",
     also=("runtime/test_executor.py",),
 )
 
@@ -47,6 +51,11 @@ def plans(name: str, p: int, m: int) -> Iterator[Plan]:
         yield build_plan(name, num_ranks=p, num_microbatches=m, max_pending_backward=p // 2 + 1)
     if name == "interleaved-1f1b" and p < 5:
         yield build_plan(name, num_ranks=p, num_microbatches=m, num_chunks=3)
+
+
+def zbv(p: int, m: int, lookahead: int = 1) -> Program:
+    """A program whose links are taken in another order than they are sent in."""
+    return place_communication(build_plan("zbv", num_ranks=p, num_microbatches=m), lookahead=lookahead)
 
 
 # -- fences -------------------------------------------------------------------------------------------------------------
@@ -149,6 +158,34 @@ def test_a_send_is_retired_by_the_first_reply_that_proves_it(placement: Placemen
             if (reply.source, reply.target) == (message.target, message.source) and sent_at[reply] >= taken_at[message]
         ]
         assert retired_at.get(message) == min(proofs, default=None)
+
+
+# -- tests that the tests can fail --------------------------------------------------------------------------------------
+
+
+def test_rule_1_receives_posted_in_the_order_they_are_taken_mix_messages_up() -> None:
+    broken = rewrite(zbv(2, 4), post_at_take)
+    with pytest.raises(AssertionError):
+        check_posts(broken)
+
+
+def test_rule_2_a_receive_posted_after_its_taking_op_is_noticed() -> None:
+    with pytest.raises(AssertionError, match="not posted yet"):
+        check_posts(rewrite(zbv(3, 5, lookahead=0), post_one_later))
+
+
+def test_rule_4_a_send_retired_one_take_earlier_is_still_under_way() -> None:
+    def retire_early(_: int, row: list[Step]) -> list[Step]:
+        sent = {step.send: index for index, step in enumerate(row) if step.send}
+        retires: list[list[Message]] = [[] for _ in row]
+        for index, step in enumerate(row):
+            for message in step.retire:
+                earlier = [i for i in range(sent[message] + 1, index) if row[i].take]
+                retires[earlier[-1] if earlier else index].append(message)
+        return [replace(step, retire=tuple(messages)) for step, messages in zip(row, retires, strict=True)]
+
+    with pytest.raises(AssertionError, match="may not have arrived"):
+        check_retires(rewrite(zbv(3, 6), retire_early))
 
 
 # -- links and colors --------------------------------------------------------------------------------------------------

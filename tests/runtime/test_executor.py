@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.zerobubble.errors import ExecutionError, TransferError
-from megatron.zerobubble.plan.communication import Message, Program, Step, place_communication
+from megatron.zerobubble.plan.communication import Message, Payload, Program, Step, place_communication
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.transforms import forward_only
@@ -24,7 +24,7 @@ from megatron.zerobubble.runtime.p2p import Handle, P2PLinks
 from megatron.zerobubble.runtime.recording import Recorder, fan_out
 from tests.runtime.delays import run_under_delays
 from tests.runtime.on_fake_nccl import Setup, run_program
-from tests.runtime.support import PATIENCE_S, LabelWork, NoLinks
+from tests.runtime.support import PATIENCE_S, LabelWork, NoLinks, label
 from tests.support.fake_nccl.device import Device
 from tests.support.programs import FAMILIES
 from tests.support.ranks import RankPool
@@ -243,6 +243,15 @@ def test_a_failed_transfer_comes_out_of_the_op_that_needs_it() -> None:
 
 
 # -- that the tests can fail --------------------------------------------------------------------------------------------
+
+
+def test_the_work_notices_a_tensor_that_is_not_its_own() -> None:
+    work = LabelWork(place_communication(build_plan("zb-h1", num_ranks=2, num_microbatches=2)))
+    work.forward(Op.parse("1F0"), label(Payload.ACTIVATION, 1, 0), False)
+    with pytest.raises(AssertionError, match="1F1 was given"):
+        work.forward(Op.parse("1F1"), label(Payload.ACTIVATION, 1, 0), True)
+    with pytest.raises(AssertionError, match="was given nothing"):
+        work.backward(Op.parse("0B0"), None, False)
 
 
 NUM_RANKS, NUM_MICROBATCHES = 4, 8

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.zerobubble.mcore.slices.batches import SlicedBatches
 from megatron.zerobubble.mcore.slices.current_slice import CurrentSlice, SlicePart
 from megatron.zerobubble.mcore.slices.losses import SlicedLosses
-from megatron.zerobubble.mcore.stage_work import ChunkWork, Iteration
-from megatron.zerobubble.plan.ir import Op, Placement
-from megatron.zerobubble.wgrad.store import WeightGradStore
+from megatron.zerobubble.mcore.stage_work import ChunkWork
+from megatron.zerobubble.plan.ir import Op
 
 __all__ = ["SlicedWork"]
 
@@ -23,32 +20,16 @@ class SlicedWork(ChunkWork):
     """The work of one rank in one iteration, slice by slice.
 
     Args:
-        chunks: as `ChunkWork`.
-        placement: see there.
-        store: see there.
-        config: see there.
-        iteration: with `parts`.
-        device: see there.
+        *given: those of `ChunkWork`, with an iteration that has `parts`.
         slices: the slice that the chunks run, with the keys and values of those in flight.
         **others: see there.
     """
 
-    def __init__(
-        self,
-        chunks: Sequence[nn.Module],
-        placement: Placement,
-        store: WeightGradStore,
-        config: Any,
-        iteration: Iteration,
-        device: torch.device,
-        *,
-        slices: CurrentSlice,
-        **others: Any,
-    ) -> None:
-        super().__init__(chunks, placement, store, config, iteration, device, **others)
-        self._slices = slices
+    def __init__(self, *given: Any, slices: CurrentSlice, **others: Any) -> None:
+        super().__init__(*given, **others)
+        self._slices, iteration = slices, self._iteration
         rows = [shape[1] for shape in iteration.tensor_shapes]
-        self._sliced_losses = SlicedLosses(iteration.parts, rows, per_token=config.calculate_per_token_loss)
+        self._sliced_losses = SlicedLosses(iteration.parts, rows, per_token=self._config.calculate_per_token_loss)
         self._iterators = [None if each is None else SlicedBatches(each, slices, iteration.cut) for each in self._iterators]
 
     def _part(self, op: Op) -> SlicePart:
@@ -80,11 +61,7 @@ class SlicedWork(ChunkWork):
         if op.stage == self._last_stage:
             output = self._sliced_losses.scaled(op.microbatch, output)
         with self._running(op):
-            return super()._backward(op, activation, output, gradient)
-
-    def backward(self, op: Op, gradient: Tensor | None, last: bool) -> Tensor | None:
-        """Run B or BW of a slice, as `ChunkWork.backward`."""
-        grad = super().backward(op, gradient, last)
+            grad = super()._backward(op, activation, output, gradient)
         if op.slice == 0:
             self._slices.release(self._chunk_of[op.stage], op.microbatch)
         return grad

@@ -216,7 +216,7 @@ class ChunkWork:
         self, op: Op, activation: Tensor | None, function: Callable[..., Any], losses: list[Any], *, is_first: bool
     ) -> tuple[Any, Tensor]:
         iteration, chunk = self._iteration, self._chunk_of[op.stage]
-        output, num_tokens = schedules.forward_step(
+        result: tuple[Any, Tensor] = schedules.forward_step(
             function,
             self._iterators[chunk],
             self._chunks[chunk],
@@ -231,7 +231,7 @@ class ChunkWork:
             vp_stage=chunk if self._virtual else None,
             is_last_stage=op.stage == self._last_stage,
         )
-        return output, num_tokens
+        return result
 
     def _check_output(self, op: Op, output: Any) -> None:
         """Raise ExecutionError if an output is not what the next stage's buffer takes: that rank would wait for the rest."""

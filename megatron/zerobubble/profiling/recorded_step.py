@@ -25,6 +25,9 @@ def step_costs(timeline: Timeline) -> StepCosts | None:
     The timeline must be on one clock, and every rank must have an op. With gradients that stay sharded (ZeRO-2) the last
     reduction of every bucket counts.
     """
+    around = (Activity.REDUCE, Activity.GATHER, *_AFTER)
+    if not any(span.activity in around for rank in timeline.ranks for span in rank.spans):
+        return None
     reduce_ms: list[tuple[float, ...]] = [()] * timeline.plan.num_stages
     gather_ms, ready, ends, beside = list(reduce_ms), list[float](), list[float](), list[bool]()
     for rank in timeline.ranks:
@@ -41,8 +44,6 @@ def step_costs(timeline: Timeline) -> StepCosts | None:
         ends.append(max([ready[-1], *(span.end_ms for span in rank.spans if span.activity in _AFTER)]))
     is_optimistic = any(span.activity is Activity.VALIDATE for rank in timeline.ranks for span in rank.spans)
     begins = list(accumulate(ready, max)) if is_optimistic else [max(ready)] * len(ready)
-    if not any(span.activity in (Activity.REDUCE, Activity.GATHER, *_AFTER) for rank in timeline.ranks for span in rank.spans):
-        return None
     return StepCosts(
         reduce_ms=tuple(reduce_ms),
         gather_ms=tuple(gather_ms),

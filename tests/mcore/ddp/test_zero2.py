@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.zerobubble.mcore.ddp import wrap
+from megatron.zerobubble.mcore.ddp import wrap, zero2
 from megatron.zerobubble.mcore.ddp.zero2 import Reductions, ShardedGradientsDDP
 from megatron.zerobubble.mcore.state_memory import state_bytes
 from megatron.zerobubble.plan.ir import OpKind
@@ -25,6 +25,7 @@ from tests.optimizer.support import BASE, Scenario
 from tests.optimizer.support import compare as compare_optimistic
 from tests.support.comparisons import record, refusal
 from tests.support.fake_nccl.communicators import Communicator
+from tests.support.fake_nccl.engine import FakeNcclError
 from tests.support.fake_nccl.megatron import run_megatron
 from tests.support.fake_nccl.tracing import TracedOps
 from tests.support.gpt import Case, Outcome, Trainer
@@ -262,6 +263,22 @@ def test_nothing_is_connected_inside_passes() -> None:
     with mock.patch.object(Communicator, "connect", watched):
         run_megatron(4, train, replace(ZERO1_ON_FAKE_NCCL, shard_gradients=2), seed=0)
     assert inside == []
+
+
+def _add_without_waiting(self: Any) -> None:
+    self.bucket.shard.add_(self.part)
+
+
+def _keep_nothing(self: Any, bucket: Any, full: Any, part: Any, handle: Any) -> None:
+    self.bucket, self.full, self.part, self.handle = bucket, torch.empty(0), torch.zeros_like(part), handle
+
+
+@pytest.mark.parametrize(("name", "broken"), [("finish", _add_without_waiting), ("__init__", _keep_nothing)])
+def test_a_reduction_that_breaks_a_rule_is_noticed(name: str, broken: Any) -> None:
+    with mock.patch.object(zero2._Reduction, name, broken):
+        for seed in range(3):
+            with pytest.raises(FakeNcclError, match=r"reduce-scatter \d+ of communicator"):
+                run_megatron(4, train, replace(ZERO1_ON_FAKE_NCCL, shard_gradients=2), seed=seed)
 
 
 SCENARIO = Scenario("clipped", replace(BASE, dropout=0.0), spikes={(3, 0): 1e4, (4, 1): 1e5, (11, 1): 1e4}, redone=(3, 4, 11))

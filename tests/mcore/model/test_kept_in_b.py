@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -266,10 +267,18 @@ def test_a_large_part_is_refused_in_one_line_with_the_attribute(two_ranks: RankP
     assert "set wgrad_in_backward = True on the module, on one around it or on the parameter" in line
 
 
+FUNCTION = "linear_with_grad_accumulation_and_async_allreduce"
+
+
+def _replaced(name: str) -> Any:
+    """Inside, a function around one of `layers` stands in its place."""
+    stock = operator.attrgetter(name)(layers)
+    return mock.patch(f"{layers.__name__}.{name}", functools.wraps(stock)(lambda *args, **named: stock(*args, **named)))
+
+
 def _refused_with_own_function(rank: int, name: str) -> list[str]:
     """As `_refused`, where something else stands in place of megatron-core's function."""
-    stock = getattr(layers, name)
-    with mock.patch.object(layers, name, functools.wraps(stock)(lambda *args, **named: stock(*args, **named))):
+    with _replaced(name):
         return _refused(rank, lambda chunk: None, "zb-h1")
 
 
@@ -278,10 +287,8 @@ def _refused_with_own_function(rank: int, name: str) -> list[str]:
     [
         (functools.partial(_computed_weights, is_declared=False), "a weight that is computed from other parameters"),
         (functools.partial(_rounded_weights, is_declared=False), "_forward_impl, set on the module"),
-        (
-            "linear_with_grad_accumulation_and_async_allreduce",
-            "layers.linear_with_grad_accumulation_and_async_allreduce, replaced",
-        ),
+        (FUNCTION, f"layers.{FUNCTION}, replaced"),
+        ("ColumnParallelLinear._forward_impl", "ColumnParallelLinear._forward_impl, replaced"),
     ],
 )
 def test_a_gemm_that_is_not_megatron_cores_is_refused_with_the_reason(two_ranks: RankPool, prepare: Any, reason: str) -> None:
@@ -289,3 +296,17 @@ def test_a_gemm_that_is_not_megatron_cores_is_refused_with_the_reason(two_ranks:
     for (message,) in two_ranks.run(*job):
         assert f"Their GEMM is not megatron-core's own ({reason})" in message
         assert "decoder.layers.0." in message
+
+
+def _replaced_later(_rank: int) -> str:
+    """The error of a run whose GEMMs were replaced after its chunks were wrapped, and before its first iteration."""
+    with installed(SIZES, "zb-h1") as args:
+        loop = Loop(args)
+        with _replaced(FUNCTION), pytest.raises(SplitError) as error:
+            loop.train()
+        return str(error.value)
+
+
+def test_a_gemm_that_is_replaced_later_is_refused_before_the_first_pass(two_ranks: RankPool) -> None:
+    for message in two_ranks.run(_replaced_later):
+        assert f"was replaced (layers.{FUNCTION}, replaced) after DistributedDataParallel had wrapped the chunk" in message

@@ -7,8 +7,9 @@ no pipeline. The double hands memory of the pool out again, so a rule that is br
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -21,11 +22,12 @@ from torch import nn
 from megatron.zerobubble.errors import ConfigError, SplitError
 from megatron.zerobubble.flags.loop_options import MicrobatchLengths, Seeds
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
+from megatron.zerobubble.mcore.model import layer_graphs
 from megatron.zerobubble.mcore.model.wgrad_split import split_weight_gradients
 from megatron.zerobubble.mcore.run_options import RunOptions
 from megatron.zerobubble.mcore.stock_loop.graph_options import check_graph_options
 from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumulate
-from megatron.zerobubble.wgrad.store import WeightGradStore
+from megatron.zerobubble.wgrad.store import GraphMemory, WeightGradStore
 from tests.mcore.model.test_engine import _Deferring
 from tests.support.comparisons import difference
 from tests.support.ranks import RankPool
@@ -86,6 +88,57 @@ def test_graphs_train_as_no_graphs(engine_ranks: RankPool, case: Any) -> None:
         assert max(found.losses, found.gradients, found.weights) == 0.0, (rank, found)
         assert not changed
         assert reused > 100, "the double hands out no memory a second time, and would show nothing"
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A rule that does not hold."""
+
+    case: Any
+    patches: Callable[[], list[Any]]
+
+
+def _patched(owner: Any, name: str, new: Any) -> Any:
+    return mock.patch.object(owner, name, new)
+
+
+BROKEN = {
+    "graphs are captured in the order of megatron-core's schedule": Broken(
+        ZBV, lambda: [_patched(layer_graphs.LayerGraphs, "order", _stock_order)]
+    ),
+    "a gradient leaves a graph as it is": Broken(
+        ZB_H2, lambda: [_patched(layer_graphs, "_with_own_gradient", lambda value: value)]
+    ),
+    "W reads an input where a graph left it": Broken(
+        CASES[-2], lambda: [_patched(GraphMemory, "own", lambda _self, operand: operand)]
+    ),
+}
+
+
+def _stock_order(graphs_: Any, plan: Any, _rank: int) -> list[int]:
+    """All forward passes of a chunk before its backward passes."""
+    graphs_.num_microbatches = plan.num_microbatches
+    chunks = range(1, plan.placement.num_stages // plan.num_ranks + 1)
+    once = [*chunks, *(-chunk for chunk in reversed(chunks))]
+    return [each for _ in range(plan.num_microbatches) for each in once]
+
+
+def _compare_broken(rank: int, name: str) -> tuple[Any, list[str]]:
+    broken = BROKEN[name]
+    with ExitStack() as stack:
+        for patch in broken.patches():
+            stack.enter_context(patch)
+        found, changed, _ = _compare(rank, broken.case)
+    return found, changed
+
+
+@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.sampled(0.34)
+def test_a_broken_rule_is_seen_in_the_weights(engine_ranks: RankPool, name: str) -> None:
+    results = engine_ranks.run(_compare_broken, name)
+    assert any(found.weights > 0 for found, _ in results), results
+    if "gradient leaves" in name:
+        assert any(changed for _, changed in results), "a message is overwritten while it is sent"
 
 
 def test_a_module_in_a_capture_leaves_nothing_to_w() -> None:

@@ -114,9 +114,21 @@ def split_weight_gradients(chunk: nn.Module, store: WeightGradStore) -> list[str
 
 
 def split_weights(chunk: nn.Module) -> list[SplitWeight]:
-    """The weights of `chunk` whose gradients are deferred, in the order of the model; also those frozen since."""
-    forwards = (each.linear.__dict__.get("_forward_impl") for each in _splittable(chunk, frozen=True))
-    return [forward.how.split for forward in forwards if isinstance(forward, _SplitForward)]
+    """The weights of `chunk` whose gradients are deferred, in the order of the model; also those frozen since.
+
+    Raises:
+        SplitError: names a linear whose GEMM was replaced since it was split, which the split goes past.
+    """
+    found = []
+    for linear in _split_linears(chunk):
+        split, foreign = linear._forward_impl.how.split, _foreign(linear)
+        if foreign is not None:
+            raise SplitError(
+                f"the GEMM of {split.name} was replaced ({foreign}) after DistributedDataParallel had wrapped the chunk, and the "
+                "split of B and W goes past that: replace it before"
+            )
+        found.append(split)
+    return found
 
 
 def driven_modules(chunk: nn.Module) -> list[DeferringModule]:
@@ -129,12 +141,13 @@ def remove_split(chunk: nn.Module) -> None:
 
     Modules that defer weight gradients themselves continue to do so; the caller must call their `backward_dw`.
     """
-    for _, linear, owner in _splittable(chunk, frozen=True):
-        if isinstance(linear.__dict__.get("_forward_impl"), _SplitForward):
-            linear._forward_impl.how.split.remove()
-            del linear._forward_impl
-            del owner.register_wgrad_accumulation_and_reduce_hooks
-            del owner.weight.skip_backward_post_hook
+    tied_owners = _tied_owners(chunk)
+    for linear in _split_linears(chunk):
+        owner = linear if linear.weight is not None else tied_owners[id(linear)][1]
+        linear._forward_impl.how.split.remove()
+        del linear._forward_impl
+        del owner.register_wgrad_accumulation_and_reduce_hooks
+        del owner.weight.skip_backward_post_hook
     for module in chunk.modules():
         if is_driven(module):
             getattr(module, _FORWARD_HOOK).remove()
@@ -216,14 +229,19 @@ class _Splittable(NamedTuple):
     """The module that owns the weight: the linear itself, or an embedding tied to it."""
 
 
-def _splittable(chunk: nn.Module, *, frozen: bool = False) -> Iterator[_Splittable]:
-    """The linears of `chunk` whose weights are trained; with `frozen` all of them."""
+def _split_linears(chunk: nn.Module) -> list[Any]:
+    """The linears of `chunk` that are split."""
+    return [module for module in chunk.modules() if isinstance(module.__dict__.get("_forward_impl"), _SplitForward)]
+
+
+def _splittable(chunk: nn.Module) -> Iterator[_Splittable]:
+    """The linears of `chunk` whose weights are trained, and can be split."""
     tied_owners, in_b = _tied_owners(chunk), declared_in_b(chunk)
     for name, module in chunk.named_modules():
         if not isinstance(module, _SPLIT) or id(module) in in_b or _foreign(module) is not None:
             continue
         name, owner = (name, module) if module.weight is not None else tied_owners.get(id(module), (name, None))
-        if owner is not None and (frozen or owner.weight.requires_grad) and not is_declared(owner.weight):
+        if owner is not None and owner.weight.requires_grad and not is_declared(owner.weight):
             yield _Splittable(f"{name}.weight", module, owner)
 
 
