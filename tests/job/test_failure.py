@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import itertools
 import re
@@ -97,6 +98,30 @@ def test_an_error_of_the_user_is_one_line_once() -> None:
     store = torch.distributed.HashStore()
     assert report(ConfigError("wrong flag"), rank=1, store=store) == ([2], "error: wrong flag\n")
     assert report(ConfigError("wrong flag"), rank=0, store=store) == ([2], "")
+
+
+def _exits_by_argparse() -> None:
+    argparse.ArgumentParser("pretrain.py").parse_args(["--bogus"])
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (lambda: sys.exit(3), rf"exit code 3 by {re.escape(__file__)}, line \d+; what it printed before says why"),
+        (lambda: sys.exit("no data in /data"), "no data in /data"),
+        (_exits_by_argparse, "pretrain.py: error: unrecognized arguments: --bogus"),
+    ],
+)
+def test_a_script_that_ends_a_rank_itself_is_the_reason_of_those_that_lose_it(
+    tmp_path: Path, end: Callable[[], None], reason: str
+) -> None:
+    store, left, path = torch.distributed.HashStore(), [], tmp_path / "error.json"
+    with pytest.raises(SystemExit), JobGuard(store, 0, leave=left.append, error_file=str(path)):
+        end()
+    assert not left, "exit handlers of the script's are called"
+    line = read_error_file(path)
+    assert re.fullmatch(f"rank 0 ended: {reason}", line or "")
+    assert report(RuntimeError("Connection closed by peer"), rank=1, store=store) == ([1], f"rank 1 stops: {line}\n")
 
 
 def test_a_store_that_is_gone_does_not_hide_the_failure() -> None:

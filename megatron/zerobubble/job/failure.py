@@ -15,6 +15,7 @@ prints it.
 
 from __future__ import annotations
 
+import argparse
 import json
 import socket
 import sys
@@ -128,6 +129,8 @@ class JobGuard:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, SystemExit) and error.code:
+            self._record_exit(error)
         if not isinstance(error, Exception):
             return
         doing = self.doing()
@@ -152,6 +155,14 @@ class JobGuard:
         if not (is_own or is_elsewhere):
             self._pause(_GRACE_S)
         self._leave(2 if isinstance(error, UserError) else 1)
+
+    def _record_exit(self, error: SystemExit) -> None:
+        """Record that the script itself ends this rank, for those that will lose it; what it has to say it has printed."""
+        failure = RankFailure(self._rank, f"rank {self._rank} ended: {_why_it_exits(error)}", self._host)
+        with suppress(RuntimeError):
+            failure = first_to_fail(self._store, failure)
+        if failure.rank == self._rank:
+            write_error_file(self._error_file, failure.line)
 
     def _first_failure(self, error: Exception, doing: Doing | None, *, has_lost_a_peer: bool) -> RankFailure:
         """The failure on record, after this rank's own or that of a rank which is gone is, if there was none."""
@@ -228,6 +239,15 @@ def _line(error: Exception, *, rank: int, doing: str) -> str:
     line = traceback.format_exception_only(error)[0].partition("\n")[0]  # its notes come after
     disk = disk_error(error)
     return f"rank {rank} failed{doing}: {line}" + ("" if disk in (None, error) else f" ({disk})")
+
+
+def _why_it_exits(error: SystemExit) -> str:
+    """The message that a script, or argparse for it, ends with; else its exit code and where it calls `sys.exit`."""
+    *_, (last, number) = traceback.walk_tb(error.__traceback__)
+    code, message = error.code, last.f_locals.get("message") if last.f_code is argparse.ArgumentParser.exit.__code__ else None
+    text = str(message or "" if isinstance(code, int) else code).strip()
+    where = f"{last.f_code.co_filename}, line {number}"
+    return text.splitlines()[-1] if text else f"exit code {code} by {where}; what it printed before says why"
 
 
 def _while(doing: Doing | None) -> str:
