@@ -123,7 +123,7 @@ def test_a_stuck_rank_is_named() -> None:
     program = place_communication(build_plan("zb-h1", num_ranks=2, num_microbatches=4), lookahead=1)
     stuck = stuck_ranks(program)
     assert [each.rank for each in stuck] == [0, 1]
-    assert [each.text(program.steps[each.rank][each.step].op) for each in stuck] == [
+    assert [each.text(program.steps[each.rank][each.step].ops) for each in stuck] == [
         "rank 0 at 0F1, receiving the gradient for stage 0, microbatch 0, from rank 1",
         "rank 1 at 1B0, receiving the activation for stage 1, microbatch 1, from rank 0",
     ]

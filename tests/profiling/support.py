@@ -26,21 +26,20 @@ def run_as_simulated(plan: Plan, costs: CostModel, *, iteration: int = 7) -> Tim
     program: Program = place_communication(plan)
     simulation = simulate(plan, costs)
     sent = {
-        step.send: timed.end_ms
+        message: timed.end_ms
         for steps, row in zip(program.steps, simulation.rows, strict=True)
         for step, timed in zip(steps, row, strict=True)
-        if step.send is not None
+        for message in step.send
     }
     ranks = []
     for steps, row in zip(program.steps, simulation.rows, strict=True):
         free, spans = 0.0, []
         for step, timed in zip(steps, row, strict=True):
-            if step.take is not None:
-                arrived = max(free, sent[step.take] + costs.link_ms(step.take.source, step.take.target))
-                spans.append(span(Activity.WAIT, free, arrived, step.take))
-                spans.append(span(Activity.RECEIVE, free, arrived, step.take))
-            if step.send is not None:
-                spans.append(span(Activity.SEND, timed.end_ms, timed.end_ms + 2.0, step.send))
+            for message in step.take:
+                arrived = max(free, sent[message] + costs.link_ms(message.source, message.target))
+                spans.append(span(Activity.WAIT, free, arrived, message))
+                spans.append(span(Activity.RECEIVE, free, arrived, message))
+            spans += [span(Activity.SEND, timed.end_ms, timed.end_ms + 2.0, message) for message in step.send]
             free = timed.end_ms
         spans.append(span(Activity.OPTIMIZER, free, free + 2.0))
         ranks.append(RankTimeline(ops=row, spans=tuple(spans)))

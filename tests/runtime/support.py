@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron.zerobubble.plan.communication import Message, Payload, Program
 from megatron.zerobubble.plan.ir import Op, OpKind
+from megatron.zerobubble.runtime.executor import StageWork
 
 PATIENCE_S = 90.0
 """How long a transfer may take before a test calls it a deadlock."""
@@ -29,7 +30,7 @@ def label(payload: Payload, stage: int, microbatch: int, device: torch.device = 
     return values
 
 
-class LabelWork:
+class LabelWork(StageWork):
     """A `StageWork` that checks what it is given and gives what the next op must be given.
 
     Args:

@@ -19,7 +19,7 @@ from megatron.zerobubble.plan.communication import Message, Payload, Program, St
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.transforms import forward_only
-from megatron.zerobubble.runtime.executor import Executor
+from megatron.zerobubble.runtime.executor import Executor, StageWork
 from megatron.zerobubble.runtime.p2p import Handle, P2PLinks
 from megatron.zerobubble.runtime.recording import Recorder, fan_out
 from tests.runtime.delays import run_under_delays
@@ -122,7 +122,7 @@ def expected_alive(steps: tuple[Step, ...]) -> list[int]:
     for step in steps:
         alive -= len(step.retire)
         counts.append(alive)
-        alive += step.send is not None
+        alive += len(step.send)
     return counts
 
 
@@ -155,7 +155,7 @@ def test_an_executor_can_run_again() -> None:
 # -- what goes wrong ----------------------------------------------------------------------------------------------------
 
 
-class AnyWork:
+class AnyWork(StageWork):
     """Takes anything. Ops named in `gives` return what is given there, others a tensor."""
 
     def __init__(self, gives: dict[str, Tensor | None] | None = None) -> None:
@@ -189,7 +189,7 @@ def test_a_tensor_that_no_op_takes() -> None:
 def test_a_receive_that_no_op_takes() -> None:
     program = program_of(Placement.linear(2), "0F0 0B0 0W0", "1F0 1B0 1W0")
     row = list(program.steps[0])
-    row[1] = dataclasses.replace(row[1], take=None)
+    row[1] = dataclasses.replace(row[1], take=())
     broken = dataclasses.replace(program, steps=(tuple(row), program.steps[1]))
     with pytest.raises(ExecutionError, match=r"rank 0: no op took .*GRADIENT.* and 0 more"):
         Executor(broken, 0, NoLinks(), AnyWork()).run()
@@ -290,13 +290,13 @@ def expected_log(steps: tuple[Step, ...]) -> tuple[list[tuple[str, Message | Op]
     flying, counts = 0, []
     for step in steps:
         log += [("posted", message) for message in step.post]
-        log += [("awaited", step.take), ("taken", step.take)] if step.take else []
+        log += [(what, message) for message in step.take for what in ("awaited", "taken")]
         log += [("retired", message) for message in step.retire]
-        log += [("start", step.op), ("end", step.op)]
-        log += [("sent", step.send)] if step.send else []
-        log += [("settled", step.op)]
-        flying += len(step.post) - (step.take is not None) - len(step.retire) + (step.send is not None)
-        counts.append(flying)
+        log += [(what, op) for what in ("start", "end") for op in step.ops]
+        log += [("sent", message) for message in step.send]
+        log += [("settled", op) for op in step.ops]
+        flying += len(step.post) - len(step.take) - len(step.retire) + len(step.send)
+        counts += [flying] * len(step.ops)
     return log, counts
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron.zerobubble.plan.communication import Message, place_communication
 from megatron.zerobubble.plan.ir import Op
 from megatron.zerobubble.plan.registry import build_plan
-from megatron.zerobubble.runtime.executor import Executor
+from megatron.zerobubble.runtime.executor import Executor, StageWork
 from tests.runtime.delays import run_under_delays
 from tests.runtime.support import NoLinks
 from tests.support.programs import FAMILIES
@@ -38,7 +38,7 @@ def test_random_delays_on_nccl(name: str, nccl_ranks: RankPool) -> None:
 # -- overhead -----------------------------------------------------------------------------------------------------------
 
 
-class BusyWork:
+class BusyWork(StageWork):
     """Ops that keep the stream busy and not the host."""
 
     def __init__(self) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import operator
+import random
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from megatron.zerobubble.errors import PlanError
 from megatron.zerobubble.plan.communication import Program
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
 from megatron.zerobubble.plan.validate import validate
 
-__all__ = ["plan_of_text", "receive_buffers", "reordered", "text_of"]
+__all__ = ["paired", "plan_of_text", "receive_buffers", "reordered", "text_of"]
 
 
 def text_of(plan: Plan) -> str:
@@ -54,11 +56,31 @@ def _swapped(row: tuple[Op, ...]) -> Iterator[tuple[Op, ...]]:
         yield (*row[:at], row[at + 1], row[at], *row[at + 2 :])
 
 
+def paired(plan: Plan, choice: random.Random | None = None, *, share: float = 1.0) -> Plan:
+    """The plan with its adjacent F and B or BW of different microbatches as pairs, as long as no rank waits forever.
+
+    Args:
+        plan: a valid plan.
+        choice: the order in which pairs are tried, and which; None: all, from the first rank and step on.
+        share: of them that are tried.
+    """
+    couples = [couple for row in plan.ops for couple in pairwise(row)]
+    tried = [one for one, other in couples if one.kind is OpKind.F and other.kind in (OpKind.B, OpKind.BW)]
+    if choice is not None:
+        tried = choice.sample(tried, round(share * len(tried)))
+    for op in tried:
+        more = replace(plan, pairs=plan.pairs | {op})
+        with suppress(PlanError):
+            validate(more)
+            plan = more
+    return plan
+
+
 def receive_buffers(program: Program) -> tuple[int, ...]:
     """Per rank the largest number of receives posted and not yet taken, the taking op's own included."""
     peaks = []
     for steps in program.steps:
-        taken = accumulate((step.take is not None for step in steps), initial=0)
+        taken = accumulate((len(step.take) for step in steps), initial=0)
         posted = accumulate(len(step.post) for step in steps)
         peaks.append(max(map(operator.sub, posted, taken), default=0))
     return tuple(peaks)

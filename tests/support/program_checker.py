@@ -31,21 +31,21 @@ def expected_transfers(plan: Plan) -> dict[Op, Message]:
 def check(program: Program) -> None:
     """Assert everything that a program promises."""
     plan = program.plan
-    assert [[step.op for step in row] for row in program.steps] == [list(row) for row in plan.ops]
+    assert [[step.ops for step in row] for row in program.steps] == [list(row) for row in plan.launches]
     expected = expected_transfers(plan)
-    taken = {step.op: step.take for row in program.steps for step in row if step.take}
-    assert taken == expected
-    producers = {result_of(op): op for row in plan.ops for op in row}
-    sent = {step.op: step.send for row in program.steps for step in row if step.send}
-    assert sent == {
-        producers[need]: expected[op]
+    sent = {
+        result_of(need): expected[op]
         for op in expected
         for need in requirements(op, plan.num_stages)
         if plan.placement.stage_to_rank[need.stage] == expected[op].source
     }
+    for row in program.steps:
+        for step in row:
+            assert step.take == tuple(expected[op] for op in step.ops if op in expected)
+            assert step.send == tuple(sent[result] for result in map(result_of, step.ops) if result in sent)
     check_posts(program)
     check_retires(program)
-    assert {(message.source, message.target) for message in taken.values()} <= set(links_of(plan.placement))
+    assert {(message.source, message.target) for message in expected.values()} <= set(links_of(plan.placement))
 
 
 def check_posts(program: Program) -> None:
@@ -62,11 +62,11 @@ def check_posts(program: Program) -> None:
                 posted.add(message)
                 posting.setdefault((message.source, rank), []).append(message)
             held += len(step.post)
-            if step.take:
-                assert step.take in posted, f"{step.op} takes {step.take}, which is not posted yet"
+            for message in step.take:
+                assert message in posted, f"{step.ops} takes {message}, which is not posted yet"
                 held -= 1
-            if step.send:
-                sending.setdefault((rank, step.send.target), []).append(step.send)
+            for message in step.send:
+                sending.setdefault((rank, message.target), []).append(message)
         assert held == 0
     assert posting == sending
 
@@ -77,18 +77,18 @@ def check_retires(program: Program) -> None:
     carried: dict[Message, list[int]] = {}
     sends: dict[Message, int] = {}
     retired = set()
-    taken_at = {step.take: index for row in program.steps for index, step in enumerate(row) if step.take}
+    taken_at = {message: index for row in program.steps for index, step in enumerate(row) for message in step.take}
     for rank, index in execution_order(program.plan):
         step = program.steps[rank][index]
         clock = clocks[rank]
-        if step.take:
-            clock[:] = map(max, clock, carried[step.take])
+        for message in step.take:
+            clock[:] = map(max, clock, carried[message])
         clock[rank] = index
         for message in step.retire:
             assert message not in retired, f"{message} is retired twice"
             assert sends[message] < index
-            assert clock[message.target] >= taken_at[message], f"{step.op} retires {message}, which may not have arrived"
+            assert clock[message.target] >= taken_at[message], f"{step.ops} retires {message}, which may not have arrived"
             retired.add(message)
-        if step.send:
-            sends[step.send] = index
-            carried[step.send] = list(clock)
+        for message in step.send:
+            sends[message] = index
+            carried[message] = list(clock)

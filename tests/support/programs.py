@@ -21,7 +21,7 @@ def rewrite(program: Program, change: Callable[[int, list[Step]], list[Step]]) -
 
 def post_at_take(_: int, row: list[Step]) -> list[Step]:
     """Against rule 1: receives are posted in the order in which they are taken, and not in that of the sends."""
-    return [replace(step, post=(step.take,) if step.take else ()) for step in row]
+    return [replace(step, post=step.take) for step in row]
 
 
 def post_one_later(_: int, row: list[Step]) -> list[Step]:

@@ -34,9 +34,9 @@ def check_trace(events: Sequence[dict[str, Any]], plan: Plan, *, iterations: Seq
             ]
             assert sorted(event["ts"] for event in ops) == [event["ts"] for event in ops]
             for activity, messages in (
-                ("send", [step.send for step in steps[rank] if step.send]),
-                ("recv", [step.take for step in steps[rank] if step.take]),
-                ("wait", [step.take for step in steps[rank] if step.take]),
+                ("send", [message for step in steps[rank] for message in step.send]),
+                ("recv", [message for step in steps[rank] for message in step.take]),
+                ("wait", [message for step in steps[rank] for message in step.take]),
             ):
                 found = [event["args"] for event in here if event["pid"] == rank and event["cat"] == activity]
                 assert Counter(

@@ -21,6 +21,7 @@ from megatron.zerobubble.mcore.cpu.gloo_device import one_device_per_process
 from megatron.zerobubble.plan.communication import Message
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Op, OpKind
+from megatron.zerobubble.runtime.executor import StageWork
 
 LATENESS_STEP_S = 5e-6
 """Step by which `Sleeper` adjusts its estimate of the lateness."""
@@ -47,7 +48,7 @@ class Sleeper:
         self._lateness_s += LATENESS_STEP_S if time.perf_counter() > end_s else -LATENESS_STEP_S
 
 
-class SleepingWork:
+class SleepingWork(StageWork):
     """A `StageWork` whose passes sleep for the planned time and check that every received tensor is the expected one.
 
     The time of a pass counts from its start, and includes making the tensor for the next stage.

@@ -78,7 +78,7 @@ class InstantLinks:
         """Return at once."""
 
 
-class EmptyWork:
+class EmptyWork(StageWork):
     """A `StageWork` whose ops do nothing and always return the same tensor."""
 
     def __init__(self) -> None:

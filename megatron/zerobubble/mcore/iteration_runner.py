@@ -116,10 +116,13 @@ class IterationRunner:
     def run(self, program: Program, iteration: Iteration, hooks: IterationHooks) -> ChunkWork:
         """All passes of one call of the schedule; the work holds its losses. Every rank of the pipeline must call it."""
         is_training = not iteration.forward_only
+        if hooks.profiler is not None:
+            program = program.one_by_one()
         if hooks.before_gradients is not None and is_training:
             iterators = [None if each is None else Replayed(each, self._habits) for each in iteration.data_iterators]
             iteration = replace(iteration, data_iterators=iterators)
-        # For a profiler the plan decides what each op takes and holds; and a GEMM on another stream would need waits of its own.
+        # For a profiler the plan decides what each op takes and holds, those of a pair too; and a GEMM on another stream would
+        # need waits of its own.
         self._store.keeps_order = hooks.profiler is not None or any(self._side_streams)
         work = self._work(program, iteration, hooks)
         recorder = self._recorder_of(program.plan, hooks) if is_training else None
@@ -218,10 +221,9 @@ def _report(hooks: IterationHooks, what: str) -> None:
 
 def _due_at_once(program: Program, rank: int) -> frozenset[WgradKey]:
     """What of a rank has its W right after its B."""
-    ops = [step.op for step in program.steps[rank]]
     chunk_of = program.plan.placement.chunk_of
     return frozenset(
         WgradKey(chunk_of(op.stage), op.microbatch, op.slice)
-        for op, after in itertools.pairwise(ops)
+        for op, after in itertools.pairwise(program.plan.ops[rank])
         if op.kind is OpKind.B and after == op._replace(kind=OpKind.W)
     )

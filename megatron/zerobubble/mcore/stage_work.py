@@ -37,6 +37,7 @@ from megatron.zerobubble.plan.communication import Message, Payload
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement
 from megatron.zerobubble.plan.tail import Tail
 from megatron.zerobubble.plan.transforms import wgrad_group
+from megatron.zerobubble.runtime.executor import StageWork
 from megatron.zerobubble.wgrad.deferring import WgradKey
 from megatron.zerobubble.wgrad.final import FinalGradient
 from megatron.zerobubble.wgrad.store import WeightGradStore
@@ -74,7 +75,7 @@ class Iteration:
         return [[(part.length, float(part.end**2 - part.offset**2)) for part in parts] for parts in self.parts]
 
 
-class ChunkWork:
+class ChunkWork(StageWork):
     """The executor's `StageWork` over model chunks: the work of one rank in one iteration.
 
     Args:

@@ -68,7 +68,7 @@ def program_of(plan: Plan, *, costs: CostModel | None = None, fence: Sequence[in
     program = place_communication(plan, costs=costs, fence=fence)
     stuck = stuck_ranks(program)
     if stuck:
-        waits = "; ".join(each.text(program.steps[each.rank][each.step].op) for each in stuck[:2])
+        waits = "; ".join(each.text(program.steps[each.rank][each.step].ops) for each in stuck[:2])
         raise ConfigError(
             f"schedule {plan.schedule!r} with {plan.num_ranks} ranks and {plan.num_microbatches} microbatches can deadlock on a "
             f"GPU ({waits}): choose another schedule or number of microbatches"

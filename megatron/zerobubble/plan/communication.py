@@ -13,6 +13,8 @@ sends are proven to have arrived by then. Four rules make the result free of dea
 By 2 and 3 an op waits only for the op that produces its message, and that op waits only for its own predecessors: the
 waits are the plan's own dependencies, and a valid plan has no cycle in them.
 
+The two ops of a pair share a step: both messages are taken before it, and both are sent after it.
+
 Where exactly a receive is posted decides whether this still holds on a GPU whose streams share hardware queues, or that waits for
 all of its kernels inside an op. Receives are posted on the plan's timeline: all ops of all ranks are ordered by the time at which
 they end, and a receive comes before the first op of its rank that ends after the op that sends. Then the sequence of that one
@@ -29,13 +31,13 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.dependencies import execution_order
-from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
+from megatron.zerobubble.plan.ir import Launch, Op, OpKind, Placement, Plan
 from megatron.zerobubble.plan.simulate import run_in_order
 
 _BACKWARD = (OpKind.B, OpKind.BW)
@@ -71,19 +73,20 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One op with the transfers around it, in this order: post, take, retire, compute, send."""
+    """One op, or a pair, with the transfers around it, in this order: post, take, retire, compute, send."""
 
-    op: Op
+    ops: Launch
     post: tuple[Message, ...] = ()
-    """Receives to post before the op, for this op or a later one."""
-    take: Message | None = None
-    """The message the op consumes; None for the first stage's F, the last stage's B, every W, and between stages of one rank."""
+    """Receives to post before the step, for it or a later one."""
+    take: tuple[Message, ...] = ()
+    """The messages the ops consume, in their order: none for the first stage's F, the last stage's B, every W, and between
+    stages of one rank."""
     retire: tuple[Message, ...] = ()
     """Own sends that are proven complete once `take` has arrived."""
-    send: Message | None = None
-    """The message the op produces."""
-    last_of_kind: bool = False
-    """Whether this is the last op of its kind on its stage in the iteration."""
+    send: tuple[Message, ...] = ()
+    """The messages the ops produce, in their order."""
+    last_of_kind: tuple[bool, ...] = ()
+    """Per op whether it is the last one of its kind on its stage in the iteration."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +100,18 @@ class Program:
 
     def unread(self, rank: int) -> tuple[Message, ...]:
         """Messages sent to `rank` before their sender's fence and not taken before its own; per link in the link's order."""
-        taken = {step.take for step in self.steps[rank][: self.fence[rank]]}
-        sent = [step.send for steps, fence in zip(self.steps, self.fence, strict=True) for step in steps[:fence]]
-        return tuple(message for message in sent if message and message.target == rank and message not in taken)
+        taken = {message for step in self.steps[rank][: self.fence[rank]] for message in step.take}
+        before = [step for steps, fence in zip(self.steps, self.fence, strict=True) for step in steps[:fence]]
+        sent = [message for step in before for message in step.send]
+        return tuple(message for message in sent if message.target == rank and message not in taken)
+
+    def one_by_one(self) -> Program:
+        """The program with a step for every op, in which a pair's first step takes the messages of both. The order on every link
+        and what is waited for are the same, so that ranks which run it and ranks which run pairs can be in one pipeline."""
+        if not self.plan.pairs:
+            return self
+        rows = tuple(tuple(part for step in row for part in _parts(step)) for row in self.steps)
+        return replace(self, plan=replace(self.plan, pairs=frozenset()), steps=rows)
 
 
 def speculative_forwards(plan: Plan) -> tuple[int, ...]:
@@ -111,10 +123,10 @@ def speculative_forwards(plan: Plan) -> tuple[int, ...]:
     """
     placement = plan.placement
     counts: list[int] = []
-    for rank, row in enumerate(plan.ops):
+    for rank, row in enumerate(plan.launches):
         wanted = 0 if rank == plan.num_ranks - 1 else min([plan.num_ranks - rank, *counts[-1:]])
         first = placement.rank_to_stages[rank][0]
-        wrong = (i for i, op in enumerate(row[:wanted]) if op != plan.passes.nth(first, OpKind.F, i))
+        wrong = (i for i, ops in enumerate(row[:wanted]) if ops != (plan.passes.nth(first, OpKind.F, i),))
         counts.append(next(wrong, len(row[:wanted])))
     return tuple(counts)
 
@@ -122,20 +134,20 @@ def speculative_forwards(plan: Plan) -> tuple[int, ...]:
 def place_communication(
     plan: Plan, *, costs: CostModel | None = None, fence: Sequence[int] = (), lookahead: int | None = None
 ) -> Program:
-    """Place sends and receives around the ops of a valid plan.
+    """Place sends and receives around the ops and pairs of a valid plan.
 
     Args:
         plan: a plan that `validate` accepts.
         costs: for the timeline on which receives are posted, the same on all ranks; None: F, B and W take the same time.
         fence: `speculative_forwards(plan)` with post-validation, otherwise empty.
-        lookahead: for comparison, instead of the timeline: the number of ops before its use at which a receive is posted.
+        lookahead: for comparison, instead of the timeline: the number of steps before its use at which a receive is posted.
 
     Raises:
         PlanError: the costs are for another number of stages, ranks or microbatches.
     """
     fences = tuple(fence) or (0,) * plan.num_ranks
-    takes = [[_taken_by(op, plan) for op in row] for row in plan.ops]
-    sends = [[_sent_by(op, plan) for op in row] for row in plan.ops]
+    takes = [[_messages(_taken_by, launch, plan) for launch in row] for row in plan.launches]
+    sends = [[_messages(_sent_by, launch, plan) for launch in row] for row in plan.launches]
     links = _Links(takes, sends)
     if lookahead is None:
         wanted = _on_timeline(plan, sends, CostModel.uniform(plan.placement) if costs is None else costs, fences)
@@ -145,14 +157,11 @@ def place_communication(
     posts = _place_posts(plan, links, wanted, fences)
     retires = _place_retires(plan, links)
     steps = []
-    for rank, row in enumerate(plan.ops):
-        last = _last_of_kind(row)
-        steps.append(
-            tuple(
-                Step(op, tuple(posts[rank][i]), takes[rank][i], tuple(retires[rank][i]), sends[rank][i], i in last)
-                for i, op in enumerate(row)
-            )
-        )
+    for rank, row in enumerate(plan.launches):
+        last = {(op.stage, op.kind): op for op in plan.ops[rank]}
+        are_last = [tuple(last[op.stage, op.kind] is op for op in launch) for launch in row]
+        moves = zip(map(tuple, posts[rank]), takes[rank], map(tuple, retires[rank]), sends[rank], strict=True)
+        steps.append(tuple(Step(ops, *move, ends) for ops, move, ends in zip(row, moves, are_last, strict=True)))
     return Program(plan, tuple(steps), fences)
 
 
@@ -223,34 +232,55 @@ def _sent_by(op: Op, plan: Plan) -> Message | None:
     return None
 
 
+def _messages(of_op: Callable[[Op, Plan], Message | None], launch: Launch, plan: Plan) -> tuple[Message, ...]:
+    return tuple(message for op in launch if (message := of_op(op, plan)) is not None)
+
+
+def _parts(step: Step) -> tuple[Step, ...]:
+    """A step with a pair as two. Both takes stay before the first send: it may prove to the peer that they are over (rule 4)."""
+    if len(step.ops) == 1:
+        return (step,)
+    send = {payload: tuple(each for each in step.send if each.payload is payload) for payload in Payload}
+    first, second = ((op,) for op in step.ops)
+    return (
+        replace(step, ops=first, send=send[Payload.ACTIVATION], last_of_kind=step.last_of_kind[:1]),
+        Step(second, send=send[Payload.GRADIENT], last_of_kind=step.last_of_kind[1:]),
+    )
+
+
 class _Links:
     """Every link's messages in order, with the steps that send and take each message."""
 
-    def __init__(self, takes: list[list[Message | None]], sends: list[list[Message | None]]) -> None:
-        self.taken_at = {message: step for row in takes for step, message in enumerate(row) if message}
-        self.sent_at = {message: step for row in sends for step, message in enumerate(row) if message}
+    def __init__(self, takes: list[list[tuple[Message, ...]]], sends: list[list[tuple[Message, ...]]]) -> None:
+        self.taken_at = {message: step for row in takes for step, messages in enumerate(row) for message in messages}
+        self.sent_at = {message: step for row in sends for step, messages in enumerate(row) for message in messages}
         self.queues: dict[tuple[int, int], list[Message]] = {}
-        for row in sends:
-            for message in row:
-                if message:
-                    self.queues.setdefault((message.source, message.target), []).append(message)
+        for message in self.sent_at:
+            self.queues.setdefault((message.source, message.target), []).append(message)
 
 
-def _on_timeline(plan: Plan, sends: list[list[Message | None]], costs: CostModel, fence: Sequence[int]) -> dict[Message, int]:
-    """All messages in the order in which they are sent, each with the number of ops of its receiver that have ended by then.
+def _on_timeline(
+    plan: Plan, sends: list[list[tuple[Message, ...]]], costs: CostModel, fence: Sequence[int]
+) -> dict[Message, int]:
+    """All messages in the order in which they are sent, each with the number of steps of its receiver that have ended by then.
 
     Ops that end at the same time are in an order in which they can run, also if some take no time. Ops before a fence come first
     on all ranks: none of them needs one from behind a fence, and no receive from there is posted before they have ended.
     """
     costs = costs.of_plan(plan)
     rows = run_in_order(plan, lambda op: costs.duration_ms(*op), costs)
+    ends = [[rows[rank][first].end_ms for first in _first_ops(row)] for rank, row in enumerate(plan.launches)]
     ended, sent = [0] * plan.num_ranks, {}
-    for rank, step in sorted(execution_order(plan), key=lambda at: (at[1] >= fence[at[0]], rows[at[0]][at[1]].end_ms)):
+    for rank, step in sorted(execution_order(plan), key=lambda at: (at[1] >= fence[at[0]], ends[at[0]][at[1]])):
         ended[rank] += 1
-        message = sends[rank][step]
-        if message is not None:
+        for message in sends[rank][step]:
             sent[message] = ended[message.target]
     return sent
+
+
+def _first_ops(row: Sequence[Launch]) -> list[int]:
+    """The place of each launch's first op among the ops of its rank."""
+    return list(itertools.accumulate(map(len, row), initial=0))[:-1]
 
 
 def _place_posts(plan: Plan, links: _Links, wanted: Mapping[Message, int], fence: Sequence[int]) -> list[list[list[Message]]]:
@@ -260,11 +290,11 @@ def _place_posts(plan: Plan, links: _Links, wanted: Mapping[Message, int], fence
     """
     due: dict[Message, int] = {}
     for (_, target), queue in links.queues.items():
-        latest = len(plan.ops[target])
+        latest = len(plan.launches[target])
         for message in reversed(queue):
             earliest = fence[target] if links.taken_at[message] >= fence[target] else 0
             latest = due[message] = min(latest, links.taken_at[message], max(earliest, wanted[message]))
-    posts: list[list[list[Message]]] = [[[] for _ in row] for row in plan.ops]
+    posts: list[list[list[Message]]] = [[[] for _ in row] for row in plan.launches]
     for message in wanted:
         posts[message.target][due[message]].append(message)
     return posts
@@ -272,21 +302,16 @@ def _place_posts(plan: Plan, links: _Links, wanted: Mapping[Message, int], fence
 
 def _place_retires(plan: Plan, links: _Links) -> list[list[list[Message]]]:
     """The sends to retire at each step (rule 4). Both queues are walked once, from their ends."""
-    retires: list[list[list[Message]]] = [[[] for _ in row] for row in plan.ops]
+    retires: list[list[list[Message]]] = [[[] for _ in row] for row in plan.launches]
     for (source, target), queue in links.queues.items():
         replies = links.queues.get((target, source), [])
-        reply, proof = len(replies), len(plan.ops[source])
+        reply, proof = len(replies), len(plan.launches[source])
         # From the last send to the first: a reply sent at or after the step that took the message proves its arrival.
         pending = sorted(queue, key=lambda message: links.taken_at[message], reverse=True)
         for message in pending:
             while reply > 0 and links.sent_at[replies[reply - 1]] >= links.taken_at[message]:
                 reply -= 1
                 proof = min(proof, links.taken_at[replies[reply]])
-            if proof < len(plan.ops[source]):
+            if proof < len(plan.launches[source]):
                 retires[source][proof].append(message)
     return retires
-
-
-def _last_of_kind(row: Sequence[Op]) -> frozenset[int]:
-    last = {(op.stage, op.kind): index for index, op in enumerate(row)}
-    return frozenset(last.values())

@@ -17,7 +17,7 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 from megatron.zerobubble.plan.communication import Message, Program
-from megatron.zerobubble.plan.ir import Op
+from megatron.zerobubble.plan.ir import Launch, launch_text
 
 
 class Stuck(NamedTuple):
@@ -25,17 +25,18 @@ class Stuck(NamedTuple):
 
     rank: int
     step: int
-    """The op that it cannot reach or end."""
+    """The launch that it cannot reach or end."""
     waits_for: Message | None
     """The transfer that its peer never comes to; None at the fence."""
 
-    def text(self, op: Op) -> str:
-        """In words; `op` is the op at `step`."""
+    def text(self, launch: Launch) -> str:
+        """In words; `launch` has the ops at `step`."""
+        what = launch_text(launch)
         if self.waits_for is None:
-            return f"rank {self.rank} before {op} for the outcome of the last step"
+            return f"rank {self.rank} before {what} for the outcome of the last step"
         source, target = self.waits_for.source, self.waits_for.target
         verb, peer = ("sending", f"to rank {target}") if self.rank == source else ("receiving", f"from rank {source}")
-        return f"rank {self.rank} at {op}, {verb} {self.waits_for.where}, {peer}"
+        return f"rank {self.rank} at {what}, {verb} {self.waits_for.where}, {peer}"
 
 
 def stuck_ranks(program: Program) -> tuple[Stuck, ...]:
@@ -79,6 +80,5 @@ def _actions(program: Program, rank: int) -> list[tuple[int, Message | None]]:
         if index == program.fence[rank] and any(program.fence):
             actions.append((index, None))
         actions += [(index, message) for message in step.post]
-        if step.send is not None:
-            actions.append((index, step.send))
+        actions += [(index, message) for message in step.send]
     return actions

@@ -10,7 +10,8 @@ and between stages within one slice of it:
 Of the slices of a microbatch, F needs that of the slice before, and B that of the slice after, on the same stage. That is the
 order in which `validate` lets a stage run them.
 
-Each rank runs its ops in the plan's order, one at a time; a result is available once its op has ended.
+Each rank runs its ops in the plan's order, one at a time; a result is available once its op has ended. A pair is one node: it
+needs what its two ops need, and its results are available once both have ended.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from megatron.zerobubble.errors import DeadlockError
-from megatron.zerobubble.plan.ir import Op, OpKind, Plan
+from megatron.zerobubble.plan.ir import Op, OpKind, Plan, launch_text
 
 
 def result_of(op: Op) -> Op:
@@ -44,7 +45,7 @@ def execution_order(plan: Plan) -> list[tuple[int, int]]:
     """An order over all ranks in which every op runs after its requirements. Linear in the number of ops.
 
     Returns:
-        (rank, step) pairs, every op of the plan once; the same plan always gives the same order.
+        (rank, step) for every launch of the plan (`Plan.launches`) once; the same plan always gives the same order.
 
     Raises:
         DeadlockError: some ranks wait for each other, or for an op that no rank computes.
@@ -56,18 +57,19 @@ def execution_order(plan: Plan) -> list[tuple[int, int]]:
     ready = deque(range(plan.num_ranks))
     while ready:
         rank = ready.popleft()
-        row = plan.ops[rank]
+        row = plan.launches[rank]
         for step in range(position[rank], len(row)):
-            missing = next((need for need in requirements(row[step], plan.num_stages) if need not in done), None)
+            needs = (need for op in row[step] for need in requirements(op, plan.num_stages))
+            missing = next((need for need in needs if need not in done), None)
             if missing is not None:
                 waiting.setdefault(missing, []).append(rank)
                 break
             order.append((rank, step))
             position[rank] = step + 1
-            result = result_of(row[step])
-            done.add(result)
-            ready.extend(waiting.pop(result, ()))
-    if len(order) < sum(map(len, plan.ops)):
+            for result in map(result_of, row[step]):
+                done.add(result)
+                ready.extend(waiting.pop(result, ()))
+    if len(order) < sum(map(len, plan.launches)):
         raise DeadlockError(_deadlock_text(plan, position, waiting))
     return order
 
@@ -78,15 +80,18 @@ def _deadlock_text(plan: Plan, position: list[int], waiting: dict[Op, list[int]]
     location = {result_of(op): (rank, step) for rank, row in enumerate(plan.ops) for step, op in enumerate(row)}
     cycle = _cycle(awaited, {rank: location[need][0] for rank, need in awaited.items() if need in location})
     stuck = cycle + sorted(set(awaited) - set(cycle))
+    steps = [sum(map(len, row[:at])) for row, at in zip(plan.launches, position, strict=True)]
     lines = [f"plan {plan.schedule!r} deadlocks: {len(stuck)} of {plan.num_ranks} ranks can never proceed"]
     for rank in stuck[:MAX_ROWS]:
-        op, need = plan.ops[rank][position[rank]], awaited[rank]
+        launch, need = plan.launches[rank][position[rank]], awaited[rank]
+        op = next(each for each in launch if need in requirements(each, plan.num_stages))
         where = "which rank {} runs at step {}".format(*location[need]) if need in location else "which no rank computes"
-        lines.append(f"  rank {rank} is at step {position[rank]}, {op} ({op.where}), and waits for {need}, {where}")
+        pair = f", with {op} in the pair {launch_text(launch)}" if len(launch) > 1 else f", {op}"
+        lines.append(f"  rank {rank} is at step {steps[rank]}{pair} ({op.where}), and waits for {need}, {where}")
     if len(stuck) > MAX_ROWS:
         lines.append(f"  ... and {len(stuck) - MAX_ROWS} more ranks")
     lines.append("move each awaited op before the op at which its own rank is stuck:")
-    lines.append(marked_grid(plan, [(rank, position[rank]) for rank in stuck]))
+    lines.append(marked_grid(plan, [(rank, steps[rank]) for rank in stuck]))
     return "\n".join(lines)
 
 

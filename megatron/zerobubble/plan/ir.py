@@ -16,6 +16,10 @@ the first one or the only one. A slice's queries see the keys and values of the 
 slices and B, which collects the gradients of those keys and values, in reverse (arXiv 2406.03488). Microbatches of unequal
 lengths may have different numbers of slices.
 
+Two adjacent ops of a rank, an F and a B or BW behind it, may be a *pair*: they are launched together, so that communication
+inside the one can run beside computation of the other. A pair begins when both have their inputs, and both results exist when it
+ends. Its text is ``1F4+1B2``.
+
 Invariants of the types (`validate` checks all others): stages, ranks and microbatches are non-negative, a placement names every
 rank at least once, and a plan has one row of ops per rank.
 """
@@ -24,10 +28,11 @@ from __future__ import annotations
 
 import bisect
 import enum
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -44,7 +49,10 @@ UNEQUAL_FORMAT = "zerobubble-plan/2"
 SLICED_FORMAT = "zerobubble-plan/3"
 """Version tag of a plan whose microbatches have more than one slice."""
 
-FORMATS = (FORMAT, UNEQUAL_FORMAT, SLICED_FORMAT)
+PAIRED_FORMAT = "zerobubble-plan/4"
+"""Version tag of a plan with pairs."""
+
+FORMATS = (FORMAT, UNEQUAL_FORMAT, SLICED_FORMAT, PAIRED_FORMAT)
 """The version tags that this version reads."""
 
 _UNEQUAL_COSTS = ("microbatches", "links")
@@ -102,6 +110,15 @@ class Op(NamedTuple):
                 "where it is not the first"
             )
         return Op(int(match[1]), OpKind(match[2]), int(match[3]), int(match[4] or 0))
+
+
+Launch = tuple[Op, ...]
+"""What a rank launches at once: one op, or the two of a pair."""
+
+
+def launch_text(launch: Launch) -> str:
+    """Its ops with a plus between them."""
+    return "+".join(map(str, launch))
 
 
 @dataclass(frozen=True)
@@ -222,6 +239,7 @@ class Plan:
             data came. Empty: in that order. An op names the plan's own microbatch; costs are those of the data (`batch_index`).
         num_slices: slices of each microbatch along its sequence, n; where microbatches have different numbers, the largest.
         slice_counts: slices of each of the plan's own microbatches, where they have different numbers. Empty: n of each.
+        pairs: the first ops of all pairs, each launched together with the op behind it on its rank. Empty: every op is alone.
     """
 
     schedule: str
@@ -231,6 +249,7 @@ class Plan:
     assignment: tuple[int, ...] = ()
     num_slices: int = 1
     slice_counts: tuple[int, ...] = ()
+    pairs: frozenset[Op] = frozenset()
 
     def __post_init__(self) -> None:
         if len(self.schedule) > _LONGEST_NAME:
@@ -287,6 +306,31 @@ class Plan:
         """Number of stages, p*v."""
         return self.placement.num_stages
 
+    @cached_property
+    def launches(self) -> tuple[tuple[Launch, ...], ...]:
+        """Per rank its ops in compute order, those of a pair together."""
+        if not self.pairs:
+            return tuple(tuple((op,) for op in row) for row in self.ops)
+        rows = []
+        for row in self.ops:
+            launches: list[Launch] = []
+            for op in row:
+                if launches and launches[-1][-1] in self.pairs and len(launches[-1]) == 1:
+                    launches[-1] += (op,)
+                else:
+                    launches.append((op,))
+            rows.append(tuple(launches))
+        return tuple(rows)
+
+    def with_ops(self, rows: Iterable[Iterable[Op]], **changes: Any) -> Plan:
+        """The plan with other ops on its ranks; a pair stays one where its two ops still are adjacent, and in their order."""
+        ops = tuple(map(tuple, rows))
+        pairs = self.pairs
+        if pairs:
+            couples = {_split(launch) for row in self.launches for launch in row if len(launch) == 2}
+            pairs = frozenset(couple[0] for row in ops for couple in itertools.pairwise(row) if _split(couple) in couples)
+        return replace(self, ops=ops, pairs=pairs, **changes)
+
     def batch_index(self, microbatch: int) -> int:
         """The position in the global batch of what the plan's ops call `microbatch`."""
         return self.assignment[microbatch] if self.assignment else microbatch
@@ -296,17 +340,17 @@ class Plan:
     def to_json(self, *, costs: Mapping[str, Any] | None = None, metrics: Mapping[str, Any] | None = None) -> str:
         """The stable JSON form, optionally with the costs the plan was made for and the metrics it reaches.
 
-        Version 2 only where something is unequal, and 3 only with slices, so that older readers still read every plan that they
-        can run.
+        Version 2 only where something is unequal, 3 only with slices and 4 only with pairs, so that older readers still read
+        every plan that they can run.
         """
         unequal = self.assignment or (costs is not None and any(name in costs for name in _UNEQUAL_COSTS))
         body: dict[str, Any] = {
-            "format": SLICED_FORMAT if self.num_slices > 1 else UNEQUAL_FORMAT if unequal else FORMAT,
+            "format": self._format(is_unequal=bool(unequal)),
             "schedule": self.schedule,
             "num_ranks": self.num_ranks,
             "num_microbatches": self.num_microbatches,
             "stage_to_rank": list(self.placement.stage_to_rank),
-            "ops": [[str(op) for op in row] for row in self.ops],
+            "ops": [[launch_text(launch) for launch in row] for row in self.launches],
         }
         if self.assignment:
             body["assignment"] = list(self.assignment)
@@ -319,6 +363,11 @@ class Plan:
         if metrics is not None:
             body["metrics"] = dict(metrics)
         return json.dumps(body)
+
+    def _format(self, *, is_unequal: bool) -> str:
+        if self.pairs:
+            return PAIRED_FORMAT
+        return SLICED_FORMAT if self.num_slices > 1 else UNEQUAL_FORMAT if is_unequal else FORMAT
 
     @staticmethod
     def from_json(text: str | bytes) -> Plan:
@@ -338,20 +387,37 @@ class Plan:
         if placement.num_ranks != num_ranks:
             raise PlanError(f"the plan has num_ranks {quoted(num_ranks)} but stage_to_rank names {placement.num_ranks} ranks")
         assigned = body.get("assignment", []) if body["format"] != FORMAT else []
-        num_slices = _field(body, "num_slices", int) if body["format"] == SLICED_FORMAT else 1
-        counts = body.get("slice_counts", []) if body["format"] == SLICED_FORMAT else []
+        is_paired = body["format"] == PAIRED_FORMAT
+        may_be_sliced = is_paired or body["format"] == SLICED_FORMAT
+        num_slices = _field({"num_slices": 1} | body if is_paired else body, "num_slices", int) if may_be_sliced else 1
+        counts = body.get("slice_counts", []) if may_be_sliced else []
         for name, values in (("assignment", assigned), ("slice_counts", counts)):
             if not isinstance(values, list):
                 raise PlanError(f"the plan's {name!r} must be a list of one number per microbatch, got {quoted(values)}")
+        launches = [[_launch(word, is_paired=is_paired) for word in row] for row in rows]
         return Plan(
             schedule,
             placement,
             num_microbatches,
-            tuple(tuple(Op.parse(word) for word in row) for row in rows),
+            tuple(tuple(op for launch in row for op in launch) for row in launches),
             tuple(_int_list(assigned, "assignment")),
             num_slices,
             tuple(_int_list(counts, "slice_counts")),
+            frozenset(launch[0] for row in launches for launch in row if len(launch) == 2),
         )
+
+
+def _split(launch: Launch) -> Launch:
+    """The ops with B in place of a BW: a pair remains one where its BW is split."""
+    return tuple(op._replace(kind=OpKind.B) if op.kind is OpKind.BW else op for op in launch)
+
+
+def _launch(word: Any, *, is_paired: bool) -> Launch:
+    """An op, or with `is_paired` a pair, from its text."""
+    if not is_paired or not isinstance(word, str) or "+" not in word:
+        return (Op.parse(word),)
+    first, _, second = word.partition("+")
+    return Op.parse(first), Op.parse(second)
 
 
 def _field(body: Mapping[str, Any], name: str, kind: type) -> Any:

@@ -1,7 +1,8 @@
 """Plan x CostModel -> when every op runs, the iteration time, the bubble rate and the peak activation memory.
 
 Execution is in order: an op starts when its rank is free and its inputs (`dependencies.requirements`) are computed, plus the
-time of the link if they come from another rank. Sends and receives take no time on the ranks. Definitions:
+time of the link if they come from another rank. Sends and receives take no time on the ranks. Both ops of a pair start when
+their rank is free and the inputs of both are there, and end after the time of both. Definitions:
 
 - span: max over ranks of (end of the rank's last op - start of its first): the iteration time with post-validation, when the
   optimizer needs no global synchronization (arXiv 2401.10241, section 4);
@@ -23,6 +24,7 @@ in memory for as many short ones as it has tokens.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -81,7 +83,7 @@ class Simulation:
     @property
     def idle_share(self) -> float:
         """Share of the makespan, 0..1, in which ranks do not compute, over all ranks."""
-        busy = math.fsum(end - start for row in self.rows for _, start, end in row)
+        busy = math.fsum(length for row in self.rows for length in lengths_ms(row))
         return max(0.0, 1.0 - busy / (len(self.rows) * self.makespan_ms)) if self.makespan_ms > 0 else 0.0
 
     def metrics(self) -> dict[str, Any]:
@@ -111,7 +113,7 @@ def simulate(plan: Plan, costs: CostModel) -> Simulation:
     own = costs.of_plan(plan)
     duration_ms = _durations(plan, own)
     rows = run_in_order(plan, duration_ms, own)
-    busy = [math.fsum(map(duration_ms, row)) for row in plan.ops]
+    busy = [math.fsum(lengths_ms(row) if plan.pairs else map(duration_ms, ops)) for row, ops in zip(rows, plan.ops, strict=True)]
     filled = [row for row in rows if row]
     span = span_of(rows)
     first, last = (
@@ -179,7 +181,7 @@ def _durations(plan: Plan, costs: CostModel) -> Callable[[Op], float]:
 def run_in_order(
     plan: Plan, duration_ms: Callable[[Op], float], costs: CostModel | None = None, gathers: _Gathers | None = None
 ) -> tuple[tuple[TimedOp, ...], ...]:
-    """Per rank its ops, each as early as it can run in plan order. Linear in the number of ops.
+    """Per rank its ops, each as early as it can run in plan order, those of a pair at once. Linear in the number of ops.
 
     Args:
         plan: a validated plan.
@@ -197,22 +199,42 @@ def run_in_order(
     """A link -> when it can take the next message."""
     ranks, last = plan.placement.stage_to_rank, plan.num_stages - 1
     for rank, step in execution_order(plan):
-        op = plan.ops[rank][step]
+        launch = plan.launches[rank][step]
         start = rows[rank][-1].end_ms if rows[rank] else 0.0 if gathers is None else gathers.begin_ms.get(rank, 0.0)
-        for need in requirements(op, plan.num_stages):
-            if need.stage != op.stage:  # else it is the rank's own
-                start = max(start, ready[need])
-        end = start + duration_ms(op)
+        for op in launch:
+            for need in requirements(op, plan.num_stages):
+                if need.stage != op.stage:  # else it is the rank's own
+                    start = max(start, ready[need])
+        end = start + sum(map(duration_ms, launch))
         if gathers is not None:
-            end = gathers.end_ms(rank, op, start, end)
-        rows[rank].append(TimedOp(op, start, end))
-        to = ranks[min(op.stage + 1, last) if op.kind is OpKind.F else max(op.stage - 1, 0)]
-        if costs is not None and to != rank and op.kind is not OpKind.W:
-            sent = max(end, free.get((rank, to), 0.0))
-            free[rank, to] = sent + costs.busy_ms(rank, to, op.microbatch)
-            end = sent + costs.link_ms(rank, to, op.microbatch)
-        ready[result_of(op)] = end
+            end = max(gathers.end_ms(rank, op, start, end) for op in launch)
+        for op in launch:
+            rows[rank].append(TimedOp(op, start, end))
+            arrives, to = end, ranks[min(op.stage + 1, last) if op.kind is OpKind.F else max(op.stage - 1, 0)]
+            if costs is not None and to != rank and op.kind is not OpKind.W:
+                sent = max(end, free.get((rank, to), 0.0))
+                free[rank, to] = sent + costs.busy_ms(rank, to, op.microbatch)
+                arrives = sent + costs.link_ms(rank, to, op.microbatch)
+            ready[result_of(op)] = arrives
     return tuple(map(tuple, rows))
+
+
+def lengths_ms(row: Sequence[TimedOp]) -> list[float]:
+    """Time of each op of a rank in milliseconds: for those of a pair half of the pair's time."""
+    lengths = [end - start for _, start, end in row]
+    for second in seconds_of_pairs(row):
+        pair = row[second - 1 : second + 1]
+        lengths[second - 1 : second + 1] = [(max(op.end_ms for op in pair) - pair[0].start_ms) / 2] * 2
+    return lengths
+
+
+def seconds_of_pairs(row: Sequence[TimedOp]) -> set[int]:
+    """The places in a rank's row, simulated or recorded, of the second ops of pairs: only they overlap with the op before."""
+    return {
+        place
+        for place, (one, other) in enumerate(itertools.pairwise(row), start=1)
+        if min(one.end_ms, other.end_ms) - other.start_ms > min(one.end_ms - one.start_ms, other.end_ms - other.start_ms) / 2
+    }
 
 
 def span_of(rows: Sequence[Sequence[TimedOp]]) -> float:

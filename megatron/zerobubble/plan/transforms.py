@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 
 from megatron.zerobubble.errors import PlanError
@@ -17,7 +16,7 @@ from megatron.zerobubble.plan.ir import Op, OpKind, Passes, Plan
 
 def forward_only(plan: Plan) -> Plan:
     """The plan for evaluation: only its F ops, in the same order. Validate it with ``forward_only=True``."""
-    return replace(plan, ops=tuple(tuple(op for op in row if op.kind is OpKind.F) for row in plan.ops))
+    return plan.with_ops([op for op in row if op.kind is OpKind.F] for row in plan.ops)
 
 
 def first_microbatches(plan: Plan, num_microbatches: int) -> Plan:
@@ -37,10 +36,9 @@ def first_microbatches(plan: Plan, num_microbatches: int) -> Plan:
         )
     rows = tuple(tuple(op for op in row if op.microbatch < num_microbatches) for row in plan.ops)
     counts = plan.slice_counts[:num_microbatches]
-    return replace(
-        plan,
+    return plan.with_ops(
+        rows,
         num_microbatches=num_microbatches,
-        ops=rows,
         num_slices=max(counts, default=plan.num_slices),
         slice_counts=counts,
     )
@@ -72,10 +70,9 @@ def recut(plan: Plan, slice_counts: Sequence[int]) -> Plan:
         first = [(stage, OpKind.F, number) for stage in stages for number in range(ahead[stage])]
         moved = [(op.stage, op.kind, plan.passes.number(op) + (ahead[op.stage] if op.kind is OpKind.F else 0)) for op in row]
         rows.append(tuple(passes.nth(*which) for which in (*first, *moved) if which[-1] < len(passes)))
-    return replace(
-        plan,
+    return plan.with_ops(
+        rows,
         num_microbatches=len(passes.slices),
-        ops=tuple(rows),
         num_slices=max(passes.slices),
         slice_counts=passes.slices,
     )
@@ -83,7 +80,7 @@ def recut(plan: Plan, slice_counts: Sequence[int]) -> Plan:
 
 def split_fused(plan: Plan) -> Plan:
     """The plan with every BW split into B and, directly after it, W, so that the input gradient is sent before W runs."""
-    return replace(plan, ops=tuple(tuple(part for op in row for part in _split(op)) for row in plan.ops))
+    return plan.with_ops([part for op in row for part in _split(op)] for row in plan.ops)
 
 
 def group_weight_gradients(plan: Plan, size: int) -> Plan:
@@ -109,7 +106,7 @@ def group_weight_gradients(plan: Plan, size: int) -> Plan:
             if op.slice == 0 and op.microbatch == wgrad_group(op.microbatch, size, plan.num_microbatches)[-1]:
                 grouped += waiting.pop(op.stage)
         rows.append(tuple(grouped))
-    return replace(plan, ops=tuple(rows))
+    return plan.with_ops(rows)
 
 
 def wgrad_group(microbatch: int, size: int, num_microbatches: int) -> range:
@@ -128,7 +125,7 @@ def reductions_beside_tail(plan: Plan) -> Plan:
 
     Where Ws of the stages of a rank take different times, a B between them may start a little later or earlier.
     """
-    return replace(plan, ops=tuple(_with_stage_0_last(_stages_in_turn(row)) for row in plan.ops))
+    return plan.with_ops(_with_stage_0_last(_stages_in_turn(row)) for row in plan.ops)
 
 
 def _stages_in_turn(row: Sequence[Op]) -> list[Op]:

@@ -10,7 +10,8 @@ A plan that passes can be executed: no op is missing or runs twice, and no rank 
    out, and a message needs no tag; each weight adds its microbatches in the same order; and a slice has the keys and values of
    all slices before it, and in B all gradients of its own;
 5. no deadlock (`dependencies.execution_order`);
-6. no rank exceeds the memory limit, if one is given.
+6. no rank exceeds the memory limit, if one is given;
+7. a pair is an F and, as the next op of its rank, a B or BW of another microbatch: B of a microbatch always waits for its F.
 
 A violation raises PlanError with the rank x step grid around the offending cell.
 """
@@ -53,6 +54,7 @@ def validate(
         PlanError: any other violated invariant.
     """
     steps = _check_rows(plan)
+    _check_pairs(plan)
     _check_complete(plan, steps, forward_only=forward_only)
     execution_order(plan)
     if memory_limit is not None:
@@ -95,6 +97,23 @@ def _check_rows(plan: Plan) -> dict[Op, int]:
                 latest[op.stage, part] = op
             steps[op] = step
     return steps
+
+
+def _check_pairs(plan: Plan) -> None:
+    """Check invariant 7."""
+    for rank, row in enumerate(plan.ops if plan.pairs else ()):
+        for step, op in enumerate(row):
+            behind = row[step + 1] if step + 1 < len(row) else None
+            if op not in plan.pairs:
+                continue
+            is_backward = behind is not None and behind.kind in _BACKWARD and behind.microbatch != op.microbatch
+            if op.kind is not OpKind.F or not is_backward:
+                problem = f"{op} is in a pair with {behind or 'nothing behind it'}"
+                _fail(plan, rank, step, op, problem, "pair an F with a B or BW of another microbatch behind it")
+    stray = plan.pairs - {op for row in plan.ops for op in row}
+    if stray:
+        op = min(stray, key=lambda each: (each.stage, each.microbatch, each.slice))
+        raise PlanError(f"plan {plan.schedule!r} has a pair that begins with {op}, which no rank runs; name ops of the plan")
 
 
 def _check_complete(plan: Plan, steps: dict[Op, int], *, forward_only: bool) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron.zerobubble.errors import PlanError
@@ -14,7 +15,7 @@ from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.communication import Message, Payload
 from megatron.zerobubble.plan.costs.cost_model import Activations
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
-from megatron.zerobubble.plan.simulate import TimedOp
+from megatron.zerobubble.plan.simulate import TimedOp, seconds_of_pairs
 from megatron.zerobubble.plan.timeline import Activity, RankTimeline, Span, Timeline
 from megatron.zerobubble.plan.validate import validate
 from megatron.zerobubble.playground.limits import MAX_OPS, MAX_RANKS, MAX_TIME_MS, number, whole
@@ -137,7 +138,9 @@ def _plan(iteration: int, schedule: str, rows: Mapping[int, Sequence[TimedOp]]) 
     num_microbatches = 1 + max(timed.op.microbatch for row in rows.values() for timed in row)
     check_size(len(rows), num_microbatches)
     placement = Placement(tuple(stage_to_rank[stage] for stage in range(len(stage_to_rank))))
+    pairs = frozenset(row[place - 1].op for row in rows.values() for place in seconds_of_pairs(row))
     plan = Plan.of(schedule, placement, num_microbatches, [[timed.op for timed in rows[rank]] for rank in range(len(rows))])
+    plan = replace(plan, pairs=pairs)
     validate(plan)
     return plan
 

@@ -26,7 +26,7 @@ from statistics import median
 
 from megatron.zerobubble.plan.communication import Message
 from megatron.zerobubble.plan.ir import OpKind
-from megatron.zerobubble.plan.simulate import TimedOp
+from megatron.zerobubble.plan.simulate import TimedOp, lengths_ms
 from megatron.zerobubble.plan.timeline import Activity, Span, Timeline
 
 Row = Sequence[TimedOp]
@@ -145,7 +145,7 @@ def link_times(timeline: Timeline) -> dict[tuple[int, int], float]:
 
 
 def _time_in(row: Row, *kinds: OpKind) -> float:
-    return math.fsum(timed.end_ms - timed.start_ms for timed in row if timed.op.kind in kinds)
+    return math.fsum(length for timed, length in zip(row, lengths_ms(row), strict=True) if timed.op.kind in kinds)
 
 
 def _phases(row: Row) -> dict[str, float]:
@@ -153,7 +153,7 @@ def _phases(row: Row) -> dict[str, float]:
     last_forward = max((timed.end_ms for timed in row if timed.op.kind is OpKind.F), default=row[-1].end_ms)
     warmup = steady = cooldown = 0.0
     for before, after in pairwise(row):
-        gap = after.start_ms - before.end_ms
+        gap = max(0.0, after.start_ms - before.end_ms)  # the ops of a pair overlap
         if after.start_ms <= first_backward:
             warmup += gap
         elif before.end_ms >= last_forward:

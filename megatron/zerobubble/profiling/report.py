@@ -21,7 +21,7 @@ from megatron.zerobubble.plan.costs.cost_table import COST_LISTS, CostTable
 from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.links import LinkTime, links_text
 from megatron.zerobubble.plan.ir import OpKind, Plan
-from megatron.zerobubble.plan.simulate import Simulation, TimedOp, simulate
+from megatron.zerobubble.plan.simulate import Simulation, TimedOp, lengths_ms, simulate
 from megatron.zerobubble.plan.timeline import Timeline
 from megatron.zerobubble.profiling.breakdown import RankRecord, RankTime, link_times, rank_records, rank_times
 from megatron.zerobubble.profiling.profile import RankProfile, combine, slices_of
@@ -205,8 +205,8 @@ def measured_costs(plan: Plan, rows: Rows, links: Mapping[tuple[int, int], LinkT
     """Costs from the median time of each stage's F, B and W, and the times of links. Activations are equal."""
     times: dict[tuple[int, OpKind, int], list[float]] = {}
     for row in rows:
-        for (stage, kind, _, part), start, end in row:
-            times.setdefault((stage, kind, part), []).append(end - start)
+        for ((stage, kind, _, part), *_), length in zip(row, lengths_ms(row), strict=True):
+            times.setdefault((stage, kind, part), []).append(length)
 
     slices = slices_of({key: median(values) for key, values in times.items()})
     typical = {(stage, kind): sum(each) for stage, of in slices.items() for kind, each in of.times_ms.items()}
@@ -221,8 +221,8 @@ def _of_each_microbatch(timeline: Timeline, costs: CostModel) -> CostModel:
     table = CostTable.joined([own.table.of(i) for i in range(m)])
     times = {name: [list(row) for row in table.lists[name]] for name in COST_LISTS[:3]}
     for row in timeline.rows:
-        for (stage, kind, microbatch, part), start, end in row:
+        for ((stage, kind, microbatch, part), *_), length in zip(row, lengths_ms(row), strict=True):
             name = COST_LISTS[0 if kind is OpKind.F else 2 if kind is OpKind.W else 1]  # a fused BW is a B, as in `combine`
-            times[name][stage][table.starts[plan.batch_index(microbatch)] + part] = end - start
+            times[name][stage][table.starts[plan.batch_index(microbatch)] + part] = length
     rows = {name: tuple(map(tuple, of_kind)) for name, of_kind in times.items()}
     return CostModel.of(replace(table, tokens=(), **rows), comm_ms=costs.comm_ms, links=costs.links)  # type: ignore[arg-type]

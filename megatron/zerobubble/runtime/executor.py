@@ -2,7 +2,8 @@
 
 It depends on ops and messages only, not on a schedule, a model or an optimizer. `StageWork` computes an op, `P2PLinks` transfers
 tensors. The executor owns received buffers until their op takes them, tensors being sent until they have arrived, and tensors
-handed from one stage to the next on the same rank. All three are empty when `run` returns. An exception of an op has a note that
+handed from one stage to the next on the same rank. The two ops of a pair are run at once: both have their inputs before, and both
+results are sent after. All three are empty when `run` returns. An exception of an op has a note that
 names it.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -21,8 +22,30 @@ from megatron.zerobubble.runtime.p2p import Handle, P2PLinks
 from megatron.zerobubble.runtime.recording import RecordedLinks, Recorder, op_text
 
 
+class Pass(NamedTuple):
+    """An op with what it is computed from."""
+
+    op: Op
+    tensor: Tensor | None
+    """F: the previous stage's output; B or BW: the gradient of this stage's output. None: the op takes nothing."""
+    last: bool
+    """Whether it is the rank's last op of its kind in the iteration."""
+
+
 class StageWork(Protocol):
-    """Computes the ops of one rank's stages. `last` is True for the rank's last op of its kind in the iteration."""
+    """Computes the ops of one rank's stages. The arguments of each op are those of a `Pass`."""
+
+    def run(self, passes: Sequence[Pass]) -> list[Tensor | None]:
+        """Run an op, or the two ops of a pair, and return their results in the same order. Here one after the other."""
+        return [self._one(*each) for each in passes]
+
+    def _one(self, op: Op, tensor: Tensor | None, last: bool) -> Tensor | None:
+        if op.kind is OpKind.F:
+            return self.forward(op, tensor, last)
+        if op.kind is OpKind.W:
+            self.weight_gradient(op, last)
+            return None
+        return self.backward(op, tensor, last)
 
     def forward(self, op: Op, activation: Tensor | None, last: bool) -> Tensor | None:
         """Run F: takes the previous stage's output (None for the first stage), returns the next stage's input."""
@@ -102,32 +125,29 @@ class Executor:
             try:
                 self._run_step(step)
             except Exception as error:
-                error.add_note(f"pipeline rank {self._rank}, at {op_text(step.op)}")
+                error.add_note(f"pipeline rank {self._rank}, at {', beside '.join(map(op_text, step.ops))}")
                 raise
 
     def _run_step(self, step: Step) -> None:
-        op = step.op
         for message in step.post:
             self._post(message)
-        tensor = self._take(step)
+        self._take(step)
         for message in step.retire:
             self._sending.pop(message).wait()
+        passes = [Pass(op, self._input(op), last) for op, last in zip(step.ops, step.last_of_kind, strict=True)]
         if self._recorder is not None:
-            self._recorder.start(op)
-        if op.kind is OpKind.F:
-            result = self._work.forward(op, tensor, step.last_of_kind)
-        elif op.kind is OpKind.W:
-            self._work.weight_gradient(op, step.last_of_kind)
-            result = None
-        else:
-            result = self._work.backward(op, tensor, step.last_of_kind)
+            for op in step.ops:
+                self._recorder.start(op)
+        results = self._work.run(passes)
+        del passes
         if self._recorder is not None:
-            self._recorder.end(op)
-        if op.kind is not OpKind.W:
-            self._give(step, result)
-        if self._recorder is not None:
-            del tensor, result  # from here on only what the plan counts as activation memory is held
-            self._recorder.settled(op, self._in_transit)
+            for op in step.ops:
+                self._recorder.end(op)
+        for op in step.ops:
+            self._give(op, step, results.pop(0))
+        if self._recorder is not None:  # from here on only what the plan counts as activation memory is held
+            for op in step.ops:
+                self._recorder.settled(op, self._in_transit)
 
     def _post(self, message: Message) -> None:
         # Not in `_run_step`, where a name would keep the buffer until the end of the step that also takes the message.
@@ -138,18 +158,21 @@ class Executor:
         assert self._recorded is not None
         return self._recorded.in_transit_bytes + sum(tensor.nbytes for tensor in self._local.values())
 
-    def _take(self, step: Step) -> Tensor | None:
-        if step.take is not None:
-            tensor, handle = self._receiving.pop(step.take)
+    def _take(self, step: Step) -> None:
+        for message in step.take:
+            buffer, handle = self._receiving.pop(message)
             handle.wait()
-            return tensor
-        if step.op.kind is OpKind.W:
-            return None
-        payload = Payload.ACTIVATION if step.op.kind is OpKind.F else Payload.GRADIENT
-        return self._local.pop((payload, step.op.stage, step.op.microbatch, step.op.slice), None)
+            self._local[message.payload, message.stage, message.microbatch, message.slice] = buffer
 
-    def _give(self, step: Step, result: Tensor | None) -> None:
-        op = step.op
+    def _input(self, op: Op) -> Tensor | None:
+        if op.kind is OpKind.W:
+            return None
+        payload = Payload.ACTIVATION if op.kind is OpKind.F else Payload.GRADIENT
+        return self._local.pop((payload, op.stage, op.microbatch, op.slice), None)
+
+    def _give(self, op: Op, step: Step, result: Tensor | None) -> None:
+        if op.kind is OpKind.W:
+            return
         payload, stage = (Payload.ACTIVATION, op.stage + 1) if op.kind is OpKind.F else (Payload.GRADIENT, op.stage - 1)
         if not 0 <= stage < len(self._stage_to_rank):
             return
@@ -158,10 +181,11 @@ class Executor:
                 f"rank {self._rank}: {op} returned no tensor, and rank {self._stage_to_rank[stage]} would wait forever for the "
                 f"{payload.value} for {op._replace(stage=stage).where}. Does the stage's output depend on its input?"
             )
-        if step.send is not None:
-            self._sending[step.send] = self._links.send(step.send, result)
-        else:
-            self._local[payload, stage, op.microbatch, op.slice] = result
+        for message in step.send:
+            if message.payload is payload:
+                self._sending[message] = self._links.send(message, result)
+                return
+        self._local[payload, stage, op.microbatch, op.slice] = result
 
 
 class BatchedExecutor(Executor):
@@ -180,9 +204,10 @@ class BatchedExecutor(Executor):
         super().begin(count)
         self._end_batch()
 
-    def _take(self, step: Step) -> Tensor | None:
+    def _take(self, step: Step) -> None:
         self._end_batch()
-        return super()._take(step) if step.take is None else self._received.pop(step.take)
+        for message in step.take:
+            self._local[message.payload, message.stage, message.microbatch, message.slice] = self._received.pop(message)
 
     def _end_batch(self) -> None:
         for handle in self._sending.values():

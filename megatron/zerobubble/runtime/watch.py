@@ -202,7 +202,9 @@ class Watch(Recorder):
     def end(self, op: Op) -> None:
         """An op has ended."""
         if not self._is_cuda:
-            self.busy_s += time.perf_counter() - self._op_began_s
+            now = time.perf_counter()
+            self.busy_s += now - self._op_began_s
+            self._op_began_s = now  # the other op of a pair ends at the same time
         self._enter_passes(_Event.ENDED, op)
 
     def awaited(self, message: Message) -> None:

@@ -270,11 +270,11 @@ def _transfers(plan: Plan, costs: CostModel | None) -> list[tuple[Op | None, Op,
         last: dict[bool, Op] = {}
         for step in steps:
             posted |= dict.fromkeys(step.post, before)
-            op, is_forward = step.op, step.op.kind is OpKind.F
-            if step.take is not None:
+            (op,), is_forward = step.ops, step.ops[0].kind is OpKind.F
+            for message in step.take:
                 need = next(each for each in requirements(op, plan.num_stages) if each.stage != op.stage)
                 assert ranks[need.stage] != rank
-                post = last.get(is_forward) if costs is None else posted[step.take]
+                post = last.get(is_forward) if costs is None else posted[message]
                 found.append((post, results[need], rank))
             before, last[is_forward] = op, op
     return found

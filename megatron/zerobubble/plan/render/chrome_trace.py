@@ -1,6 +1,7 @@
 """Write timelines in the trace event format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-A rank is a process of the trace. Its first thread has the passes and the waits between them, the second the optimizer and
+A rank is a process of the trace. Its first thread has the passes and the waits between them, a pair as one pass below the other,
+the second the optimizer and
 post-validation. Sends, receives, and the communication of buckets overlap, so they are distributed over several threads such that
 no two events of a thread overlap. An arrow leads from every send to its receive. A plan has a counter of each rank's activation
 memory, and arrows from every op to the op on another rank that needs its result. Times are in microseconds.

@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape
 
 from megatron.zerobubble.plan.ir import OpKind
 from megatron.zerobubble.plan.render.text import Rows, chunks_of, extent, ticks
-from megatron.zerobubble.plan.simulate import TimedOp
+from megatron.zerobubble.plan.simulate import TimedOp, seconds_of_pairs
 from megatron.zerobubble.plan.timeline import Activity, RankTimeline, Span
 
 COLORS = {
@@ -123,8 +123,11 @@ class _Drawing:
         spans = [span for span in timeline.spans if span.activity in SPAN_COLORS]
         for span in sorted(spans, key=lambda span: span.start_ms - span.end_ms):
             parts.append(self._span(span, y))
-        chunks = chunks_of(timeline.ops)
-        parts.extend(self._op(timed, y, chunks[timed.op.stage]) for timed in timeline.ops)
+        chunks, seconds = chunks_of(timeline.ops), seconds_of_pairs(timeline.ops)
+        for place, timed in enumerate(timeline.ops):
+            is_half = place in seconds or place + 1 in seconds
+            height = _ROW // 2 if is_half else _ROW
+            parts.append(self._op(timed, y + (height if place in seconds else 0), height, chunks[timed.op.stage]))
         parts.extend(self._span(span, y + _ROW + 1) for span in timeline.spans if span.bucket is not None)
         return parts
 
@@ -136,12 +139,12 @@ class _Drawing:
         title = f"<title>{what} {span.start_ms - self.begin_ms:.3f}..{span.end_ms - self.begin_ms:.3f} ms</title>"
         return f"<rect x='{left:.2f}' y='{y}' width='{right - left:.2f}' height='{height}' fill='{fill}'>{title}</rect>"
 
-    def _op(self, timed: TimedOp, y: int, chunk: int) -> str:
+    def _op(self, timed: TimedOp, y: int, height: int, chunk: int) -> str:
         op, x = timed.op, self._x(timed.start_ms)
         width = max((timed.end_ms - timed.start_ms) * self.scale, 0)
         note = self.panel.notes[op.microbatch] if self.panel.notes else ""
         box = (
-            f"<rect x='{x:.2f}' y='{y}' width='{width:.2f}' height='{_ROW}' fill='{COLORS[op.kind][chunk > 0]}' "
+            f"<rect x='{x:.2f}' y='{y}' width='{width:.2f}' height='{height}' fill='{COLORS[op.kind][chunk > 0]}' "
             f"class='op' stroke-width='0.6'><title>{op}{escape(note)} {timed.start_ms - self.begin_ms:.3f}.."
             f"{timed.end_ms - self.begin_ms:.3f} ms</title></rect>"
         )
@@ -149,7 +152,7 @@ class _Drawing:
         if width < 7 * len(number) + 2:
             return box
         color = "white" if chunk else "#1b1b1b"
-        return f"{box}<text x='{x + width / 2:.2f}' y='{y + 17}' text-anchor='middle' fill='{color}'>{number}</text>"
+        return f"{box}<text x='{x + width / 2:.2f}' y='{y + height // 2 + 4}' text-anchor='middle' fill='{color}'>{number}</text>"
 
     def _x(self, time_ms: float) -> float:
         return _LEFT + (time_ms - self.begin_ms) * self.scale
@@ -158,7 +161,7 @@ class _Drawing:
 def render_svg(panels: Sequence[Panel], *, title: str = "", subtitle: str = "", width_px: int = 1200) -> str:
     """A standalone SVG document: timelines below each other on the same axis in ms, each from its first op on, and a legend.
 
-    A timeline has one row of boxes per rank, with microbatch numbers where they fit.
+    A timeline has one row of boxes per rank, with microbatch numbers where they fit; those of a pair are half as high.
 
     Args:
         panels: the timelines, at least one.

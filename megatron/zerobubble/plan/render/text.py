@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from megatron.zerobubble.plan.ir import Op, OpKind
-from megatron.zerobubble.plan.simulate import TimedOp
+from megatron.zerobubble.plan.simulate import TimedOp, seconds_of_pairs
 
 Rows = Sequence[Sequence[TimedOp]]
 """Per rank its timed ops in ascending order of time."""
@@ -24,11 +24,13 @@ def render_text(rows: Rows, *, max_width: int = 160, is_colored: bool = False) -
     """Time on x, one line per rank; ``.`` is idle time between a rank's first and last op.
 
     An op is shown as its kind and microbatch, in small letters for the second chunk (``F0``, ``f0``), or as its op text (``4F0``)
-    if a rank has more than two chunks. Where most labels do not fit in `max_width` columns, all are cut down to the letter;
-    where most ops would have less than a column, the text says how many it takes. Colors are a terminal's escape sequences.
+    if a rank has more than two chunks, and a pair as both with a plus between them. Where most labels do not fit in `max_width`
+    columns, all are cut down to the letter; where most ops would have less than a column, the text says how many it takes. Colors
+    are a terminal's escape sequences.
     """
     begin, end = extent(rows)
     labels = [_labels(row) for row in rows]
+    rows = [_boxes(row) for row in rows]
     needed = max(
         (
             (len(label) + 1) / (op.end_ms - op.start_ms)
@@ -47,7 +49,7 @@ def render_text(rows: Rows, *, max_width: int = 160, is_colored: bool = False) -
         columns = head + math.ceil((end - begin) / median(lengths))
         return f"(too wide for {max_width} columns: it takes {columns}; --width {columns} or --svg FILE shows it)"
     if each < max((len(label) for names in labels for label in names), default=0):
-        labels = [[label.strip("0123456789") for label in names] for names in labels]
+        labels = [[_letters(label) for label in names] for names in labels]
     width = math.ceil((end - begin) * scale - 1e-6)
     lines = ["ms".ljust(head) + _text_axis(begin, end, scale, width)]
     for rank, (row, names) in enumerate(zip(rows, labels, strict=True)):
@@ -78,9 +80,26 @@ def chunks_of(row: Sequence[TimedOp]) -> dict[int, int]:
     return {stage: chunk for chunk, stage in enumerate(sorted({timed.op.stage for timed in row}))}
 
 
+def _boxes(row: Sequence[TimedOp]) -> list[TimedOp]:
+    """What is drawn side by side: an op, or a pair as one box."""
+    seconds = seconds_of_pairs(row)
+    ends = [max(timed.end_ms, row[place + 1].end_ms) if place + 1 in seconds else timed.end_ms for place, timed in enumerate(row)]
+    return [timed._replace(end_ms=end) for place, (timed, end) in enumerate(zip(row, ends, strict=True)) if place not in seconds]
+
+
 def _labels(row: Sequence[TimedOp]) -> list[str]:
-    chunks = chunks_of(row)
-    return [_label(timed.op, chunks) for timed in row]
+    """The labels of `_boxes`."""
+    chunks, seconds, labels = chunks_of(row), seconds_of_pairs(row), list[str]()
+    for place, timed in enumerate(row):
+        label = _label(timed.op, chunks)
+        if place in seconds:
+            label = f"{labels.pop()}+{label}"
+        labels.append(label)
+    return labels
+
+
+def _letters(label: str) -> str:
+    return "+".join(part.strip("0123456789") for part in label.split("+"))
 
 
 def _label(op: Op, chunks: dict[int, int]) -> str:
@@ -93,7 +112,7 @@ def _label(op: Op, chunks: dict[int, int]) -> str:
 def _text_box(label: str, width: int) -> list[str]:
     """The label with a line to the op's end; of a label that does not fit its kind alone."""
     if width < len(label):
-        label = label.strip("0123456789")[:width]
+        label = _letters(label)[:width]
     return list(label + "-" * (width - len(label) - 1) + " " * (width > len(label)))
 
 

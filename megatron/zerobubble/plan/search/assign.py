@@ -264,4 +264,4 @@ def _one_after_the_other(plan: Plan) -> Plan:
             for kind, some in ((OpKind.F, stages), (OpKind.B, stages[::-1]), (OpKind.W, stages)):
                 row += [plan.passes.nth(stage, kind, number) for stage in some for number in range(begin, end)]
         rows.append(tuple(row))
-    return replace(plan, ops=tuple(rows))
+    return plan.with_ops(rows)
