@@ -127,11 +127,11 @@ def test_the_metadata(pure_wheel: Path) -> None:
 SEARCH = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.plan_request import PlanRequest
 from megatron.zerobubble.plan.planner import make_plan
 from megatron.zerobubble.plan.search.search_options import SearchOptions
 options = SearchOptions(memory_limit=0.75, budget=1e4)
-result = make_plan("zbv", num_ranks=2, num_microbatches=4, costs_of=CostModel.uniform, options=options)
+result = make_plan(PlanRequest(schedule="zbv", num_ranks=2, num_microbatches=4, options=options))
 print(max(result.simulation.peak_memory))
 """
 

@@ -18,6 +18,7 @@ from megatron.zerobubble.plan.communication import place_communication, speculat
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.deadlock import stuck_ranks
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
+from megatron.zerobubble.plan.plan_request import PlanRequest
 from megatron.zerobubble.plan.planner import make_plan
 from megatron.zerobubble.plan.registry import build_plan, known_schedules
 from megatron.zerobubble.plan.search.search_options import SearchOptions
@@ -93,7 +94,9 @@ def test_every_family_ends_with_a_fence(name: str) -> None:
 def test_searched_plans_end(name: str, limit: float) -> None:
     """Three of these had a cycle in one hardware queue when receives were posted one op early."""
     options = SearchOptions(memory_limit=max(limit, 0.75) if name == "zb-interleaved" else limit, budget=2000.0)
-    found = make_plan(name, num_ranks=8, num_microbatches=24, costs_of=CostModel.uniform, options=options).simulation
+    found = make_plan(
+        PlanRequest(schedule=name, num_ranks=8, num_microbatches=24, stages=CostModel.uniform, options=options)
+    ).simulation
     for costs in (None, found.costs):
         assert stuck_ranks(place_communication(found.plan, costs=costs)) == ()
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.zerobubble.errors import ConfigError, PlanError
-from megatron.zerobubble.plan import planner
+from megatron.zerobubble.plan import anytime, planner
 from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
 from megatron.zerobubble.plan.communication import num_messages
 from megatron.zerobubble.plan.costs.cost_model import CostModel
@@ -22,7 +22,8 @@ from megatron.zerobubble.plan.costs.cost_table import COST_LISTS
 from megatron.zerobubble.plan.costs.links import Links
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
 from megatron.zerobubble.plan.objective import Objective
-from megatron.zerobubble.plan.planner import AUTO, CostsOf, Result, make_plan
+from megatron.zerobubble.plan.plan_request import CostsOf, PlanRequest
+from megatron.zerobubble.plan.planner import AUTO, Result, make_plan
 from megatron.zerobubble.plan.registry import (
     build_plan,
     known_schedules,
@@ -67,7 +68,7 @@ def auto(monkeypatch: pytest.MonkeyPatch, costs_of: CostsOf, limit: float | None
 
     monkeypatch.setattr(planner, "plans_of", build)
     options = SearchOptions(memory_limit=limit, objective=Objective.SPAN, budget=BUDGET)
-    return make_plan(AUTO, num_ranks=4, num_microbatches=8, costs_of=costs_of, options=options), searched
+    return make_plan(PlanRequest(schedule=AUTO, num_ranks=4, num_microbatches=8, stages=costs_of, options=options)), searched
 
 
 @pytest.mark.parametrize(("costs_of", "enough"), [(long_last, 1.5), (full_first, 3.0)])
@@ -90,7 +91,7 @@ def test_a_v_is_searched_with_more_memory_if_that_lowers_its_bound(monkeypatch: 
     result, searched = auto(monkeypatch, slow_links, 2.0)
     assert ("zbv", 2.0) in {(name, given) for name, given, _ in searched}
     options = SearchOptions(memory_limit=2.0, objective=Objective.SPAN, budget=0.1 * BUDGET)
-    zbv = make_plan("zbv", num_ranks=4, num_microbatches=8, costs_of=slow_links, options=options)
+    zbv = make_plan(PlanRequest(schedule="zbv", num_ranks=4, num_microbatches=8, stages=slow_links, options=options))
     assert result.simulation.span_ms <= zbv.simulation.span_ms
 
 
@@ -117,7 +118,7 @@ def test_of_equally_fast_schedules_auto_takes_the_one_of_fewer_messages(
     objective = Objective.MAKESPAN
     options = SearchOptions(memory_limit=1.0, objective=objective, budget=1e6)
     sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
-    result = make_plan(AUTO, **sizes, costs_of=CostModel.uniform, options=options)
+    result = make_plan(PlanRequest(schedule=AUTO, **sizes, stages=CostModel.uniform, options=options))
     assert (result.name, num_messages(result.simulation.plan)) == (chosen, messages)
     assert {each.name for each in result.equal} == equal
     verdict = result.verdict(objective)
@@ -129,26 +130,28 @@ def test_of_equally_fast_schedules_auto_takes_the_one_of_fewer_messages(
     assert f"; equal: zb-interleaved with 2 virtual stages (VPP) per rank ({more} messages, not {messages})" in verdict
     assert result.runner_up is not None
     assert result.runner_up.name == runner_up
-    others = [make_plan(name, **sizes, costs_of=CostModel.uniform, options=options) for name in ("zb", "1f1b-v")]
+    others = [
+        make_plan(PlanRequest(schedule=name, **sizes, stages=CostModel.uniform, options=options)) for name in ("zb", "1f1b-v")
+    ]
     best = min(objective.of(each.simulation) for each in others)
     assert objective.of(result.runner_up.simulation) == pytest.approx(best), "nothing that was passed over is faster"
 
 
-def test_the_curve_is_searched_until_more_memory_gains_nothing() -> None:
-    asked: list[tuple[float, float]] = []
-
-    def within(limit: float, share: float) -> Result:
-        asked.append((limit, share))
-        options = SearchOptions(memory_limit=limit, objective=Objective.SPAN, budget=share * BUDGET)
-        return make_plan(AUTO, num_ranks=4, num_microbatches=8, costs_of=slow_links, options=options)
-
-    points = list(planner.pareto([0.5, 1.0, 2.0, 3.0, 4.0, 6.0], within, Objective.SPAN))
-    at = [Objective.SPAN.of(result.simulation) for _, result in points if result is not None]
+def test_the_curve_is_searched_until_more_memory_gains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(anytime, "budgets_of", lambda request: (BUDGET,))
+    options = SearchOptions(objective=Objective.SPAN)
+    request = PlanRequest(schedule=AUTO, num_ranks=4, num_microbatches=8, stages=slow_links, options=options)
+    points = list(anytime.pareto(request, [0.01, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0]))
+    assert isinstance(points.pop(0).found, ConfigError)
+    found = [point.found for point in points if isinstance(point.found, Result)]
+    at = [Objective.SPAN.of(each.simulation) for each in found]
     assert at == sorted(at, reverse=True)
-    stop = next(i for i, (_, share) in enumerate(asked) if share == 0.0)
+    stop = [point.is_searched for point in points].index(False)
     assert at[stop - 2] == at[stop - 1] == at[stop], "after the first limit that gained nothing"
-    assert max(points[stop - 1][1].simulation.peak_memory) <= points[stop - 2][0]
-    assert asked[stop:] == [(limit, 0.0) for limit, _ in points[stop:]]
+    assert max(found[stop - 1].simulation.peak_memory) <= points[stop - 2].limit
+    assert [point.is_searched for point in points] == [True] * stop + [False] * (len(points) - stop)
+    for point, each in zip(points, found, strict=True):
+        assert max(each.simulation.peak_memory) <= point.limit + 1e-9
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -166,7 +169,9 @@ def test_auto_is_no_worse_than_the_schedules_it_chooses_from(seed: int) -> None:
 
     def found(name: str, num_chunks: int | None) -> float:
         options = SearchOptions(memory_limit=limit, objective=objective, budget=4e6)
-        result = make_plan(name, num_ranks=p, num_microbatches=m, costs_of=costs_of, options=options, num_chunks=num_chunks)
+        result = make_plan(
+            PlanRequest(schedule=name, num_ranks=p, num_microbatches=m, stages=costs_of, options=options, num_chunks=num_chunks)
+        )
         return objective.of(result.simulation)
 
     best = found(AUTO, None)
@@ -204,7 +209,9 @@ def test_with_given_chunks_no_other_schedule_is_faster(searched: str, fused: str
             return CostModel.uniform(placement, comm_ms=message).with_lists(**lists)
 
         options = SearchOptions(memory_limit=1.5, budget=0.0)
-        return make_plan(name, num_ranks=4, num_microbatches=8, costs_of=costs_of, options=options).simulation.makespan_ms
+        return make_plan(
+            PlanRequest(schedule=name, num_ranks=4, num_microbatches=8, stages=costs_of, options=options)
+        ).simulation.makespan_ms
 
     assert makespan(searched) <= makespan(fused)
 
@@ -226,21 +233,15 @@ def requests(draw: st.DrawFn, most_ranks: int = 16) -> tuple[str, int, int, Plac
 def sliced(num_slices: list[int], *, limit: float = 1.0, loss: float = 0.0, name: str = AUTO) -> Result:
     """p=4, m=4; each slice takes `loss` of the microbatch's time besides its part."""
 
-    def sliced_costs_of(placement: Placement, n: int) -> CostModel:
-        costs = CostModel.uniform(placement)
-        longer = {each: tuple(value * (1 + loss * n) for value in costs.lists[each]) for each in COST_LISTS[:3]}
-        return costs.with_lists(**longer).divided(n)
+    class Lossy(PlanRequest):
+        def costs_of(self, placement: Placement, num_slices: int = 1) -> CostModel:
+            costs, n = self.mean_costs(placement), num_slices
+            longer = {each: tuple(value * (1 + loss * n) for value in costs.lists[each]) for each in COST_LISTS[:3]}
+            return (costs.with_lists(**longer) if n > 1 else costs).divided(n)
 
     options = SearchOptions(memory_limit=limit, budget=BUDGET, objective=Objective.SPAN)
-    return make_plan(
-        name,
-        num_ranks=4,
-        num_microbatches=4,
-        costs_of=CostModel.uniform,
-        options=options,
-        num_slices=num_slices,
-        sliced_costs_of=sliced_costs_of if loss else None,
-    )
+    sizes = {"num_ranks": 4, "num_microbatches": 4, "num_slices": tuple(num_slices)}
+    return make_plan(Lossy(schedule=name, options=options, **sizes))
 
 
 def test_auto_cuts_microbatches_into_slices_where_that_is_faster() -> None:
@@ -261,12 +262,14 @@ def test_short_slices_that_lose_efficiency_are_not_chosen() -> None:
 def test_of_equally_good_plans_the_one_of_fewer_slices_is_chosen() -> None:
     for name in (AUTO, "zb"):
         found = make_plan(
-            name,
-            num_ranks=1,
-            num_microbatches=7,
-            costs_of=lambda placement: CostModel.uniform(placement, forward_ms=0.1, backward_ms=0.7),
-            options=SearchOptions(memory_limit=1.0, budget=0.0),
-            num_slices=[3, 1, 2],
+            PlanRequest(
+                schedule=name,
+                num_ranks=1,
+                num_microbatches=7,
+                stages=lambda placement: CostModel.uniform(placement, forward_ms=0.1, backward_ms=0.7),
+                options=SearchOptions(memory_limit=1.0, budget=0.0),
+                num_slices=(3, 1, 2),
+            )
         )
         assert found.num_slices == 1
 
@@ -278,7 +281,14 @@ def test_slices_under_unequal_links_and_of_schedules_without_them_are_refused_in
     for name in (AUTO, "zb", "1f1b"):
         with pytest.raises(ConfigError, match=r"^2 slices per microbatch cannot be planned with unequal links;") as caught:
             make_plan(
-                name, num_ranks=2, num_microbatches=4, costs_of=unequal, options=SearchOptions(budget=0.0), num_slices=[1, 2]
+                PlanRequest(
+                    schedule=name,
+                    num_ranks=2,
+                    num_microbatches=4,
+                    stages=unequal,
+                    options=SearchOptions(budget=0.0),
+                    num_slices=(1, 2),
+                )
             )
         assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match="schedule 'zb-interleaved' has no order of slices"):

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from megatron.zerobubble.cli.main import main
 from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.plan.anytime import best
 from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.step_costs import STEP_TIMES, StepCosts
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.plan_request import PlanRequest
-from megatron.zerobubble.plan.planner import best
 from megatron.zerobubble.plan.registry import build_plan, known_schedules
-from megatron.zerobubble.plan.search.search_options import Effort
+from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from megatron.zerobubble.plan.simulate import StepTimes, read_plan, simulate
 from megatron.zerobubble.plan.transforms import reductions_beside_tail
 from tests.support.plans import plan_of_text
@@ -170,7 +170,7 @@ def test_auto_and_searches_choose_by_the_whole_step() -> None:
         num_microbatches=4,
         effort=Effort.FAST,
         step={"reduce_ms": 6.0, "optimizer_ms": 2.0},
-        memory_limit=2.0,
+        options=SearchOptions(memory_limit=2.0),
     )
     found = best(request)
     plan = found.simulation.plan
@@ -178,7 +178,7 @@ def test_auto_and_searches_choose_by_the_whole_step() -> None:
     own = Objective.MAKESPAN.of(found.simulation)
     assert own > found.simulation.makespan_ms + 2.0
     for name in ("1f1b", "zb-h1", "zb-h2", "zbv", "zb"):
-        other = best(replace(request, schedule=name, effort=None, memory_limit=None)).simulation
+        other = best(replace(request, schedule=name, effort=None, options=SearchOptions())).simulation
         assert own <= Objective.MAKESPAN.of(other) * (1 + 1e-9), name
 
 

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from random import Random
 
 import pytest
@@ -22,6 +23,7 @@ from megatron.zerobubble.plan.deadlock import stuck_ranks
 from megatron.zerobubble.plan.ir import Op, OpKind, Passes, Placement, Plan
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.objective import Objective
+from megatron.zerobubble.plan.plan_request import PlanRequest
 from megatron.zerobubble.plan.planner import AUTO, make_plan
 from megatron.zerobubble.plan.registry import build_plan, schedule_spec
 from megatron.zerobubble.plan.render.plan_summary import plan_svg, plan_trace, slices_text
@@ -42,7 +44,11 @@ def cut_plan(name: str, p: int, counts: Sequence[int]) -> Plan:
 def of_tokens(placement: Placement, tokens: Sequence[int], n: int, *, kept: float = 0.5, comm_ms: float = 0.1) -> CostModel:
     """F=B=W per rank at the mean length, with attention, and with keys and values."""
     costs = CostModel.uniform(placement, activation_after_backward=kept, comm_ms=comm_ms)
-    return LengthsAndLinks(tuple(tokens), 0.2, sequence_length=max(tokens), key_share=0.1).applied(costs, n)
+    return lengths_of(tokens).applied(costs, n)
+
+
+def lengths_of(tokens: Sequence[int]) -> LengthsAndLinks:
+    return LengthsAndLinks(tuple(tokens), 0.2, sequence_length=max(tokens), key_share=0.1)
 
 
 def some_tokens(m: int, seed: int) -> list[int]:
@@ -233,20 +239,15 @@ def test_slices_of_unequal_microbatches_pay(name: str) -> None:
     budget = 2e5
     whole, cut = (
         make_plan(
-            name,
-            num_ranks=p,
-            num_microbatches=8,
-            costs_of=lambda placement: CostModel.of(
-                LengthModel.of(
-                    CostModel.uniform(placement, activation_after_backward=0.5),
-                    tokens=sum(tokens) / 8,
-                    squares=sum(each * each for each in tokens) / 8,
-                    attention_share=0.2,
-                ).costs(tokens)
-            ),
-            sliced_costs_of=lambda placement, n: of_tokens(placement, tokens, n, comm_ms=0.0),
-            options=SearchOptions(objective=Objective.MAKESPAN, budget=budget),
-            num_slices=[n],
+            PlanRequest(
+                schedule=name,
+                num_ranks=p,
+                num_microbatches=8,
+                stages=partial(CostModel.uniform, activation_after_backward=0.5),
+                lengths=lengths_of(tokens),
+                options=SearchOptions(objective=Objective.MAKESPAN, budget=budget),
+                num_slices=(n,),
+            )
         )
         for n in (1, 4)
     )
@@ -271,13 +272,15 @@ def test_a_limit_leaves_space_for_the_slices_that_run_ahead() -> None:
 def test_the_planner_chooses_the_number_of_slices_of_the_longest() -> None:
     tokens = some_tokens(8, 4)
     found = make_plan(
-        AUTO,
-        num_ranks=4,
-        num_microbatches=8,
-        costs_of=lambda placement: of_tokens(placement, [1000] * 8, 1),
-        sliced_costs_of=lambda placement, n: of_tokens(placement, tokens, n),
-        options=SearchOptions(memory_limit=1.0, budget=1e5),
-        num_slices=[2, 8],
+        PlanRequest(
+            schedule=AUTO,
+            num_ranks=4,
+            num_microbatches=8,
+            stages=partial(CostModel.uniform, activation_after_backward=0.5, comm_ms=0.1),
+            lengths=lengths_of(tokens),
+            options=SearchOptions(memory_limit=1.0, budget=1e5),
+            num_slices=(2, 8),
+        )
     )
     assert found.num_slices in (2, 8)
     assert found.bound.makespan_ms <= found.simulation.makespan_ms

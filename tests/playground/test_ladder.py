@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.plan.anytime import Rung, anytime, best
 from megatron.zerobubble.plan.objective import Objective
-from megatron.zerobubble.plan.planner import make_plan
 from megatron.zerobubble.plan.registry import build_plan, known_schedules
-from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
-from megatron.zerobubble.playground.ladder import Rung, climb, for_other_objective, pareto, seconds_by_effort, share_of_climb
+from megatron.zerobubble.playground.ladder import for_other_objective, seconds_by_effort, share_of_plan
 from megatron.zerobubble.playground.problem import PageRequest, read_problem
 
 TIMES = {"forward_ms": 18.5, "backward_ms": 18.1, "wgrad_ms": 9.3, "comm_ms": 0.6, "activation_after_backward": 0.37}
@@ -36,43 +35,42 @@ def check(rungs: list[Rung], limit: float | None = None) -> None:
 
 def test_the_last_rung_is_what_the_planner_finds_with_that_effort() -> None:
     asked = problem("zbv", effort="fast", memory_limit=0.8)
-    rungs = list(climb(asked))
+    rungs = list(anytime(asked))
     check(rungs, limit=0.8)
-    options = SearchOptions(memory_limit=0.8, objective=Objective.MAKESPAN, budget=Effort.FAST.budget)
-    same = make_plan("zbv", num_ranks=4, num_microbatches=8, costs_of=asked.costs_of, options=options)
+    same = best(asked)
     assert rungs[-1].result.simulation.plan == same.simulation.plan
     assert rungs[0].spent == 0.0, "there is a plan before the search, although the hand-written schedule exceeds the limit"
 
 
 @pytest.mark.parametrize("name", [info.name for info in known_schedules()])
 def test_every_hand_written_schedule_is_shown(name: str) -> None:
-    (rung,) = climb(problem(name))
+    (rung,) = anytime(problem(name))
     assert rung.result.simulation.plan == build_plan(name, num_ranks=4, num_microbatches=8)
     assert rung.spent == 1.0
 
 
 def test_auto_begins_with_the_best_hand_written_schedule_and_states_its_choice() -> None:
-    rungs = list(climb(problem("auto", effort="fast", memory_limit=1.0)))
+    rungs = list(anytime(problem("auto", effort="fast", memory_limit=1.0)))
     check(rungs, limit=1.0)
     assert "auto chose" in rungs[-1].result.verdict(Objective.MAKESPAN)
 
 
 def test_post_validation_has_a_plan_of_its_own() -> None:
     asked = problem("zb", 4, 8, effort="fast", memory_limit=2.0)
-    found = list(climb(asked))[-1].result
+    found = list(anytime(asked))[-1].result
     other = for_other_objective(asked, found).simulation
     assert other.span_ms < found.simulation.span_ms
     assert other.makespan_ms >= found.simulation.makespan_ms
-    assert 0.0 < share_of_climb(asked) < 1.0
+    assert 0.0 < share_of_plan(asked) < 1.0
     plain = problem("zbv", 8, 24, effort="fast", times={})
-    best = list(climb(plain))[-1].result
-    (base,) = climb(problem("1f1b", 8, 24, times={}))
+    best = list(anytime(plain))[-1].result
+    (base,) = anytime(problem("1f1b", 8, 24, times={}))
     speed = base.result.simulation.makespan_ms / best.simulation.makespan_ms
     assert speed == pytest.approx(1.23, abs=0.005)
     assert base.result.simulation.span_ms / for_other_objective(plain, best).simulation.span_ms == pytest.approx(1.29, abs=0.005)
     drawn = problem("zb", 4, 8)
     assert for_other_objective(drawn, found) is found
-    assert share_of_climb(drawn) == 1.0
+    assert share_of_plan(drawn) == 1.0
 
 
 def test_times_of_efforts_follow_the_size_and_the_schedule() -> None:
@@ -86,19 +84,6 @@ def test_times_of_efforts_follow_the_size_and_the_schedule() -> None:
 
 def test_a_limit_that_nothing_keeps_is_refused() -> None:
     with pytest.raises(ConfigError, match="the smallest that works"):
-        list(climb(problem("zbv", effort="fast", memory_limit=0.01)))
+        list(anytime(problem("zbv", effort="fast", memory_limit=0.01)))
     with pytest.raises(PlanError, match=r"memory peaks at 1.0000 and the limit is 0.5000"):
-        list(climb(problem("1f1b", memory_limit=0.5)))
-
-
-def test_the_curve_never_rises_and_says_where_nothing_fits() -> None:
-    points = list(pareto(problem("zbv", memory_limits=[0.01, 0.5, 1.0, 2.0])))
-    assert [limit for limit, _ in points] == [0.01, 0.5, 1.0, 2.0]
-    assert points[0][1] is None
-    found = [result for _, result in points[1:] if result is not None]
-    assert len(found) == 3
-    reached = [result.simulation.makespan_ms for result in found]
-    assert reached == sorted(reached, reverse=True)
-    for (limit, _), result in zip(points[1:], found, strict=True):
-        assert max(result.simulation.peak_memory) <= limit + 1e-9
-        assert reached[-1] >= result.bound.makespan_ms * (1 - 1e-9) or result is not found[-1]
+        list(anytime(problem("1f1b", memory_limit=0.5)))

@@ -10,6 +10,7 @@ import pytest
 
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.objective import Objective
+from megatron.zerobubble.plan.plan_request import PlanRequest
 from megatron.zerobubble.plan.planner import make_plan
 from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
@@ -61,11 +62,13 @@ def test_points_agree_with_a_simulation(report: dict[str, Any]) -> None:
     assert [row["limit"] for row in rows] == [1.0, 2.0, 1.0, 1.0, 0.5, 0.75, 1.25, 1.0, 1.25]
     for row in rows:
         found = make_plan(
-            row["point"].partition("@")[0],
-            num_ranks=row["p"],
-            num_microbatches=row["m"],
-            costs_of=lambda placement: CostModel.uniform(placement, **TIMES),
-            options=options(row["limit"]),
+            PlanRequest(
+                schedule=row["point"].partition("@")[0],
+                num_ranks=row["p"],
+                num_microbatches=row["m"],
+                stages=lambda placement: CostModel.uniform(placement, **TIMES),
+                options=options(row["limit"]),
+            )
         )
         scored = simulate(found.simulation.plan, CostModel.uniform(found.simulation.plan.placement, **TIMES))
         assert row["ours"] == pytest.approx(scored.bubble_rate, abs=1e-9), "nine decimals"

@@ -20,6 +20,7 @@ from megatron.zerobubble.cli.progress_bar import track
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.objective import Objective
+from megatron.zerobubble.plan.plan_request import PlanRequest
 from megatron.zerobubble.plan.planner import AUTO, Result, make_plan
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
@@ -59,11 +60,13 @@ def compared(config: Config, factor: float, effort: Effort) -> Row:
     for limit in LIMITS:
         spans, makespans = (
             make_plan(
-                "zbv",
-                num_ranks=p,
-                num_microbatches=m,
-                costs_of=costs_of,
-                options=SearchOptions(memory_limit=limit, objective=objective, budget=effort.budget),
+                PlanRequest(
+                    schedule="zbv",
+                    num_ranks=p,
+                    num_microbatches=m,
+                    stages=costs_of,
+                    options=SearchOptions(memory_limit=limit, objective=objective, budget=effort.budget),
+                )
             ).simulation
             for objective in (Objective.SPAN, Objective.MAKESPAN)
         )
@@ -95,7 +98,7 @@ def long_sequences(num_microbatches: int, seq_length: int, effort: Effort) -> Ro
 
     def planned(name: str, limit: float) -> Result:
         options = SearchOptions(memory_limit=limit, objective=Objective.MAKESPAN, budget=effort.budget)
-        return make_plan(name, num_ranks=p, num_microbatches=m, costs_of=costs_of, options=options)
+        return make_plan(PlanRequest(schedule=name, num_ranks=p, num_microbatches=m, stages=costs_of, options=options))
 
     base, chosen = stock("1f1b", None), planned(AUTO, 1.0)
     row: Row = {"m": m, "seq_length": seq_length, "wgrad_over_forward": linear.wgrad_ms[0] / linear.forward_ms[0]}

@@ -29,6 +29,7 @@ from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.errors import PlanError, UserError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.objective import Objective
+from megatron.zerobubble.plan.plan_request import PlanRequest
 from megatron.zerobubble.plan.planner import AUTO, make_plan
 from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from tools.benchmarks.published_times import Config, read_configs
@@ -90,7 +91,9 @@ def measure(task: Task) -> Row:
     config, options = task.config, task.options
     p, m = config.num_ranks, config.num_microbatches
     begin = time.perf_counter()
-    result = make_plan(task.schedule, num_ranks=p, num_microbatches=m, costs_of=config.costs_of, options=options)
+    result = make_plan(
+        PlanRequest(schedule=task.schedule, num_ranks=p, num_microbatches=m, stages=config.costs_of, options=options)
+    )
     seconds = time.perf_counter() - begin
     simulation = result.simulation
     row: Row = {"row": config.row, "model": config.model, "p": p, "m": m, "limit": options.memory_limit} | task.labels

@@ -25,7 +25,8 @@ from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.cli.progress_bar import track
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.objective import Objective
-from megatron.zerobubble.plan.planner import CostsOf, make_plan
+from megatron.zerobubble.plan.plan_request import CostsOf, PlanRequest
+from megatron.zerobubble.plan.planner import make_plan
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from megatron.zerobubble.plan.simulate import Simulation, simulate
@@ -83,7 +84,7 @@ def planned(name: str, p: int, m: int, costs_of: CostsOf, objective: Objective) 
     """Our plan for a published schedule."""
     schedule, limit = OURS[name]
     options = SearchOptions(memory_limit=limit, objective=objective, budget=Effort.FAST.budget)
-    return make_plan(schedule, num_ranks=p, num_microbatches=m, costs_of=costs_of, options=options).simulation
+    return make_plan(PlanRequest(schedule=schedule, num_ranks=p, num_microbatches=m, stages=costs_of, options=options)).simulation
 
 
 def gains(row: Row, place: int, config: Config) -> list[Row]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from megatron.zerobubble.errors import PlanError
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.planner import CostsOf
+from megatron.zerobubble.plan.plan_request import CostsOf
 
 _COSTS = ("forward_ms", "backward_ms", "wgrad_ms", "comm_ms", "activation_after_backward")
 """The costs of one config."""

@@ -24,6 +24,7 @@ from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.lengths_and_links import LengthsAndLinks
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.objective import Objective
+from megatron.zerobubble.plan.plan_request import PlanRequest
 from megatron.zerobubble.plan.planner import make_plan
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
@@ -74,7 +75,11 @@ def simulated(p: int, m: int, seq_length: int, effort: Effort) -> Row:
         return row | {"gap": lower_bound(plan.placement, m, costs, max(found.peak_memory)).makespan_gap(found.makespan_ms)}
 
     options = SearchOptions(memory_limit=1.0, objective=Objective.MAKESPAN, budget=effort.budget)
-    best = make_plan("zbv", num_ranks=p, num_microbatches=m, costs_of=lambda at: by_formula(seq_length, at), options=options)
+    best = make_plan(
+        PlanRequest(
+            schedule="zbv", num_ranks=p, num_microbatches=m, stages=lambda at: by_formula(seq_length, at), options=options
+        )
+    )
     row: Row = {"p": p, "m": m, "seq_length": seq_length, "zbv": of(best.simulation.plan)}
     row["1f1b"] = of(build_plan("1f1b", num_ranks=p, num_microbatches=m))
     row["interleaved v=4"] = of(build_plan("interleaved-1f1b", num_ranks=p, num_microbatches=m, num_chunks=4))
@@ -90,13 +95,15 @@ def simulated(p: int, m: int, seq_length: int, effort: Effort) -> Row:
         share = KEY_SHARES["8 KV heads of 64"]
         within = SearchOptions(memory_limit=WITHIN, objective=Objective.MAKESPAN, budget=effort.budget)
         planned = make_plan(
-            "zbv",
-            num_ranks=p,
-            num_microbatches=m,
-            costs_of=lambda at: by_formula(seq_length, at),
-            options=within,
-            num_slices=(8,),
-            sliced_costs_of=lambda at, n: costs_of(seq_length, at, n, share),
+            PlanRequest(
+                schedule="zbv",
+                num_ranks=p,
+                num_microbatches=m,
+                stages=lambda at: by_formula(seq_length, at),
+                options=within,
+                num_slices=(8,),
+                lengths=slicing(seq_length, share),
+            )
         )
         row["zbv planned n=8"] = of(planned.simulation.plan, 8, share)
     return row

@@ -31,7 +31,7 @@ from megatron.zerobubble.training.models.gpt import forward_step_provider, model
 if TYPE_CHECKING:
     from megatron.zerobubble.plan.costs.cost_model import CostModel
     from megatron.zerobubble.plan.ir import Placement
-    from megatron.zerobubble.plan.planner import CostsOf
+    from megatron.zerobubble.plan.plan_request import CostsOf
 
 __all__ = ["Job", "ScriptJob", "TrainerJob"]
 

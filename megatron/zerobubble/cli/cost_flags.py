@@ -20,14 +20,13 @@ from megatron.zerobubble.plan.costs.cost_table import check_tokens
 from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.lengths_and_links import LengthsAndLinks, with_sizes
 from megatron.zerobubble.plan.costs.links import Links
-from megatron.zerobubble.plan.costs.slicing import NUMBERS_OF_SLICES, costs_of_other_slices
+from megatron.zerobubble.plan.costs.slicing import NUMBERS_OF_SLICES
 from megatron.zerobubble.plan.costs.step_costs import STEP_TIMES
-from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.plan_request import SCALARS, PlanRequest
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.registry import parse_max_pending_backward, parse_num_slices
-from megatron.zerobubble.plan.search.search_options import Effort
+from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from megatron.zerobubble.profiling.report import COSTS_BY_LENGTH, FORMAT, last_iteration
 
 
@@ -108,13 +107,6 @@ class FlagsRequest(PlanRequest):
             return []
         return [f"costs by length as measured in {shown(self.file)}: {model.text(max(tokens))}"]
 
-    def costs_of(self, placement: Placement, num_slices: int = 1) -> CostModel:
-        """The costs on a placement, of other slices than those that a run measured if need be."""
-        costs = super().costs_of(placement, num_slices)
-        if self.lengths.sequence_length is not None or not costs.table.has_slices or num_slices == costs.num_slices:
-            return costs
-        return costs_of_other_slices(costs, num_slices)
-
 
 def read_request(args: argparse.Namespace, *, more_slices: tuple[int, ...] = ()) -> FlagsRequest:
     """Read the flags of a planning command; the number of microbatches follows from the lengths if it is not given.
@@ -160,11 +152,13 @@ def read_request(args: argparse.Namespace, *, more_slices: tuple[int, ...] = ())
         num_chunks=getattr(args, "num_chunks", None),
         num_slices=num_slices,
         max_pending_backward=None if pending is None else parse_max_pending_backward(pending, args.num_ranks),
-        memory_limit=getattr(args, "memory_limit", None),
-        objective=Objective(args.objective),
+        options=SearchOptions(
+            memory_limit=getattr(args, "memory_limit", None),
+            objective=Objective(args.objective),
+            seed=args.seed,
+            workers=workers_of(args),
+        ),
         effort=None if args.effort is None else Effort(args.effort),
-        seed=args.seed,
-        workers=workers_of(args),
         times={name: getattr(args, name) for name in SCALARS},
         step={name: getattr(args, name) for name in STEP_TIMES},
         stages=of_file,

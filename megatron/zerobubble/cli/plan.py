@@ -31,9 +31,10 @@ from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.flags.memory_limit import bytes_of
 from megatron.zerobubble.flags.require import installed
 from megatron.zerobubble.messages import quoted
+from megatron.zerobubble.plan.anytime import best, pareto, with_defaults
 from megatron.zerobubble.plan.communication import num_messages
 from megatron.zerobubble.plan.objective import DEFAULT_OBJECTIVE, Objective
-from megatron.zerobubble.plan.planner import AUTO, Result, best, pareto, searched, with_default_limit
+from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.registry import known_schedules, schedule_info
 from megatron.zerobubble.plan.render.plan_summary import summary
 from megatron.zerobubble.plan.search.search_options import Effort
@@ -191,7 +192,7 @@ def run_plan(args: argparse.Namespace) -> None:
             "--memory, --no-empty-stages and --pipeline-sizes are for --layers; --memory-limit limits a schedule's activation "
             "memory"
         )
-    request = read_request(args)
+    request = with_defaults(read_request(args), effort=Effort.DEFAULT)
     result = stoppable(f"planning {args.schedule}", lambda progress: best(request, progress))
     simulation = result.simulation
     lines, verdict = [summary(result, columns(args.width), is_colored=has_colors())], {}
@@ -219,17 +220,13 @@ def run_pareto(args: argparse.Namespace) -> None:
         limits = sorted({float(word) for word in args.memory_limits.split(",")})
     except ValueError:
         raise PlanError(f"--memory-limits is {quoted(args.memory_limits)}; give numbers separated by commas") from None
-    request = read_request(args)
-    objective = request.objective
-    points: list[dict[str, Any]] = []
-    shares: dict[float, float] = {}
-
-    def within(limit: float, share: float) -> Result:
-        shares[limit] = share
-        return searched(replace(request, memory_limit=limit), share * (request.effort or Effort.DEFAULT).budget)
-
-    for limit, found in pareto(track(limits, "memory limits"), within, objective):
-        assert found is not None, "a limit that no plan fits is an error"
+    request = replace(read_request(args), effort=Effort(args.effort or Effort.DEFAULT))
+    objective, points, first_drawn = request.objective, list[dict[str, Any]](), None
+    for limit, found, is_searched in pareto(request, track(limits, "memory limits")):
+        if isinstance(found, ConfigError):
+            raise found
+        if not is_searched and first_drawn is None:
+            first_drawn = limit
         of_objective = {
             "objective": objective.value,
             "iteration_ms": objective.of(found.simulation),
@@ -248,8 +245,8 @@ def run_pareto(args: argparse.Namespace) -> None:
                 f"{point['memory_limit']:<6.3f}  {point['schedule']:17} {point['iteration_ms']:17.3f}"
                 f"  {100 * point['bubble']:6.2f} %  {100 * point['bound_bubble']:5.2f} %"
             )
-        if least := [limit for limit, share in shares.items() if not share]:
-            print(f"from {least[0]:g} on hand-written orders alone were tried, since more memory gained nothing before")
+        if first_drawn is not None:
+            print(f"from {first_drawn:g} on hand-written orders alone were tried, since more memory gained nothing before")
         print("".join(f"{line}\n" for line in request.source), end="")
 
 
@@ -285,21 +282,22 @@ def run_compare(args: argparse.Namespace) -> None:
     objective, chosen = request.objective, dict[str, FlagsRequest]()
     for word in words:
         name, chunks, slices = _contender(word, request.num_slices)
-        chosen[word] = with_default_limit(replace(request, schedule=name, num_chunks=chunks, num_slices=slices))
+        chosen[word] = replace(request, schedule=name, num_chunks=chunks, num_slices=slices)
         if name != AUTO:
             chosen[word].spec(max(slices))  # refuses what the schedule does not take, before any is planned
     for word in track(list(chosen), "schedules"):
         asked, name = chosen[word], word
         try:
-            simulation = best(asked).simulation
+            simulation = best(with_defaults(asked, effort=Effort.DEFAULT)).simulation
         except (ConfigError, PlanError) as error:
-            if asked.memory_limit is None:  # none that one of the schedules exceeds
+            if asked.memory_limit is None and asked.schedule != AUTO:  # none that one of the schedules exceeds
                 raise
             if rows:
                 rows.append({"schedule": word, "error": str(error)})
                 continue
             name = f"{word} (no limit)"
-            simulation = best(replace(asked, memory_limit=math.inf if asked.schedule == AUTO else None)).simulation
+            asked = asked.with_options(memory_limit=math.inf if asked.schedule == AUTO else None)
+            simulation = best(with_defaults(asked, effort=Effort.DEFAULT)).simulation
         rows.append(
             {
                 "schedule": name if asked.schedule != AUTO else f"{AUTO} ({simulation.plan.schedule})",

@@ -1,4 +1,4 @@
-"""The planner's entry point: from a schedule name, or `auto`, to a plan with its simulation and its lower bound.
+"""From a request, of one schedule or of `auto`, to a plan with its simulation and its lower bound. `anytime` is the front door.
 
 `auto` plans every schedule family within the memory limit and returns the best plan of all: first each family with a small share
 of the budget, and with its hand-written orders alone where the lower bound shows that it cannot win; then the leader and all
@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.bounds.schedule_bound import Bound, lower_bound
@@ -25,15 +25,13 @@ from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.plan_request import PlanRequest
 from megatron.zerobubble.plan.registry import check_at_least_one, check_size, plan_of, plans_of, schedule_info, schedule_spec
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
-from megatron.zerobubble.plan.search.assign import ITERATION_BUDGET, check_sliceable
+from megatron.zerobubble.plan.search.assign import check_sliceable
 from megatron.zerobubble.plan.search.search_options import (
-    Effort,
     SearchOptions,
     check_memory_limit,
     largest_microbatch,
     smallest_memory,
 )
-from megatron.zerobubble.plan.search.search_progress import Progress
 from megatron.zerobubble.plan.simulate import Simulation, simulate
 from megatron.zerobubble.plan.tail import as_run
 
@@ -42,16 +40,6 @@ AUTO = "auto"
 
 AUTO_MEMORY_LIMIT = 1.0
 """Memory limit of `auto` where none is given: 1F1B's activation memory on rank 0."""
-
-CostsOf = Callable[[Placement], CostModel]
-"""Placement -> its costs. Raises PlanError for a placement whose costs are unknown."""
-
-SlicedCostsOf = Callable[[Placement, int], CostModel]
-"""Placement and number of slices, above 1 -> costs with those of every slice. Raises as `CostsOf`."""
-
-Request = TypeVar("Request", bound=PlanRequest)
-
-_CostsOfSpec = Callable[[ScheduleSpec], CostModel]
 
 _FAMILIES = (
     ("1f1b", 1),
@@ -68,9 +56,9 @@ _WORTH = 0.99
 """Most of the iteration time of the best plan that a schedule above the memory limit takes, if it is worth a line."""
 _LITTLE_W = 0.5
 """Of F. Below it a zero-bubble schedule has little to fill the bubble with."""
-_ROUNDING = 1e-9
+ROUNDING = 1e-9
 """Share of an iteration time below which a difference is rounding."""
-_TIE = 3 * _ROUNDING
+_TIE = 3 * ROUNDING
 """Share of the iteration time that each further slice has to save: of equally good plans the one of fewer slices is chosen."""
 _CLOSE = 0.05
 """A schedule that is slower than the best by less than this share after the first round may still win."""
@@ -155,143 +143,34 @@ class Result:
         }
 
 
-def make_plan(
-    name: str,
-    *,
-    num_ranks: int,
-    num_microbatches: int,
-    costs_of: CostsOf,
-    options: SearchOptions,
-    num_chunks: int | None = None,
-    max_pending_backward: int | None = None,
-    num_slices: Sequence[int] = (1,),
-    sliced_costs_of: SlicedCostsOf | None = None,
-) -> Result:
+def make_plan(request: PlanRequest) -> Result:
     """The best plan found for one schedule, or with `auto` for all of them, over the given numbers of slices.
 
-    Args:
-        name: one of `registry.known_schedules`, or `auto`.
-        num_ranks: pipeline ranks p, at least 1.
-        num_microbatches: microbatches per iteration m, at least 1.
-        costs_of: costs of the stages for any placement.
-        options: memory limit, objective, seed and budget of the search.
-        num_chunks: virtual stages (VPP) per rank, for interleaved schedules.
-        max_pending_backward: most microbatches between F and W per rank, for `zb`.
-        num_slices: numbers of slices per microbatch to choose from; of equally good ones the fewest. They share the budget.
-        sliced_costs_of: costs of the slices; None: a slice takes an even part of the times and memory of its microbatch.
+    A search gets the budget of the request's options, which numbers of slices share. Its effort does not count: see `anytime`.
 
     Raises:
         ConfigError: a wrong name or number, slices under unequal links, or a memory limit that no plan fits (the message names
             the smallest that works).
         PlanError: a hand-written pattern that exceeds the limit, or costs for another number of stages.
     """
-    slices = sorted(set(num_slices)) or [1]
-    check_at_least_one(num_ranks=num_ranks, num_microbatches=num_microbatches, num_slices=slices[0])
-    check_size(num_ranks=num_ranks, num_microbatches=num_microbatches * slices[-1])
-
-    def costs_of_spec(spec: ScheduleSpec) -> CostModel:
-        n = spec.num_slices
-        costs = costs_of(spec.placement) if n == 1 or sliced_costs_of is None else sliced_costs_of(spec.placement, n)
-        return costs.divided(n)
-
-    if name == AUTO:
-        if num_chunks is not None or max_pending_backward is not None:
+    slices = sorted(set(request.num_slices)) or [1]
+    check_at_least_one(num_ranks=request.num_ranks, num_microbatches=request.num_microbatches, num_slices=slices[0])
+    check_size(num_ranks=request.num_ranks, num_microbatches=request.num_microbatches * slices[-1])
+    if request.schedule == AUTO:
+        if request.num_chunks is not None or request.max_pending_backward is not None:
             raise ConfigError("auto chooses the number of chunks and of pending microbatches; drop them or name a schedule")
-        return _auto(num_ranks, num_microbatches, slices, costs_of_spec, options)
-    spec = schedule_spec(
-        name, num_ranks=num_ranks, num_chunks=num_chunks, max_pending_backward=max_pending_backward, num_slices=slices[-1]
-    )
-    own = replace(options, budget=options.budget / len(slices))
-    found = [_one(replace(spec, num_slices=n), num_microbatches, costs_of_spec, own) for n in slices]
-    return min(found, key=lambda result: result.time_ms(options.objective))
-
-
-def with_default_limit(request: Request) -> Request:
-    """The request with the memory limit of `auto` where none is given."""
-    if request.schedule != AUTO or request.memory_limit is not None:
-        return request
-    return replace(request, memory_limit=AUTO_MEMORY_LIMIT * request.lengths.auto_memory_limit(request.num_ranks))
-
-
-def best(request: PlanRequest, progress: Progress | None = None) -> Result:
-    """What a request asks for: the hand-written order without a limit and an effort, else the best plan found.
-
-    Raises:
-        ConfigError: see `make_plan`.
-        PlanError: see `make_plan`.
-    """
-    request = with_default_limit(request)
-    if request.schedule != AUTO and request.memory_limit is None and request.effort is None:
-        return hand_written(request)
-    return searched(request, (request.effort or Effort.DEFAULT).budget, progress)
-
-
-def searched(request: PlanRequest, budget: float, progress: Progress | None = None) -> Result:
-    """The best plan found with a budget. Raises as `make_plan`."""
-    return make_plan(
-        request.schedule,
-        num_ranks=request.num_ranks,
-        num_microbatches=request.num_microbatches,
-        costs_of=request.costs_of,
-        options=request.options(budget, progress),
-        num_chunks=request.num_chunks,
-        max_pending_backward=request.max_pending_backward,
-        num_slices=request.num_slices,
-        sliced_costs_of=request.costs_of,
-    )
-
-
-def hand_written(request: PlanRequest) -> Result:
-    """The schedule's own order without a search, with the lower bound at its own peak memory; its memory limit does not count.
-
-    Unequal microbatches are assigned to it, with the objective and the seed of the request.
-    """
-    request.spec(max(request.num_slices))  # refuses what the schedule does not take
-    options = replace(request.options(ITERATION_BUDGET), memory_limit=None)
-    found = []
-    for n in request.num_slices:
-        spec = request.spec(n)
-        costs = request.costs_of(spec.placement, n).divided(n)
-        if costs.is_plain:
-            plan = plan_of(spec, request.num_microbatches)
-        else:
-            plan = MicrobatchPlanner(spec, request.num_microbatches, options=options).plan(costs)
-        found.append(Result.of(plan, costs))
+        return _auto(request, slices)
+    request.spec(slices[-1])  # refuses what the schedule does not take
+    own = replace(request.options, budget=request.options.budget / len(slices))
+    found = [_one(request.spec(n), request, own) for n in slices]
     return min(found, key=lambda result: result.time_ms(request.objective))
-
-
-def pareto(
-    limits: Iterable[float], plan_within: Callable[[float, float], Result | None], objective: Objective
-) -> Iterator[tuple[float, Result | None]]:
-    """The best plan for each of some ascending memory limits, None if nothing fits. What fits a limit fits any larger one.
-
-    Once a larger limit gained nothing, and its plan fits the limit before, only hand-written orders are tried, until one gains.
-
-    Args:
-        limits: in units of 1F1B on rank 0.
-        plan_within: the plan found for a limit and a share of the budget; None: nothing fits the limit.
-        objective: which iteration time to minimize; it never grows with the limit.
-    """
-    best: Result | None = None
-    before, share = 0.0, 1.0
-    for limit in limits:
-        found = plan_within(limit, share)
-        if found is None:
-            yield limit, None
-            continue
-        gains = best is None or objective.of(found.simulation) < objective.of(best.simulation) * (1 - _ROUNDING)
-        if share == 0.0 and gains:
-            found = plan_within(limit, 1.0) or found
-        share = 1.0 if gains or max(found.simulation.peak_memory) > before else 0.0
-        best, before = replace(found if best is None else best_of((best, found), objective), bound=found.bound), limit
-        yield limit, best
 
 
 def best_of(results: Iterable[Result], objective: Objective) -> Result:
     """The fastest plan; of equals that with the fewest messages, then the least memory, then the least other time."""
     results = list(results)
     least = min(result.time_ms(objective) for result in results)
-    equal = [result for result in results if result.time_ms(objective) <= least * (1 + _ROUNDING)]
+    equal = [result for result in results if result.time_ms(objective) <= least * (1 + ROUNDING)]
 
     def preference(result: Result) -> tuple[int, float, float]:
         simulation = result.simulation
@@ -301,8 +180,8 @@ def best_of(results: Iterable[Result], objective: Objective) -> Result:
     return min(equal, key=preference)
 
 
-def _one(spec: ScheduleSpec, num_microbatches: int, costs_of: _CostsOfSpec, options: SearchOptions) -> Result:
-    costs = costs_of(spec)
+def _one(spec: ScheduleSpec, request: PlanRequest, options: SearchOptions) -> Result:
+    num_microbatches, costs = request.num_microbatches, _costs_of(spec, request)
     check_sliceable(spec.num_slices, costs)
     if costs.is_plain:
         plans = plans_of(spec, num_microbatches, costs=costs, options=options)
@@ -313,12 +192,15 @@ def _one(spec: ScheduleSpec, num_microbatches: int, costs_of: _CostsOfSpec, opti
     return min(results, key=lambda result: result.time_ms(options.objective))
 
 
-def _auto(
-    num_ranks: int, num_microbatches: int, num_slices: Sequence[int], costs_of: _CostsOfSpec, options: SearchOptions
-) -> Result:
+def _costs_of(spec: ScheduleSpec, request: PlanRequest) -> CostModel:
+    return request.costs_of(spec.placement, spec.num_slices)
+
+
+def _auto(request: PlanRequest, num_slices: Sequence[int]) -> Result:
+    options = request.options
     most = math.inf if options.memory_limit is None else options.memory_limit
     options = replace(options, memory_limit=most)
-    families, least = _feasible(num_ranks, num_microbatches, num_slices, costs_of, options)
+    families, least = _feasible(request, num_slices, options)
     whole_share = 1.0 / len(num_slices)  # as for a schedule by name
     if not families:
         if not least:
@@ -327,7 +209,7 @@ def _auto(
 
     def search(family: _Family, share: float, limit: float) -> Result:
         own = replace(options, budget=share * options.budget, memory_limit=limit)
-        return _one(family.spec, num_microbatches, costs_of, own)
+        return _one(family.spec, request, own)
 
     def time_of(found: tuple[_Family, Result]) -> float:
         return found[1].time_ms(options.objective)
@@ -350,13 +232,13 @@ def _auto(
     chosen = best_of(results, options.objective)
     best_ms = chosen.time_ms(options.objective)
     others = [result for result in results if result is not chosen]
-    slower = [result for result in others if result.time_ms(options.objective) > best_ms * (1 + 2 * _ROUNDING)]
+    slower = [result for result in others if result.time_ms(options.objective) > best_ms * (1 + 2 * ROUNDING)]
     return replace(
         chosen,
         bound=Bound.of_any([family.bound for family in families]),
         runner_up=slower[0] if slower else None,
         equal=tuple(result for result in others if result not in slower),
-        above_limit=_above_limit(num_ranks, num_microbatches, costs_of, options, best_ms),
+        above_limit=_above_limit(request, options, best_ms),
     )
 
 
@@ -382,9 +264,7 @@ def _with_chunks(name: str, num_chunks: int) -> str:
     return name if num_chunks == 1 else f"{name} with {num_chunks} virtual stages (VPP) per rank"
 
 
-def _above_limit(
-    num_ranks: int, num_microbatches: int, costs_of: _CostsOfSpec, options: SearchOptions, best_ms: float
-) -> Simulation | None:
+def _above_limit(request: PlanRequest, options: SearchOptions, best_ms: float) -> Simulation | None:
     """The fastest of megatron-core's orders above the memory limit, if it is faster than the best within it by 1 % or more.
 
     With a limit below 1F1B's memory only 1F1B: that less memory costs time is known, not that the time is above 1F1B's.
@@ -393,8 +273,8 @@ def _above_limit(
     found, enough = None, _WORTH * best_ms
     for name, num_chunks in _FAMILIES[:3] if options.memory_limit >= AUTO_MEMORY_LIMIT else _FAMILIES[:1]:
         with suppress(PlanError, ConfigError):  # costs for another placement
-            spec = schedule_spec(name, num_ranks=num_ranks, num_chunks=num_chunks)
-            costs = costs_of(spec)
+            spec = schedule_spec(name, num_ranks=request.num_ranks, num_chunks=num_chunks)
+            costs, num_microbatches = _costs_of(spec, request), request.num_microbatches
             if not costs.is_plain or options.objective.of(lower_bound(spec.placement, num_microbatches, costs)) > enough:
                 continue
             simulation = simulate(plan_of(spec, num_microbatches), costs)
@@ -431,8 +311,8 @@ class _Family(NamedTuple):
     def may_win(self, best: tuple[_Family, Result], own_ms: float, objective: Objective) -> bool:
         """Whether its lower bound is below the best time found, or equal to it, with no more messages, and its own time above."""
         bound, best_ms = self.bound_ms(objective), best[1].time_ms(objective)
-        ties = bound <= best_ms * (1 + _ROUNDING) < own_ms and self.num_messages <= best[0].num_messages
-        return ties or bound < best_ms * (1 - _ROUNDING)
+        ties = bound <= best_ms * (1 + ROUNDING) < own_ms and self.num_messages <= best[0].num_messages
+        return ties or bound < best_ms * (1 - ROUNDING)
 
     @property
     def num_messages(self) -> int:
@@ -444,19 +324,18 @@ class _Family(NamedTuple):
         return objective.of(self.bound) * (1 + _TIE * (self.spec.num_slices - 1))
 
 
-def _feasible(
-    num_ranks: int, num_microbatches: int, num_slices: Sequence[int], costs_of: _CostsOfSpec, options: SearchOptions
-) -> tuple[list[_Family], list[_Least]]:
+def _feasible(request: PlanRequest, num_slices: Sequence[int], options: SearchOptions) -> tuple[list[_Family], list[_Least]]:
     """The families that the memory limit allows, by ascending bound, and the smallest limit of each family with costs."""
     assert options.memory_limit is not None
     families, least, limit = list[_Family](), list[_Least](), options.memory_limit
+    num_ranks, num_microbatches = request.num_ranks, request.num_microbatches
     for n, (name, num_chunks) in itertools.product(num_slices, _FAMILIES):
         if n > 1 and not schedule_info(name).takes_slices:
             continue
         spec = schedule_spec(name, num_ranks=num_ranks, num_chunks=num_chunks, num_slices=n)
         placement = spec.placement
         try:
-            costs = costs_of(spec)
+            costs = _costs_of(spec, request)
         except (PlanError, ConfigError):
             continue  # costs for another placement
         check_sliceable(n, costs)

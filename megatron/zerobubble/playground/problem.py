@@ -8,15 +8,16 @@ from typing import Any
 
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.messages import parse_json, quoted, shown
+from megatron.zerobubble.plan.anytime import with_defaults
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.step_costs import STEP_TIMES
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.objective import DEFAULT_OBJECTIVE, Objective
 from megatron.zerobubble.plan.partition.layout import Layout
 from megatron.zerobubble.plan.plan_request import SCALARS, PlanRequest
-from megatron.zerobubble.plan.planner import AUTO, with_default_limit
+from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.registry import parse_max_pending_backward, schedule_info
-from megatron.zerobubble.plan.search.search_options import Effort
+from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from megatron.zerobubble.playground.length_fields import KEYS, read_lengths
 from megatron.zerobubble.playground.limits import (
     MAX_MEMORY,
@@ -36,8 +37,10 @@ from megatron.zerobubble.playground.models.model_problem import ModelProblem, re
 
 @dataclass(frozen=True, kw_only=True)
 class PageRequest(PlanRequest):
-    """One schedule to plan, or with `memory_limits` a Pareto front. Without effort there is no search, under a limit either."""
+    """One schedule to plan, or with `memory_limits` a Pareto front."""
 
+    stages: CostModel | None = None
+    """Costs per stage, as the form or a file has them; None: those of `times` or of a model."""
     memory_limits: tuple[float, ...]
     """Memory limits of a Pareto front, ascending; empty if none is requested."""
     model: ModelProblem | None
@@ -69,7 +72,7 @@ class PageRequest(PlanRequest):
         return None if given == placement.num_stages else given
 
 
-_KEYS = KEYS | {field.name for field in fields(PageRequest)} - {"lengths", "workers"}
+_KEYS = KEYS | {"memory_limit", "objective", "seed"} | {field.name for field in fields(PageRequest)} - {"lengths", "options"}
 
 
 def read_problem(body: str | bytes) -> PageRequest:
@@ -99,11 +102,13 @@ def read_problem(body: str | bytes) -> PageRequest:
         num_chunks=_chunks(given),
         num_slices=(num_slices,),
         max_pending_backward=_pending(given, num_ranks),
-        memory_limit=None if given.get("memory_limit") is None else _memory(given["memory_limit"]),
         memory_limits=_memories(given),
-        objective=choice(Objective, "objective", given.get("objective", DEFAULT_OBJECTIVE.value)),
+        options=SearchOptions(
+            memory_limit=None if given.get("memory_limit") is None else _memory(given["memory_limit"]),
+            objective=choice(Objective, "objective", given.get("objective", DEFAULT_OBJECTIVE.value)),
+            seed=whole("seed", given.get("seed"), 0, 2**31) if "seed" in given else 0,
+        ),
         effort=None if given.get("effort", "drawn") == "drawn" else choice(Effort, "effort", given["effort"]),
-        seed=whole("seed", given.get("seed"), 0, 2**31) if "seed" in given else 0,
         times=times,
         step=_times(given.get("step", {}), "step", STEP_TIMES),
         stages=None if given.get("stages") is None else read_stages(given["stages"]),
@@ -111,7 +116,7 @@ def read_problem(body: str | bytes) -> PageRequest:
         run_memory=None if given.get("run_memory") is None else read_measured(given["run_memory"]),
         lengths=lengths if model is None or num_slices == 1 else replace(lengths, **model.shares),
     )
-    return with_default_limit(request)
+    return with_defaults(request)
 
 
 def read_object(body: str | bytes) -> dict[str, Any]:

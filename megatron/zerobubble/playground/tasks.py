@@ -10,20 +10,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.messages import one_line, quoted
+from megatron.zerobubble.plan.anytime import anytime, pareto
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.objective import Objective
-from megatron.zerobubble.plan.planner import AUTO
+from megatron.zerobubble.plan.planner import AUTO, Result
 from megatron.zerobubble.plan.render.plan_summary import title
 from megatron.zerobubble.plan.simulate import Simulation
 from megatron.zerobubble.playground.deviations import compare
 from megatron.zerobubble.playground.drawing import draw_plan
 from megatron.zerobubble.playground.exports import Export, commands, export
-from megatron.zerobubble.playground.ladder import climb, for_other_objective, pareto, seconds_by_effort, share_of_climb
+from megatron.zerobubble.playground.ladder import for_other_objective, seconds_by_effort, share_of_plan
 from megatron.zerobubble.playground.length_fields import as_it_came
 from megatron.zerobubble.playground.limits import MAX_POINTS, choice
 from megatron.zerobubble.playground.opened_files import open_file, plan_result
@@ -48,9 +49,9 @@ def run_task(name: str, body: str | bytes) -> Iterator[Event]:
 def _search(body: str | bytes) -> Iterator[Event]:
     problem = read_problem(body)
     yield {"event": "started", "seconds": seconds_by_effort(problem)}
-    shown, share = None, share_of_climb(problem)
+    shown, share = None, share_of_plan(problem)
     own: dict[tuple[str, Placement], Simulation | None] = {}  # the plans of a schedule differ in order and assignment only
-    for rung in climb(problem):
+    for rung in anytime(problem):
         event: Event = {"event": "best", "spent": share * rung.spent, "verdict": ""}
         if problem.schedule == AUTO and rung.spent == 1.0:
             event["verdict"] = rung.result.verdict(problem.objective)
@@ -79,9 +80,10 @@ def _pareto(body: str | bytes) -> Iterator[Event]:
     if not problem.memory_limits:
         raise ConfigError(f"memory_limits is empty; give 1 to {MAX_POINTS} numbers")
     yield {"event": "started"}
-    for limit, result in pareto(problem):
+    asked = replace(problem, schedule=AUTO, num_chunks=None, max_pending_backward=None)
+    for limit, result, _ in pareto(asked, problem.memory_limits):
         event: Event = {"event": "point", "memory_limit": limit}
-        if result is not None:
+        if isinstance(result, Result):
             plan, costs, metrics = result.simulation.plan, result.simulation.costs, result.metrics()
             event |= {
                 "schedule": plan.schedule,
@@ -115,7 +117,7 @@ def _drawn_ms(request: object, num_microbatches: object) -> float | None:
         raise ConfigError(f"a problem must be an object, got {quoted(request)}")
     with suppress(UserError):
         problem = read_problem(json.dumps(request | {"num_microbatches": num_microbatches, "effort": "drawn"}))
-        *_, last = climb(problem)
+        *_, last = anytime(problem)
         return problem.objective.of(last.result.simulation)
     return None
 

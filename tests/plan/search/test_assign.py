@@ -23,6 +23,7 @@ from megatron.zerobubble.plan.deadlock import stuck_ranks
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.objective import Objective
+from megatron.zerobubble.plan.plan_request import PlanRequest
 from megatron.zerobubble.plan.planner import make_plan
 from megatron.zerobubble.plan.registry import build_plan, known_schedules, schedule_info, schedule_spec
 from megatron.zerobubble.plan.search.assign import ITERATION_BUDGET, assign
@@ -121,11 +122,13 @@ def test_equal_lengths_give_todays_plan_to_the_op(info: object) -> None:
     today = build_plan(name, num_ranks=3, num_microbatches=7)
     equal = CostModel.of(model.costs([128] * 7), comm_ms=0.1)
     assert MicrobatchPlanner(spec, 7, options=options).plan(equal) == today
-    searched = make_plan(name, num_ranks=3, num_microbatches=7, costs_of=lambda _: equal, options=options)
+    searched = make_plan(PlanRequest(schedule=name, num_ranks=3, num_microbatches=7, stages=lambda _: equal, options=options))
     assert equal.is_plain
     assert (
         searched.simulation.plan
-        == make_plan(name, num_ranks=3, num_microbatches=7, costs_of=lambda _: equal.plain, options=options).simulation.plan
+        == make_plan(
+            PlanRequest(schedule=name, num_ranks=3, num_microbatches=7, stages=lambda _: equal.plain, options=options)
+        ).simulation.plan
     )
 
 
@@ -192,7 +195,9 @@ def test_a_plan_that_knows_a_slow_link_is_never_worse(name: str, slow: int) -> N
     knows = replace(plain, links=Links(latency_ms=latency))
     for objective in Objective:
         options = SearchOptions(objective=objective, memory_limit=2.0, budget=BUDGET)
-        ignorant = make_plan(name, num_ranks=4, num_microbatches=10, costs_of=lambda _: plain, options=options).simulation.plan
+        ignorant = make_plan(
+            PlanRequest(schedule=name, num_ranks=4, num_microbatches=10, stages=lambda _: plain, options=options)
+        ).simulation.plan
         informed = MicrobatchPlanner(spec, 10, costs=plain, options=options, base_options=options).plan(knows)
         assert objective.of(simulate(informed, knows)) <= objective.of(simulate(ignorant, knows)) * (1 + 1e-9)
 
@@ -229,7 +234,13 @@ def test_auto_plans_for_unequal_microbatches() -> None:
     options = SearchOptions(memory_limit=2.0, budget=10 * BUDGET)
     tokens = some_lengths(8, 4)
     result = make_plan(
-        "auto", num_ranks=2, num_microbatches=8, costs_of=lambda placement: of_lengths(placement, tokens), options=options
+        PlanRequest(
+            schedule="auto",
+            num_ranks=2,
+            num_microbatches=8,
+            stages=lambda placement: of_lengths(placement, tokens),
+            options=options,
+        )
     )
     assert max(result.simulation.peak_memory) <= 2.0 + 1e-9
     assert result.bound.span_ms <= result.simulation.span_ms * (1 + 1e-9)

@@ -9,6 +9,7 @@ import pytest
 
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.plan_request import PlanRequest
 from megatron.zerobubble.plan.planner import make_plan
 from megatron.zerobubble.plan.search import search
 from megatron.zerobubble.plan.search.core import Core
@@ -38,7 +39,11 @@ def test_the_plan_does_not_depend_on_the_number_of_workers(schedule: str, limit:
     plans = set()
     for workers in (1, 2, 3, 5):
         options = SearchOptions(memory_limit=limit, budget=2e6, workers=workers)
-        plans.add(make_plan(schedule, num_ranks=4, num_microbatches=m, costs_of=costs_of, options=options).simulation.plan)
+        plans.add(
+            make_plan(
+                PlanRequest(schedule=schedule, num_ranks=4, num_microbatches=m, stages=costs_of, options=options)
+            ).simulation.plan
+        )
     assert len(plans) == 1
 
 
@@ -49,7 +54,9 @@ def test_a_large_budget_is_the_best_of_several_seeds(workers: int) -> None:
 
     def found(budget: float, seed: int = 0, workers: int = 1) -> Simulation:
         options = SearchOptions(memory_limit=0.5, budget=budget, seed=seed, workers=workers, tuning=tuning)
-        return make_plan("v-min", num_ranks=5, num_microbatches=11, costs_of=costs_of, options=options).simulation
+        return make_plan(
+            PlanRequest(schedule="v-min", num_ranks=5, num_microbatches=11, stages=costs_of, options=options)
+        ).simulation
 
     alone = [found(share, seed * tuning.seeds_apart) for seed in range(4)]
     assert len({simulation.span_ms for simulation in alone}) > 1, "seeds differ here"
@@ -79,7 +86,9 @@ def test_several_searches_end_with_the_first_that_reaches_the_bound_or_fails(
     tuning = Tuning(least_of_several=1e5, enough_per_op=0.0)
     options = SearchOptions(memory_limit=0.5, budget=4e5, workers=workers, tuning=tuning)
     with pytest.raises(MemoryError) if fails else nullcontext():
-        plan = make_plan("v-min", num_ranks=4, num_microbatches=8, costs_of=costs_of, options=options).simulation.plan
+        plan = make_plan(
+            PlanRequest(schedule="v-min", num_ranks=4, num_microbatches=8, stages=costs_of, options=options)
+        ).simulation.plan
         validate(plan)
     assert all(stopped)
     assert stopped or workers == 1
@@ -94,7 +103,7 @@ def test_times_of_a_smaller_instance_are_not_those_of_the_plan() -> None:
         progress=Progress(lambda *report: seen.append(report)),
         tuning=Tuning(least_of_several=1e5, enough_per_op=0.0),
     )
-    found = make_plan("zbv", num_ranks=2, num_microbatches=40, costs_of=costs_of, options=options)
+    found = make_plan(PlanRequest(schedule="zbv", num_ranks=2, num_microbatches=40, stages=costs_of, options=options))
     times = [best for name, best, _ in seen if name == "zbv"]
     assert len({name for name, _, _ in seen}) == 2
     assert min(times) == pytest.approx(found.simulation.span_ms)
@@ -104,7 +113,7 @@ def test_a_search_with_progress_reports_times_that_never_rise() -> None:
     seen: list[tuple[str, float, float]] = []
     progress = Progress(lambda *report: seen.append(report))
     options = SearchOptions(memory_limit=0.8, budget=5e6, progress=progress)
-    found = make_plan("zbv", num_ranks=4, num_microbatches=9, costs_of=costs_of, options=options)
+    found = make_plan(PlanRequest(schedule="zbv", num_ranks=4, num_microbatches=9, stages=costs_of, options=options))
     assert seen
     assert {name for name, _, _ in seen} == {"zbv"}
     times = [best for _, best, _ in seen]
@@ -121,7 +130,9 @@ def test_a_stopped_search_returns_the_best_so_far(schedule: str, workers: int) -
     options = SearchOptions(memory_limit=0.6, budget=1e13, progress=progress, workers=workers)
     found = []
     thread = threading.Thread(
-        target=lambda: found.append(make_plan(schedule, num_ranks=4, num_microbatches=9, costs_of=costs_of, options=options))
+        target=lambda: found.append(
+            make_plan(PlanRequest(schedule=schedule, num_ranks=4, num_microbatches=9, stages=costs_of, options=options))
+        )
     )
     thread.start()
     time.sleep(0.3)
@@ -132,7 +143,9 @@ def test_a_stopped_search_returns_the_best_so_far(schedule: str, workers: int) -
     plan = found[0].simulation.plan
     validate(plan, memory_limit=0.6, costs=costs_of(plan.placement))
     again = SearchOptions(memory_limit=0.6, budget=1e13, progress=progress)
-    assert make_plan(schedule, num_ranks=4, num_microbatches=9, costs_of=costs_of, options=again).simulation.plan
+    assert make_plan(
+        PlanRequest(schedule=schedule, num_ranks=4, num_microbatches=9, stages=costs_of, options=again)
+    ).simulation.plan
 
 
 def test_a_core_that_was_stopped_no_longer_anneals() -> None:

@@ -12,7 +12,8 @@ from megatron.zerobubble.plan.communication import place_communication
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.objective import Objective
-from megatron.zerobubble.plan.planner import CostsOf, make_plan
+from megatron.zerobubble.plan.plan_request import CostsOf, PlanRequest
+from megatron.zerobubble.plan.planner import make_plan
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.simulate import TimedOp, simulate
@@ -88,7 +89,11 @@ def plan_emulations(
 
     def searched(name: str, schedule: str, limit: str, costs_of: CostsOf) -> Plan:
         options = SearchOptions(memory_limit=_limit(name, limit), objective=Objective.SPAN, budget=budget)
-        result = make_plan(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches, costs_of=costs_of, options=options)
+        result = make_plan(
+            PlanRequest(
+                schedule=schedule, num_ranks=num_ranks, num_microbatches=num_microbatches, stages=costs_of, options=options
+            )
+        )
         return result.simulation.plan
 
     for name in dict.fromkeys(names):

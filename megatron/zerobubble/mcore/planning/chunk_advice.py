@@ -14,6 +14,7 @@ from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.partition.layer_costs import Model
 from megatron.zerobubble.plan.partition.layout import costs_of_placements
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
+from megatron.zerobubble.plan.plan_request import PlanRequest
 from megatron.zerobubble.plan.planner import AUTO, above_limit_text, make_plan
 from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
@@ -49,11 +50,13 @@ def chunk_advice(plan: Plan, layers: StageLayers, costs: CostModel, options: Sea
     try:
         model = Model.measured(("layer",) * layers.num_layers, layers, costs)
         result = make_plan(
-            AUTO,
-            num_ranks=plan.num_ranks,
-            num_microbatches=plan.num_microbatches,
-            costs_of=costs_of_placements(model, layers_of, links=costs.links),
-            options=replace(options, memory_limit=limit, budget=_SHARE * options.budget),
+            PlanRequest(
+                schedule=AUTO,
+                num_ranks=plan.num_ranks,
+                num_microbatches=plan.num_microbatches,
+                stages=costs_of_placements(model, layers_of, links=costs.links),
+                options=replace(options, memory_limit=limit, budget=_SHARE * options.budget),
+            )
         )
     except (ConfigError, PlanError):
         return None

@@ -23,6 +23,7 @@ from megatron.zerobubble.plan.partition.layer_costs import Model
 from megatron.zerobubble.plan.partition.layout import Layout, StageCosts
 from megatron.zerobubble.plan.partition.layout_bound import bound_over_layouts
 from megatron.zerobubble.plan.partition.partitions import partitions
+from megatron.zerobubble.plan.plan_request import PlanRequest
 from megatron.zerobubble.plan.planner import AUTO, Result, enough_memory, make_plan
 from megatron.zerobubble.plan.registry import check_at_least_one, check_size, placement_of, schedule_info, schedule_spec
 from megatron.zerobubble.plan.search.core import Core
@@ -139,12 +140,14 @@ def plan_of_layout(
     own = replace(options, memory_limit=_enough(layout.placement, num_microbatches, stages, options.objective))
     interleaved = schedule_info(schedule).num_chunks is None
     result = make_plan(
-        schedule,
-        num_ranks=layout.placement.num_ranks,
-        num_microbatches=num_microbatches,
-        costs_of=lambda _: stages.costs,
-        options=own,
-        num_chunks=layout.placement.num_chunks if interleaved else None,
+        PlanRequest(
+            schedule=schedule,
+            num_ranks=layout.placement.num_ranks,
+            num_microbatches=num_microbatches,
+            stages=stages.costs,
+            options=own,
+            num_chunks=layout.placement.num_chunks if interleaved else None,
+        )
     )
     bound = lower_bound(layout.placement, num_microbatches, stages.costs, stages.memory_limit)
     return stages, replace(result, bound=bound)
