@@ -58,6 +58,7 @@ def test_slices(nccl_ranks: RankPool, dtype: torch.dtype, llama: bool) -> None:
     "case",
     [
         GraphedCase("zbv", 2, 4, num_chunks=2, adam_eps=1.0, fuses=True),
+        GraphedCase("zb-h2", 2, 4, adam_eps=1.0, fuses=True, llama=True, scopes=()),
         GraphedMoeCase("zb-h1", 2, 4, num_layers=4, adam_eps=1.0, fuses=True),
     ],
     ids=str,

@@ -222,6 +222,7 @@ _CALLED: tuple[tuple[str, str, str], ...] = (
     ("transformer.cuda_graphs", "_layer_is_graphable", "layer config"),
     ("transformer.cuda_graphs", "is_graph_capturing", ""),
     ("transformer.module", "GraphableMegatronModule._get_submodules_under_cudagraphs", ""),
+    ("transformer.module", "GraphableMegatronModule._te_cuda_graph_capture", ""),
     ("tensor_parallel.layers", "ColumnParallelLinear._forward_impl", "input weight"),
     ("tensor_parallel.layers", "RowParallelLinear._forward_impl", "input weight"),
     (_LAYOUT, "PipelineParallelLayerLayout.get_num_layers_to_build", "layer_type vp_stage pp_rank"),
@@ -265,6 +266,7 @@ _LOOKED_UP: tuple[tuple[str, str, str], ...] = (
     ),
     ("parallel_state", "initialize_model_parallel", "default_embedding_ranks"),
     ("transformer.cuda_graphs", "TECudaGraphHelper._get_cuda_graph_input_data", "convert_schedule_table_to_order"),
+    ("transformer.cuda_graphs", "TECudaGraphHelper.create_cudagraphs", "make_graphed_callables"),
     ("pipeline_parallel.utils", "is_pp_first_stage", "get_pg_rank"),
     ("pipeline_parallel.utils", "is_pp_last_stage", "get_pg_rank"),
 )

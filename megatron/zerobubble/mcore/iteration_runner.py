@@ -30,7 +30,7 @@ from megatron.zerobubble.mcore.stage_work import ChunkWork, Iteration
 from megatron.zerobubble.plan.communication import Program
 from megatron.zerobubble.plan.ir import OpKind, Plan
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
-from megatron.zerobubble.plan.tail import tail_of
+from megatron.zerobubble.plan.tail import Tail, tail_of
 from megatron.zerobubble.plan.timeline import Activity
 from megatron.zerobubble.profiling.activation_memory import MemoryMeter
 from megatron.zerobubble.profiling.profiler import Profiler
@@ -183,9 +183,6 @@ class IterationRunner:
 
     def _work(self, program: Program, iteration: Iteration, hooks: IterationHooks) -> ChunkWork:
         token_count = None if iteration.forward_only else hooks.token_count
-        tail = None
-        if self._spec.overlaps_reductions and not self._store.keeps_order:
-            tail = tail_of(program.plan.ops[self._rank])
         kind = ChunkWork if self.sliced is None else partial(SlicedWork, slices=self.sliced.current)
         return kind(
             self._chunks,
@@ -195,7 +192,7 @@ class IterationRunner:
             iteration,
             self._device,
             wgrad_group_size=self._spec.shard_gradients or 1,
-            tail=tail,
+            tail=Tail() if self._store.keeps_order else self.tail(program.plan),
             on_counted=None if token_count is None else token_count.send,
             on_results=hooks.on_results,
             dispatchers=self._dispatchers,
@@ -203,6 +200,11 @@ class IterationRunner:
             side_streams=self._side_streams,
             has_rng_streams=self._has_rng_streams,
         )
+
+    def tail(self, plan: Plan) -> Tail:
+        """How the last Ws of this rank run in an iteration without a profiler."""
+        beside = self._spec.overlaps_reductions and not any(self._side_streams)
+        return tail_of(plan.ops[self._rank]) if beside else Tail()
 
     def _executor(self, program: Program, work: ChunkWork, recorder: Recorder | None, hooks: IterationHooks) -> Executor:
         recorders = fan_out([each for each in (recorder, hooks.watch) if each is not None])

@@ -27,7 +27,8 @@ from megatron.zerobubble.mcore.ddp.record_buckets import record_buckets
 from megatron.zerobubble.mcore.ddp.wrap import overlaps_reductions
 from megatron.zerobubble.mcore.iteration_runner import IterationHooks, IterationRunner
 from megatron.zerobubble.mcore.microbatches.iteration_plans import Arranged, UnequalMicrobatches, UnequalOptions
-from megatron.zerobubble.mcore.model.layer_graphs import IMPLEMENTATION, LayerGraphs
+from megatron.zerobubble.mcore.model.graph_replays import LayerGraphs
+from megatron.zerobubble.mcore.model.layer_graphs import IMPLEMENTATION
 from megatron.zerobubble.mcore.model.stage_layout import output_lengths
 from megatron.zerobubble.mcore.post_validation.token_count import TokenCount
 from megatron.zerobubble.mcore.schedule_call import check_call, tensor_shape
@@ -147,7 +148,7 @@ class PipelineSchedule:
         self.graphs: LayerGraphs | None = None
         """The CUDA graphs of this rank's layers, which a training loop captures; None: the layers have none."""
         if store is not None and getattr(config, "cuda_graph_impl", None) == IMPLEMENTATION:
-            self.graphs = LayerGraphs(self._chunks, config, store.graph_memory)
+            self.graphs = LayerGraphs(self._chunks, config, store)
         record_buckets(self._chunks, spec.placement.rank_to_stages[self._rank], self.recorder)
         if not spec.is_stock:
             warm_up_groups(config, self._chunks, self.device)
@@ -231,9 +232,11 @@ class PipelineSchedule:
     def capture_order(self, num_microbatches: int) -> list[int]:
         """This rank's F and B in their order, for the capture of CUDA graphs (`LayerGraphs.order`), which fixes the plan."""
         assert self.graphs is not None
+        assert self._runner is not None
         if self.hooks.watch is not None:
             self.hooks.watch.quiesce()
-        return self.graphs.order(self.plan(num_microbatches), self._rank)
+        plan = self.plan(num_microbatches)
+        return self.graphs.order(plan, self._rank, self._runner.tail(plan))
 
     @property
     def is_fixed(self) -> bool:

@@ -17,13 +17,15 @@ add to the gradient. So gradients that exist after a B are put aside here, and r
 weights that somebody else reads is added to ``main_grad`` at once: `backward_dw` would replace it.
 
 A backward pass by `torch.autograd.grad`, for activations, queues an entry, too, whose gradient nobody wants: it is dropped.
+
+Where a CUDA graph has the weight gradients of several modules (`replay`), no module fills its queue: it only calls its hooks.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -66,13 +68,18 @@ class DeferringModule(FinalGradient):
         module: has Transformer Engine's `backward_dw`, which computes the weight gradients of the oldest entry and calls the
             hooks, `wgrad_accumulation_and_reduce_hooks` and `wgrad_store`. In B it gives autograd nothing or zeros for them.
         weights: parameters of the module with deferred gradients. Each needs a ``main_grad``, as set by megatron-core's DDP.
+
+    Attributes:
+        replay: computes the weight gradients of a W with those of other modules, unless it returns False; None: `backward_dw`
+            does.
     """
 
-    __slots__ = ("_early", "_module", "_node", "_shares", "_unwanted", "_waiting", "_weights")
+    __slots__ = ("_early", "_module", "_node", "_shares", "_unwanted", "_waiting", "_weights", "replay")
 
     def __init__(self, name: str, module: Any, weights: Sequence[Parameter]) -> None:
         super().__init__(name)
         self._module = weakref.ref(module)
+        self.replay: Callable[[WgradKey], bool] | None = None
         self._weights = tuple(weights)
         self._node = accumulator_of(self._weights[0])
         self._shares = [ShareOfAutograd(each, self) for each in weights if each.dim() > 1 and not _needs_placeholder(each)]
@@ -85,6 +92,27 @@ class DeferringModule(FinalGradient):
     def weights(self) -> tuple[Parameter, ...]:
         """The parameters with deferred gradients."""
         return self._weights
+
+    def is_of(self, modules: Container[int]) -> bool:
+        """Whether the module is one of these, by identity."""
+        return id(self._module()) in modules
+
+    @contextmanager
+    def without_hooks(self) -> Iterator[None]:
+        """Inside, the module has no hooks."""
+        hooks = self._hooks
+        kept = list(hooks)
+        hooks.clear()
+        try:
+            yield
+        finally:
+            hooks[:] = kept
+
+    @property
+    def _hooks(self) -> list[Callable[[], object]]:
+        """What the module calls behind its weight gradients."""
+        hooks: list[Callable[[], object]] = getattr(self._module(), "wgrad_accumulation_and_reduce_hooks", [])
+        return hooks
 
     def remove(self) -> None:
         """Leave the gradients of the weights to autograd again."""
@@ -134,7 +162,7 @@ class DeferringModule(FinalGradient):
         if self.is_reported or self.is_frozen or module is None:
             return
         with _standing_in(self._weights):
-            for hook in getattr(module, "wgrad_accumulation_and_reduce_hooks", ()):
+            for hook in self._hooks:
                 hook()
         self.is_reported = True
 
@@ -191,7 +219,11 @@ class DeferringModule(FinalGradient):
                 stand_ins.append(weight)
         module = self._module()
         assert module is not None, "its forward hook, and so this, is gone with it"
-        module.backward_dw()
+        if self.replay is None or not self.replay(key):
+            module.backward_dw()
+        else:
+            for hook in self._hooks:
+                hook()
         for weight in stand_ins:
             weight.grad = None
         self.is_reported = self.is_final

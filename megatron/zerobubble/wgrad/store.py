@@ -15,7 +15,6 @@ ascending order, to the same bits, and its hooks are called in its W as always.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -69,6 +68,8 @@ class WeightGradStore:
         """Operands of W that lie there are copied."""
         self.keeps_order = False
         """While True no GEMM runs before its W: for iterations that measure the time and memory of each op."""
+        self.runs_ahead = True
+        """While False none does in other iterations, either."""
         self.due_at_once: frozenset[WgradKey] = frozenset()
         """Those whose W comes right after their B in the plan."""
         self._entries: dict[WgradKey, list[DeferredGemm]] = {}
@@ -80,8 +81,8 @@ class WeightGradStore:
         self._modules: dict[WgradKey, list[DeferringModule]] = {}
         """Modules that defer weight gradients in a queue of their own, by W."""
         self._fused = self._at_once = False
-        self._used_once: dict[int, frozenset[int]] = {}
-        """By chunk, identities of the weights with one GEMM in its first B."""
+        self.first: dict[int, tuple[tuple[SplitWeight, ...], tuple[DeferringModule, ...]]] = {}
+        """By chunk, the weights and the modules that its first B has left to W, in its order and as often as it used them."""
         self._ahead: dict[WgradKey, list[SplitWeight]] = {}
         """Weights a GEMM of which has run before its W, by W."""
         self._outside: dict[int, SplitWeight] = {}
@@ -138,9 +139,8 @@ class WeightGradStore:
         else:
             self._entries[key] = entries
             self._modules[key] = modules
-            if key.chunk not in self._used_once:
-                uses = Counter(id(entry.split) for entry in entries)
-                self._used_once[key.chunk] = frozenset(split for split, count in uses.items() if count == 1)
+            if key.chunk not in self.first:
+                self.first[key.chunk] = (*self._ahead.get(key, ()), *(entry.split for entry in entries)), tuple(modules)
 
     @property
     def defers(self) -> bool:
@@ -183,7 +183,8 @@ class WeightGradStore:
                 "one: its gradient was reported before it was complete. Use it equally often in every microbatch, or turn "
                 "overlap_grad_reduce off"
             )
-        split.is_due = id(split) in self._used_once.get(self._open_key.chunk, ())
+        first, _ = self.first.get(self._open_key.chunk, ((), ()))
+        split.is_due = first.count(split) == 1
 
     def defer(self, module: DeferringModule) -> None:
         """Queue a module that stores its own weight-gradient inputs; its W runs with the others of this microbatch.
@@ -217,7 +218,7 @@ class WeightGradStore:
         Returns:
             Whether a GEMM ran.
         """
-        if self._fused or self.keeps_order:
+        if self._fused or self.keeps_order or not self.runs_ahead:
             return False
         waiting = [*self._entries.items()]  # in the order of their Bs, and so per chunk in that of their Ws
         if self._open is not None and self._open_key in self.due_at_once:

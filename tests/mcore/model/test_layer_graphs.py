@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial, partialmethod
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -17,15 +18,17 @@ from unittest import mock
 import pytest
 import torch
 from megatron.core.transformer import cuda_graphs
-from torch import nn
+from torch import Tensor, nn
 
-from megatron.zerobubble.errors import ConfigError, SplitError
+from megatron.zerobubble.errors import ConfigError, ExecutionError, SplitError
 from megatron.zerobubble.flags.loop_options import MicrobatchLengths, Seeds
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
-from megatron.zerobubble.mcore.model import layer_graphs
+from megatron.zerobubble.mcore.model import graph_replays, layer_graphs
+from megatron.zerobubble.mcore.model.graph_replays import LayerGraphs, _Graph
 from megatron.zerobubble.mcore.model.wgrad_split import split_weight_gradients
 from megatron.zerobubble.mcore.run_options import RunOptions
 from megatron.zerobubble.mcore.stock_loop.graph_options import check_graph_options
+from megatron.zerobubble.plan.ir import OpKind
 from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumulate
 from megatron.zerobubble.wgrad.store import GraphMemory, WeightGradStore
 from tests.mcore.model.test_engine import _Deferring
@@ -45,11 +48,13 @@ CASES = [
     ZB_H1,
     replace(ZB_H1, num_ranks=4, num_microbatches=6, fuses=False),
     replace(ZB_H1, scopes=("mlp",)),
-    replace(ZB_H2, llama=True, recompute="layernorm"),
+    replace(ZB_H1, num_ranks=4, num_microbatches=6, scopes=(), llama=True),
+    replace(ZB_H2, llama=True, recompute="layernorm", scopes=("attn", "mlp")),
+    replace(ZB_H2, scopes=(), llama=True),
     replace(ZBV, llama=True),
     replace(ZBV, scopes=()),
     replace(ZBV, tensor_parallel=2, sequence_parallel=True, scopes=("attn", "mlp")),
-    replace(ZBV, overlap_grad_reduce=True, distributed_optimizer=True, different_data=True),
+    replace(ZBV, overlap_grad_reduce=True, distributed_optimizer=True, different_data=True, scopes=(), llama=True),
     EXPERTS,
     replace(EXPERTS, schedule="zb-h2", scopes=("moe_router",), recompute="moe_act"),
     replace(V_EXPERTS, shared=True, scopes=ROUTER),
@@ -59,35 +64,46 @@ CASES = [
 ]
 
 
-def _compare(rank: int, case: Any) -> tuple[Any, list[str], int]:
-    """The differences of a run with graphs, the messages that changed while they were sent, and how often memory was reused."""
+def _compare(rank: int, case: Any) -> tuple[Any, list[str], int, int]:
+    """The differences of a run with graphs, the messages that changed while they were sent, how often memory was reused, and how
+    often W was replayed."""
     found: list[str] = []
+    wgrads: list[Any] = []
     with ExitStack() as stack:
+        replay = mock.Mock(wraps=_Graph.replay_wgrad)
+        stack.enter_context(_patched(_Graph, "replay_wgrad", lambda graph: replay(graph)))
 
         def checked(trainer: Any) -> None:
-            nonlocal found
+            nonlocal found, wgrads
+            if trainer.schedule.graphs is not None:
+                wgrads = trainer.schedule.graphs.wgrads
             if trainer.schedule._links is not None:
                 found = stack.enter_context(checked_sends(trainer.schedule._links))
 
         before = graphs.handed_out_again()
         actual, expected = outcomes(case, checked)
-    return difference(actual, expected), found, graphs.handed_out_again() - before
+    assert not any(wgrad._left for wgrad in wgrads), "a module has not asked for its W"
+    return difference(actual, expected), found, graphs.handed_out_again() - before, replay.call_count
 
 
 @pytest.mark.claims(
     "Layers",
     "CUDA graphs of layers (`cuda_graph_impl=transformer_engine`) by megatron-core's own helper on a double of "
     "`torch.cuda.CUDAGraph` that hands pool memory out again: attention, MLP, router, preprocessing and whole layers under "
-    "ZB-H1, ZB-H2 and ZBV, with GQA, recomputation, experts, shared experts, tensor and expert parallelism",
-    "works, losses and weights bit for bit those without graphs; **not run on a GPU**",
+    "ZB-H1, ZB-H2 and ZBV, with GQA, recomputation, experts, shared experts, tensor and expert parallelism; with fused "
+    "accumulation W replays a graph of its own",
+    "works, losses, gradients and weights bit for bit those without graphs; **not run on a GPU**",
 )
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.sampled(0.15)
 def test_graphs_train_as_no_graphs(engine_ranks: RankPool, case: Any) -> None:
-    for rank, (found, changed, reused) in enumerate(engine_ranks.run(_compare, case)):
+    layers = case.num_layers // case.num_ranks
+    has_w = case.fuses and case.scopes != ("moe_router",) and case.schedule != "stock"
+    for rank, (found, changed, reused, replayed) in enumerate(engine_ranks.run(_compare, case)):
         assert max(found.losses, found.gradients, found.weights) == 0.0, (rank, found)
         assert not changed
         assert reused > 100, "the double hands out no memory a second time, and would show nothing"
+        assert replayed == has_w * layers * case.num_microbatches * (case.num_steps - 1)
 
 
 @dataclass(frozen=True)
@@ -102,12 +118,56 @@ def _patched(owner: Any, name: str, new: Any) -> Any:
     return mock.patch.object(owner, name, new)
 
 
+_UNCHECKED = [_patched(LayerGraphs, "check_order", lambda *_: None)]
+
+
+def _in_order_of(graphs_: Any, original: Any, changed: Callable[[Any], Any], plan: Any, rank: int, tail: Any) -> list[int]:
+    """The order of captures for changed ops of a rank."""
+    ops = list(plan.ops)
+    ops[rank] = changed(ops[rank])
+    return original(graphs_, replace(plan, ops=tuple(ops)), rank, tail)
+
+
+def _one_by_one(ops: Any) -> Any:
+    """All passes of a microbatch before those of the next one."""
+    kinds = list(OpKind)
+    return sorted(ops, key=lambda op: (op.microbatch, kinds.index(op.kind), op.stage if op.kind is OpKind.F else -op.stage))
+
+
+def _as_it_is(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    if ctx.on_backward is not None:
+        ctx.on_backward()
+    return gradient, None, *[None] * ctx.num_weights
+
+
+def _w_behind_b(ops: Any) -> Any:
+    """Each W right behind its B."""
+    return [each for op in ops if op.kind is not OpKind.W for each in (op, *[op._replace(kind=OpKind.W)] * (op.kind is OpKind.B))]
+
+
+def _in_one_chunk(original: Any, callables: Any, sample_args: Any, **options: Any) -> Any:
+    """As megatron-core has it: a chunk of a rank's one layer with all microbatches."""
+    order = [1 if number > 0 else -1 if number == int(number) else -1.5 for number in options["_order"]]
+    return original(callables[:1], sample_args, **options | {"_order": order, "_num_layers_per_chunk": [1]})
+
+
 BROKEN = {
-    "graphs are captured in the order of megatron-core's schedule": Broken(
-        ZBV, lambda: [_patched(layer_graphs.LayerGraphs, "order", _stock_order)]
+    "graphs are captured in the order of another schedule": Broken(
+        ZBV, lambda: [_patched(LayerGraphs, "order", partialmethod(_in_order_of, LayerGraphs.order, _one_by_one)), *_UNCHECKED]
+    ),
+    "W is captured behind its B": Broken(
+        replace(ZB_H1, scopes=()),
+        lambda: [_patched(LayerGraphs, "order", partialmethod(_in_order_of, LayerGraphs.order, _w_behind_b)), *_UNCHECKED],
+    ),
+    "microbatches of a layer share a chunk": Broken(
+        replace(ZB_H1, scopes=(), num_layers=2),
+        lambda: [_patched(cuda_graphs, "make_graphed_callables", partial(_in_one_chunk, cuda_graphs.make_graphed_callables))],
+    ),
+    "W reads static buffers": Broken(
+        replace(ZB_H1, scopes=()), lambda: [_patched(LayerGraphs, "_owning_operands", lambda *_: nullcontext())]
     ),
     "a gradient leaves a graph as it is": Broken(
-        ZB_H2, lambda: [_patched(layer_graphs, "_with_own_gradient", lambda value: value)]
+        ZB_H2, lambda: [_patched(graph_replays._OwnGradient, "backward", staticmethod(_as_it_is))]
     ),
     "W reads an input where a graph left it": Broken(
         CASES[-2], lambda: [_patched(GraphMemory, "own", lambda _self, operand: operand)]
@@ -115,20 +175,12 @@ BROKEN = {
 }
 
 
-def _stock_order(graphs_: Any, plan: Any, _rank: int) -> list[int]:
-    """All forward passes of a chunk before its backward passes."""
-    graphs_.num_microbatches = plan.num_microbatches
-    chunks = range(1, plan.placement.num_stages // plan.num_ranks + 1)
-    once = [*chunks, *(-chunk for chunk in reversed(chunks))]
-    return [each for _ in range(plan.num_microbatches) for each in once]
-
-
 def _compare_broken(rank: int, name: str) -> tuple[Any, list[str]]:
     broken = BROKEN[name]
     with ExitStack() as stack:
         for patch in broken.patches():
             stack.enter_context(patch)
-        found, changed, _ = _compare(rank, broken.case)
+        found, changed, *_ = _compare(rank, broken.case)
     return found, changed
 
 
@@ -154,26 +206,63 @@ def test_a_module_in_a_capture_leaves_nothing_to_w() -> None:
         chunk["linear"](torch.ones(1, 4))
 
 
-def _refused(rank: int) -> tuple[str, str]:
-    """Why another number of microbatches, and forward passes alone in training mode, are refused."""
+def _refused(rank: int) -> tuple[str, str, str]:
+    """Why another number of microbatches, forward passes alone in training mode, and a W out of order are refused."""
     trainer = ZB_H1.trainer()
     trainer.train()
     with pytest.raises(ConfigError) as number:
         trainer.schedule.graphs.begin(3, forward_only=False)
     with pytest.raises(ConfigError) as alone:
         trainer.forward_backward(3, forward_only=True)
+    layer = layer_graphs.graphed_layers(trainer.built.chunks[0])[0]
+    trainer.schedule.graphs.begin(ZB_H1.num_microbatches, forward_only=False)
+    with pytest.raises(ExecutionError) as order:
+        layer.cuda_graphs[1].replay_wgrad()
     for chunk in trainer.built.chunks:
         chunk.eval()
     losses = trainer.forward_backward(3, forward_only=True)
     assert len(losses) in (0, ZB_H1.num_microbatches)
     trainer.close()
-    return str(number.value), str(alone.value)
+    return str(number.value), str(alone.value), str(order.value)
 
 
 def test_what_would_be_wrong_in_silence_is_refused(engine_ranks: RankPool) -> None:
-    for number, alone in engine_ranks.run(_refused):
+    for number, alone, order in engine_ranks.run(_refused):
         assert number.startswith("CUDA graphs were captured for 4 microbatches, and an iteration has 3: give a constant global")
         assert "forward passes alone in training mode" in alone
+        assert order == (
+            "a CUDA graph is replayed in another order than it was captured in: W of chunk 0, layer 0, microbatch 1, where F of "
+            "chunk 0, layer 0, microbatch 0 was captured"
+        )
+
+
+@pytest.mark.parametrize(
+    ("module", "config", "oldest", "why"),
+    [
+        ({"wgrad_store": 1, "fuse_wgrad_accumulation": True}, {}, "2.10.0", None),
+        ({}, {}, "2.10.0", "not modules that defer them"),
+        ({"wgrad_store": 1, "fuse_wgrad_accumulation": True}, {}, "99.0", "Transformer Engine is older than 99.0"),
+        ({"wgrad_store": 1, "fuse_wgrad_accumulation": True}, {"fp8": "e4m3"}, "2.10.0", "not tried with FP8"),
+        (
+            {"wgrad_store": 1, "fuse_wgrad_accumulation": False},
+            {},
+            "2.10.0",
+            "without gradient_accumulation_fusion Python adds them",
+        ),
+        (
+            {"wgrad_store": 1, "fuse_wgrad_accumulation": True, "apply_bias": True},
+            {},
+            "2.10.0",
+            "the GEMM has the gradient of a bias, too",
+        ),
+    ],
+)
+def test_a_module_whose_w_no_replay_can_compute_keeps_it_in_b(
+    module: dict[str, Any], config: dict[str, Any], oldest: str, why: str | None
+) -> None:
+    newest = _patched(layer_graphs, "is_te_min_version", lambda version: tuple(map(int, version.split("."))) <= (2, 20, 0))
+    with newest, _patched(layer_graphs, "_OLDEST_WITH_W", oldest):
+        assert layer_graphs.why_in_b(SimpleNamespace(**module), SimpleNamespace(**config)) == why
 
 
 GRAPHS = {"cuda_graph_impl": "transformer_engine", "cuda_graph_warmup_steps": 3}

@@ -176,20 +176,28 @@ ENGINE = (
     "--eval-interval 100 --pipeline-model-parallel-size 2 --position-embedding-type rope --clip-grad 0 "
     "--untie-embeddings-and-output-weights"
 )
-GRAPHS = "--cuda-graph-impl transformer_engine --cuda-graph-modules attn"
+FUSED = ENGINE.replace("--no-gradient-accumulation-fusion ", "")
+GRAPHS = "--cuda-graph-impl transformer_engine"
 
 
 @pytest.mark.claims(
     "Your own script",
     "CUDA graphs of layers in Megatron-LM's loop (`--cuda-graph-impl transformer_engine`; a double of `torch.cuda.CUDAGraph`), "
-    "captured after the warm-up steps in the order that was re-planned in them; ZB-H1 and ZBV",
+    "captured after the warm-up steps in the order that was re-planned in them; ZB-H1, and ZBV with whole layers, W included",
     "works, every printed digit of no graphs; **not run on a GPU**",
 )
-@pytest.mark.parametrize(("schedule", "flag"), [("zb-h1", "--enable-zero-bubble"), ("zbv", "--zero-bubble-v-schedule")])
+@pytest.mark.parametrize(
+    ("schedule", "flags", "graphs"),
+    [
+        ("zb-h1", f"{ENGINE} --enable-zero-bubble", f"{GRAPHS} --cuda-graph-modules attn"),
+        ("zbv", f"{FUSED} --zero-bubble-v-schedule", GRAPHS),
+    ],
+)
 @pytest.mark.sampled(0.5)
-def test_graphs_of_layers_are_captured_in_the_order_of_the_plan(engine_ranks: RankPool, schedule: str, flag: str) -> None:
-    expected = losses(engine_ranks, f"{ENGINE} {flag}", schedule)
-    assert losses(engine_ranks, f"{ENGINE} {flag} {GRAPHS}", schedule) == expected
+def test_graphs_of_layers_are_captured_in_the_order_of_the_plan(
+    engine_ranks: RankPool, schedule: str, flags: str, graphs: str
+) -> None:
+    assert losses(engine_ranks, f"{flags} {graphs}", schedule) == losses(engine_ranks, flags, schedule)
 
 
 def rotary_embeddings(rank: int, flags: str) -> tuple[float, float]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -92,8 +93,13 @@ class _Graphed(Trainer):
         helper: Any = cuda_graphs.TECudaGraphHelper(
             self.built.chunks, self.config, SEQUENCE, MICRO_BATCH, optimizers=[self.optimizer]
         )
-        given: Any = None if self.case.schedule == "stock" else lambda *_: self.schedule.capture_order(m)
-        with self.host.on_host(), mock.patch.object(cuda_graphs, _ORDER, given or getattr(cuda_graphs, _ORDER)):
+        with self.host.on_host(), ExitStack() as stack:
+            if self.case.schedule != "stock":
+                made: Any = self.schedule.graphs
+                given = partial(made.capture, cuda_graphs.make_graphed_callables)
+                ordered: Any = lambda *_: self.schedule.capture_order(m)  # noqa: E731
+                stack.enter_context(mock.patch.object(cuda_graphs, _ORDER, ordered))
+                stack.enter_context(mock.patch.object(cuda_graphs, "make_graphed_callables", given))
             helper.create_cudagraphs()
         unset_num_microbatches_calculator()
         assert all(len(layer.cuda_graphs) == m for layer in helper.flattened_callables)

@@ -5,8 +5,8 @@ are split; the short convolution and what the scan takes (A, D, the bias of dt) 
 gradients along with its input's.
 
 A module with `wgrad_in_backward = True` keeps its gradients in B, and so do the modules inside of it, unless one of them has
-`wgrad_in_backward = False`. A parameter may have the attribute, too. Modules whose backward is in a CUDA graph keep theirs as if
-they had said so (`layer_graphs`).
+`wgrad_in_backward = False`. A parameter may have the attribute, too. Modules in a CUDA graph whose weight gradients no graph of W
+can compute keep theirs as if they had said so (`layer_graphs`).
 
 Every other weight that is neither split nor deferred by its module is computed in B, by autograd. Its gradient is right there,
 but B takes longer than a schedule assumes, and W, which is to fill the bubble, less. A value head or an adapter is no reason to
@@ -28,7 +28,7 @@ from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import nn
 
-from megatron.zerobubble.mcore.model.layer_graphs import modules_in_graphs
+from megatron.zerobubble.mcore.model.layer_graphs import kept_in_graphs
 
 __all__ = ["KEEP_IN_B", "KeptInB", "declared_in_b", "find_kept", "is_declared"]
 
@@ -96,8 +96,8 @@ class KeptInB(NamedTuple):
 
 def declared_in_b(chunk: nn.Module) -> frozenset[int]:
     """ids of the modules of `chunk` that keep their weight gradients in B because they, or a module around them, say so, or
-    because their backward is in a CUDA graph."""
-    kept = {id(module) for module in modules_in_graphs(chunk)}
+    because they are in a CUDA graph, and none of W can compute them."""
+    kept = {id(module) for module in kept_in_graphs(chunk)}
 
     def visit(module: nn.Module, is_kept: bool) -> None:
         own = getattr(module, KEEP_IN_B, None)

@@ -99,16 +99,17 @@ def own_operands(modules: Sequence[nn.Module]) -> None:
         )
 
 
-def mark_deferred_biases(module: nn.Module) -> None:
-    """Let DDP know that the gradients of this module's biases are deferred, as those of its weights are.
+def mark_deferred_biases(module: nn.Module, *, defer: bool) -> None:
+    """Let DDP know that the gradients of this module's biases are deferred, as those of its weights are, or that they are not.
 
     Args:
         module: defers its weight gradients. Without the attribute `bias_names` of Transformer Engine's, it is not changed.
+        defer: whether W has those of its biases, too.
     """
     for name in getattr(module, "bias_names", ()):
         bias = module._parameters.get(name)
         if bias is not None:
-            bias.skip_backward_post_hook = True  # type: ignore[attr-defined]
+            bias.skip_backward_post_hook = defer  # type: ignore[attr-defined]
 
 
 def give_zeros_in_backward(module: Any) -> None:

@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 from megatron.zerobubble.errors import SplitError
 from megatron.zerobubble.mcore.model.kept_in_b import KEEP_IN_B, declared_in_b, find_kept, is_declared
-from megatron.zerobubble.mcore.model.layer_graphs import check_not_captured, graphed_layers
+from megatron.zerobubble.mcore.model.layer_graphs import check_not_captured, graphed_layers, is_capturing, modules_in_graph
 from megatron.zerobubble.mcore.model.transformer_engine import (
     OLDEST_TRANSFORMER_ENGINE,
     give_zeros_in_backward,
@@ -98,16 +98,18 @@ def split_weight_gradients(chunk: nn.Module, store: WeightGradStore) -> list[str
         names.append(split.name)
     for module in chunk.modules():
         _hook_biases_of_frozen_weights_in_backward(module)
-    has_graphs = bool(graphed_layers(chunk))
+    layers = graphed_layers(chunk)
+    captured = {id(module) for layer in layers for module in modules_in_graph(layer)}
     for name, module in deferring_modules(chunk):
-        mark_deferred_biases(module)
+        mark_deferred_biases(module, defer=id(module) not in captured)  # a replay returns them in B
         deferred = {f"{name}.{key}": weight for key, weight in _own_parameters(module) if is_deferred(weight)}
         give_zeros_in_backward(module)
-        if has_graphs:
+        if layers:
             _own_operands_in_graphs(module, store)
         driven = DeferringModule(name, module, tuple(deferred.values()))
         setattr(module, _DRIVEN, driven)
-        setattr(module, _FORWARD_HOOK, module.register_forward_hook(partial(_defer_in_backward, store, driven)))
+        hook = partial(_defer_in_backward, store, driven, id(module) in captured)
+        setattr(module, _FORWARD_HOOK, module.register_forward_hook(hook))
         names += deferred
     own_operands([module for _, module in deferring_modules(chunk)])
     return names
@@ -296,15 +298,19 @@ def _own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(key, weight) for key, weight in module._parameters.items() if weight is not None and weight.requires_grad]
 
 
-def _defer_in_backward(store: WeightGradStore, driven: DeferringModule, _module: nn.Module, _args: Any, output: Any) -> None:
+def _defer_in_backward(
+    store: WeightGradStore, driven: DeferringModule, is_captured: bool, _module: nn.Module, _args: Any, output: Any
+) -> None:
     """A forward hook that adds the module to the store when its backward runs.
 
     A forward without gradients, such as the first one with activation recomputation, has no backward; the recomputed one, in B,
     has. An output without grad_fn (a bias that is returned as it is) is not computed by the module. A module whose weights are
-    frozen queues nothing.
+    frozen queues nothing. While graphs are captured, Transformer Engine itself runs the W of a module that is in one.
     """
     outputs = output if isinstance(output, tuple | list) else (output,)
     if driven.is_frozen:
+        return
+    if is_captured and is_capturing():
         return
     check_not_captured(driven.name)
     first = next((each for each in outputs if isinstance(each, Tensor) and each.grad_fn is not None), None)

@@ -8,6 +8,7 @@ These names are replaced, because megatron-core has no extension point there, an
 `DistributedDataParallel.__init__`                     splits B and W before DDP registers hooks on the parameters
 `TransformerConfig.__post_init__`                      layer layout of V; deferred wgrad of Transformer Engine
 `cuda_graphs.convert_schedule_table_to_order`          order of captures of CUDA graphs, as in the plan
+`cuda_graphs.make_graphed_callables`                   captures them, those of W too
 `GPTModel.__init__`, `HybridModel.__init__`            options of Transformer Engine that were set since; under V which
                                                        chunk has the embedding, the output layer, and which layers
 under V: `Float16Module.forward`                       which chunk's output is in fp32
@@ -87,6 +88,7 @@ ALL_SCHEDULES = (*_SCHEDULES, "forward_backward_no_pipelining")
 
 
 _ORDER = "convert_schedule_table_to_order"
+_GRAPHED = "make_graphed_callables"
 
 
 class _PatchedSchedule:
@@ -242,8 +244,10 @@ def _replacements(loop: StockLoop) -> list[tuple[Any, str, Any]]:
         *((schedules, name, _PatchedSchedule(loop, getattr(schedules, name))) for name in _SCHEDULES),
         (DistributedDataParallel, "__init__", _wrapping(loop, DistributedDataParallel.__init__)),
         (TransformerConfig, "__post_init__", _configuring(loop, TransformerConfig.__post_init__)),
-        (cuda_graphs, _ORDER, _capturing(loop, getattr(cuda_graphs, _ORDER))),
+        (cuda_graphs, _ORDER, _ordering(loop, getattr(cuda_graphs, _ORDER))),
     ]
+    if cuda_graphs.HAVE_TE_GRAPHS:
+        always.append((cuda_graphs, _GRAPHED, _capturing(loop, getattr(cuda_graphs, _GRAPHED))))
     flags = loop.options.flags
     if flags.enable_optimizer_post_validation or flags.zero_bubble_trace is not None:
         stepping = (FP32Optimizer, MixedPrecisionOptimizer, ChainedOptimizer)
@@ -342,7 +346,7 @@ def _configuring(loop: StockLoop, original: Callable[[Any], None]) -> Callable[[
     return finish
 
 
-def _capturing(loop: StockLoop, original: Callable[..., list[int]]) -> Callable[..., list[int]]:
+def _ordering(loop: StockLoop, original: Callable[..., list[int]]) -> Callable[..., list[int]]:
     """What gives the order of captures of CUDA graphs."""
 
     @functools.wraps(original)
@@ -352,6 +356,17 @@ def _capturing(loop: StockLoop, original: Callable[..., list[int]]) -> Callable[
         return loop.capture_order(stock, num_model_chunks, table)
 
     return order
+
+
+def _capturing(loop: StockLoop, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Transformer Engine's function that captures CUDA graphs."""
+
+    @functools.wraps(original)
+    def captured(*args: Any, **kwargs: Any) -> Any:
+        graphs = loop.graphs
+        return original(*args, **kwargs) if graphs is None else graphs.capture(original, *args, **kwargs)
+
+    return captured
 
 
 def _building(loop: StockLoop, original: Callable[..., None]) -> Callable[..., None]:

@@ -34,6 +34,7 @@ from megatron.zerobubble.mcore.agreement import refusing_together
 from megatron.zerobubble.mcore.build import turn_off
 from megatron.zerobubble.mcore.engine import Engine
 from megatron.zerobubble.mcore.model.embeddings import FinalizeGradients
+from megatron.zerobubble.mcore.model.graph_replays import LayerGraphs
 from megatron.zerobubble.mcore.model.hybrid_layers import place_stack
 from megatron.zerobubble.mcore.model.named_weights import remember_from
 from megatron.zerobubble.mcore.model.transformer_engine import defer_to_w
@@ -47,6 +48,7 @@ from megatron.zerobubble.mcore.stock_loop.optimistic_steps import StepOutcome, t
 from megatron.zerobubble.mcore.stock_loop.running import Running, start, start_forward_only
 from megatron.zerobubble.mcore.stock_loop.stage_questions import StageQuestions
 from megatron.zerobubble.mcore.stock_loop.status import Status, show_line
+from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.hybrid_pattern import HybridPattern
@@ -301,7 +303,7 @@ class StockLoop:
         Raises:
             ConfigError: graphs are captured before the model's first iteration, or there are several such models.
         """
-        with_graphs = [each.engine.schedule for each in self._models if each.engine.schedule.graphs is not None]
+        with_graphs = self._with_graphs
         if parallel_state.get_pipeline_model_parallel_world_size() < 2:
             return original()
         if len(with_graphs) != 1:
@@ -310,6 +312,16 @@ class StockLoop:
                 f"runs {len(with_graphs)} with graphs: capture them after its first iteration (cuda_graph_warmup_steps)"
             )
         return with_graphs[0].capture_order(len(table) // num_chunks)
+
+    @property
+    def graphs(self) -> LayerGraphs | None:
+        """The CUDA graphs of the one model that a schedule of ours runs with graphs."""
+        with_graphs = self._with_graphs
+        return with_graphs[0].graphs if len(with_graphs) == 1 else None
+
+    @property
+    def _with_graphs(self) -> list[PipelineSchedule]:
+        return [each.engine.schedule for each in self._models if each.engine.schedule.graphs is not None]
 
     def _unwrapped(self, chunk: nn.Module) -> ConfigError:
         return ConfigError(
