@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -175,11 +176,11 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         yield
         found.append((open_graphs.pop().name, pool, stream))
 
-    def captured(name: str, call: Callable[[host.Passes], None]) -> Callable[[host.Passes], None]:
-        def run(self: host.Passes) -> None:
+    def captured(name: str, call: Callable[[host.Passes, int], None]) -> Callable[..., None]:
+        def run(self: host.Passes, microbatch: int = 0) -> None:
             for opened in open_graphs:
-                opened.name, opened.replay = name, partial(call, self)
-            call(self)
+                opened.name, opened.replay = name, partial(call, self, microbatch)
+            call(self, microbatch)
 
         return run
 
@@ -191,12 +192,20 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_passes_are_captured_in_order_into_one_pool(captures: list[Any], tmp_path: Path) -> None:
     rows = json.loads(json.dumps(list(host.graph_rows(TINY, until=float("inf")))))
-    assert [name for name, _, _ in captures] == [*host.NAMES] * 4
-    assert [len({pool for _, pool, _ in captures[begin : begin + 3]}) for begin in (0, 3, 6, 9)] == [1] * 4
-    assert len({pool for _, pool, _ in captures}) == 4
+    passes = dict(zip("FBW", host.NAMES, strict=True))
+    order = [*host.NAMES, *(passes[op.kind.name] for op in host.PLANNED)]
+    assert [name for name, _, _ in captures] == order * 4
+    assert [len([*same]) for _, same in groupby(captures, key=lambda each: id(each[1]))] == [3, 12] * 4
     assert len({stream for _, _, stream in captures}) == 1
-    assert [(row["tokens"], row["graph"], row["gradient"]) for row in rows] == [(n, None, 0) for n in (128, 128, 4096, 4096)]
+    assert [(row["tokens"], row["graph"], row["gradient"], row["planned"]) for row in rows] == [
+        (tokens, None, 0, 0) for tokens in (128, 128, 4096, 4096)
+    ]
     assert all(row[case]["in_a_row_ms"] > 0 for row in rows for case in ("eager", "replay"))
+
+
+def test_the_planned_order_leaves_ws_behind_later_bs() -> None:
+    kinds = "".join(op.kind.name for op in host.PLANNED)
+    assert "BB" in kinds.replace("F", "")
 
 
 def test_nothing_is_captured_after_a_failure(captures: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

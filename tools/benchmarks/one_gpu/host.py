@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 
 from megatron.zerobubble.mcore.cpu.device import HostDevice
+from megatron.zerobubble.plan.ir import OpKind
+from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.profiling.marks import Marks
 from megatron.zerobubble.wgrad.gemm import choose_kernel
 from tools.benchmarks.one_gpu.setting import Setting
@@ -38,6 +40,8 @@ TENSOR_PARALLEL = 8
 NAMES = {"forward": "F", "backward": "B", "wgrad": "W"}
 LEAST_ROUNDS, MOST_ROUNDS, WARMUP = 3, 50, 2
 GRAPH_ROUNDS, IN_A_ROW = 5, 10
+PLANNED = build_plan("zb-h1", num_ranks=3, num_microbatches=4).ops[-1]
+"""Of the last rank, whose Ws wait for up to two later Bs."""
 GRAPH_LIMIT_S = 40.0
 """Seconds after which the process that captures graphs is ended; 5 s before, it begins no other case."""
 
@@ -54,25 +58,32 @@ class Passes:
 
     def __init__(self, stack: Stack, rotary: Tensor, x_sbh: Tensor, gradient_sbh: Tensor) -> None:
         self._stack, self._rotary, self._x_sbh, self._gradient_sbh = stack, rotary, x_sbh, gradient_sbh
-        self._outputs: list[Tensor] = []
+        self._outputs: dict[int, Tensor] = {}
 
-    def forward(self) -> None:
+    def forward(self, microbatch: int = 0) -> None:
         """F."""
         self._stack.chunk.module.rotary = self._rotary[: len(self._x_sbh)]
-        self._outputs.append(self._stack.forward(self._x_sbh.detach().requires_grad_()))
+        x_sbh = self._x_sbh.roll(microbatch, 0) if microbatch else self._x_sbh
+        self._outputs[microbatch] = self._stack.forward(x_sbh.detach().requires_grad_())
 
-    def backward(self) -> None:
+    def backward(self, microbatch: int = 0) -> None:
         """B."""
-        self._stack.backward(self._outputs.pop(), self._gradient_sbh, fused=False)
+        self._stack.backward(self._outputs.pop(microbatch), self._gradient_sbh, fused=False, microbatch=microbatch)
 
-    def wgrad(self) -> None:
+    def wgrad(self, microbatch: int = 0) -> None:
         """W."""
-        self._stack.weight_gradient()
+        self._stack.weight_gradient(microbatch)
 
     @property
     def calls(self) -> list[Callable[[], None]]:
         """F, B and W."""
         return [self.forward, self.backward, self.wgrad]
+
+    @property
+    def planned(self) -> list[Callable[[], None]]:
+        """The ops of a rank that leaves Ws for later, in the order of its plan."""
+        call = {OpKind.F: self.forward, OpKind.B: self.backward, OpKind.W: self.wgrad}
+        return [partial(call[op.kind], op.microbatch) for op in PLANNED]
 
     def gradients(self, calls: Sequence[Callable[[], None]]) -> Tensor:
         """All main gradients after these calls, in one tensor."""
@@ -230,20 +241,14 @@ def _graph_row(setting: Setting, passes: Passes, stream: torch.cuda.Stream) -> R
     """Capture F, B and W in this order, into one pool of memory, compare and measure."""
     for _ in range(3):
         expected = passes.gradients(passes.calls)
-    graphs, pool = [], torch.cuda.graph_pool_handle()
-    for name, call in zip(NAMES.values(), passes.calls, strict=True):
-        graphs.append(torch.cuda.CUDAGraph())
-        try:
-            # Backward runs in a thread of its own, and another may query events: only this thread's calls are restricted.
-            with torch.cuda.graph(graphs[-1], pool=pool, stream=stream, capture_error_mode="thread_local"):
-                call()
-        except RuntimeError as error:
-            first = error.__context__ or error  # the end of a capture that was invalidated raises, too
-            return {"graph": f"capture of {name}: {' '.join(str(first).split())[:300]}"}
-    replays: list[Callable[[], None]] = [graph.replay for graph in graphs]
-    found = passes.gradients(replays)
-    relative = float((found - expected).norm() / expected.norm())
-    del found, expected
+    try:
+        replays = _captured(zip(NAMES.values(), passes.calls, strict=True), stream)
+        relative = _relative(passes.gradients(replays), expected)
+        expected = passes.gradients(passes.planned)
+        planned = _relative(passes.gradients(_captured(zip(map(str, PLANNED), passes.planned, strict=True), stream)), expected)
+    except _CaptureError as error:
+        return {"graph": str(error)}
+    del expected
     clock, marks, in_a_row = HostClock(setting.device), Marks(setting.device), dict[str, list[float]]()
     cases = [("eager", passes.calls), ("replay", replays)]
     for number in range(1 + GRAPH_ROUNDS):
@@ -259,7 +264,34 @@ def _graph_row(setting: Setting, passes: Passes, stream: torch.cuda.Stream) -> R
     row: Row = clock.read(skip=1)
     for case, taken in in_a_row.items():
         row[case]["in_a_row_ms"] = statistics.median(taken[1:])
-    return row | {"graph": None, "gradient": relative, "late": clock.late}
+    return row | {"graph": None, "gradient": relative, "planned": planned, "late": clock.late}
+
+
+class _CaptureError(Exception):
+    """A pass cannot be captured."""
+
+
+def _captured(calls: Iterable[tuple[str, Callable[[], None]]], stream: torch.cuda.Stream) -> list[Callable[[], None]]:
+    """Capture passes in their order, into one pool of memory.
+
+    Raises:
+        _CaptureError: names the pass.
+    """
+    graphs, pool = [], torch.cuda.graph_pool_handle()
+    for name, call in calls:
+        graphs.append(torch.cuda.CUDAGraph())
+        try:
+            # Backward runs in a thread of its own, and another may query events: only this thread's calls are restricted.
+            with torch.cuda.graph(graphs[-1], pool=pool, stream=stream, capture_error_mode="thread_local"):
+                call()
+        except RuntimeError as error:
+            first = error.__context__ or error  # the end of a capture that was invalidated raises, too
+            raise _CaptureError(f"capture of {name}: {' '.join(str(first).split())[:300]}") from error
+    return [graph.replay for graph in graphs]
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
 
 
 def lines(row: Row) -> list[str]:
@@ -279,7 +311,8 @@ def lines(row: Row) -> list[str]:
         "",
         "The same passes as three CUDA graphs that share a pool, captured and replayed as F, B, W, against eager ones: sums of "
         f"F, B and W. *In a row*: {IN_A_ROW} times without a pause, so that the slower of host and device sets the pace. "
-        "*Gradient*: norm of the main gradients' difference over their norm.",
+        "*Gradient*: norm of the main gradients' difference over their norm. *Planned*: the same after four microbatches whose "
+        "passes were captured and replayed in the order of a rank of ZB-H1, with Ws behind later Bs.",
         "",
     ]
     graphs, table = row["graphs"], []
@@ -289,12 +322,12 @@ def lines(row: Row) -> list[str]:
             for case in ("eager", "replay"):
                 sums = [_ms(sum(each[case][name][clock] for name in NAMES)) for clock in ("host_ms", "device_ms")]
                 cells += [" / ".join(sums), _ms(each[case]["in_a_row_ms"])]
-            cells.append(f"{each['gradient']:.1e}")
+            cells += [f"{each[name]:.1e}" for name in ("gradient", "planned")]
         else:
-            cells = [each["graph"], "", "", "", ""]
+            cells = [each["graph"], "", "", "", "", ""]
         table.append([each["layer"], f"{each['tokens']:,}", *cells])
     if table:
-        heads = ("eager, host / device", "in a row", "replay, host / device", "in a row", "gradient")
+        heads = ("eager, host / device", "in a row", "replay, host / device", "in a row", "gradient", "planned")
         text += markdown_table(("layer", "tokens", *heads), table)
     if graphs["graph"]:
         text += [""] * bool(table) + [f"No more graphs: {graphs['graph']}."]

@@ -120,19 +120,19 @@ class Stack:
         output: Tensor = self.chunk(x_sbh)
         return output
 
-    def backward(self, output: Tensor, grad_output: Tensor, *, fused: bool) -> None:
+    def backward(self, output: Tensor, grad_output: Tensor, *, fused: bool, microbatch: int = 0) -> None:
         """Run B, or with `fused` the full backward: through the store, or megatron-core's own if there is no store."""
         if self.store is None:
             output.backward(grad_output)  # type: ignore[no-untyped-call]
             return
-        self.store.begin(0, 0, fused=fused)
+        self.store.begin(0, microbatch, fused=fused)
         output.backward(grad_output)  # type: ignore[no-untyped-call]
         self.store.end()
 
-    def weight_gradient(self) -> None:
+    def weight_gradient(self, microbatch: int = 0) -> None:
         """Run W."""
         assert self.store is not None
-        self.store.run(0, 0)
+        self.store.run(0, microbatch)
 
     def close(self) -> None:
         """Free the memory. DDP's hooks on autograd nodes refer back to the chunk: a cycle that Python cannot detect."""
