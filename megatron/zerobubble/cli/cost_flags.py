@@ -67,6 +67,18 @@ def add_step_flags(command: argparse.ArgumentParser) -> None:
         command.add_argument(f"--{name}-ms", type=float, default=0.0, help=f"{meaning}, in ms (default %(default)s)")
 
 
+def add_all_to_all_flag(command: argparse.ArgumentParser) -> None:
+    """Add the flag for communication inside F and B to a planning command."""
+    command.add_argument(
+        "--all-to-all",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="share of F and of B in which tokens travel between ranks of expert parallelism (EP); an F and a B that run "
+        "together hide it (default %(default)s)",
+    )
+
+
 def add_unequal_flags(command: argparse.ArgumentParser) -> None:
     """Add the flags to a planning command."""
     command.add_argument(
@@ -161,6 +173,7 @@ def read_request(args: argparse.Namespace, *, more_slices: tuple[int, ...] = ())
         effort=None if args.effort is None else Effort(args.effort),
         times={name: getattr(args, name) for name in SCALARS},
         step={name: getattr(args, name) for name in STEP_TIMES},
+        all_to_all=args.all_to_all,
         stages=of_file,
         lengths=lengths,
         file=args.costs,

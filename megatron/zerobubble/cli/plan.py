@@ -14,7 +14,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron.zerobubble.cli.cost_flags import FlagsRequest, add_slice_flags, add_step_flags, add_unequal_flags, read_request
+from megatron.zerobubble.cli.cost_flags import (
+    FlagsRequest,
+    add_all_to_all_flag,
+    add_slice_flags,
+    add_step_flags,
+    add_unequal_flags,
+    read_request,
+)
 from megatron.zerobubble.cli.layout_of_run import add_layout_flags, run_layout
 from megatron.zerobubble.cli.output_files import columns, has_colors, write_text
 from megatron.zerobubble.cli.parser import add_search_flags
@@ -155,6 +162,7 @@ def _add_problem(command: argparse.ArgumentParser) -> None:
         "--microbatch-tokens its costs by length count, if it has them",
     )
     add_step_flags(command)
+    add_all_to_all_flag(command)
     add_unequal_flags(command)
     add_slice_flags(command)
     command.add_argument(

@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
+from megatron.zerobubble.plan.pairing import with_pairs
 from megatron.zerobubble.plan.plan_request import PlanRequest
 from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT, ROUNDING, Result, best_of, make_plan
 from megatron.zerobubble.plan.registry import plan_of, schedule_info
@@ -151,7 +152,7 @@ def hand_written(request: PlanRequest) -> Result:
             plan = plan_of(spec, request.num_microbatches)
         else:
             plan = MicrobatchPlanner(spec, request.num_microbatches, options=options).plan(costs)
-        found.append(Result.of(plan, costs))
+        found.append(Result.of(with_pairs(plan, costs, request.objective), costs))
     return min(found, key=lambda result: result.time_ms(request.objective))
 
 

@@ -22,6 +22,7 @@ from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.objective import Objective
+from megatron.zerobubble.plan.pairing import with_pairs
 from megatron.zerobubble.plan.plan_request import PlanRequest
 from megatron.zerobubble.plan.registry import check_at_least_one, check_size, plan_of, plans_of, schedule_info, schedule_spec
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
@@ -188,6 +189,7 @@ def _one(spec: ScheduleSpec, request: PlanRequest, options: SearchOptions) -> Re
     else:
         half = replace(options, budget=0.5 * options.budget)  # for the order of equal microbatches, and again for these ones
         plans = [MicrobatchPlanner(spec, num_microbatches, costs=costs, options=half, base_options=half).plan(costs)]
+    plans = [with_pairs(plan, costs, options.objective, options.memory_limit) for plan in plans]
     results = [Result.of(plan, costs, options.memory_limit) for plan in plans]
     return min(results, key=lambda result: result.time_ms(options.objective))
 

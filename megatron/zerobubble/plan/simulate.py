@@ -2,7 +2,8 @@
 
 Execution is in order: an op starts when its rank is free and its inputs (`dependencies.requirements`) are computed, plus the
 time of the link if they come from another rank. Sends and receives take no time on the ranks. Both ops of a pair start when
-their rank is free and the inputs of both are there, and end after the time of both. Definitions:
+their rank is free and the inputs of both are there, and end after the time of both, less what of their all-to-alls is hidden
+(`CostModel.launch_ms`). Definitions:
 
 - span: max over ranks of (end of the rank's last op - start of its first): the iteration time with post-validation, when the
   optimizer needs no global synchronization (arXiv 2401.10241, section 4);
@@ -86,9 +87,21 @@ class Simulation:
         busy = math.fsum(length for row in self.rows for length in lengths_ms(row))
         return max(0.0, 1.0 - busy / (len(self.rows) * self.makespan_ms)) if self.makespan_ms > 0 else 0.0
 
+    @property
+    def communication_ms(self) -> tuple[tuple[float, float], ...]:
+        """Per rank the time of its all-to-alls: exposed, while it does not compute, and hidden beside the other op of a pair."""
+        costs, found = self.costs.of_plan(self.plan), []
+        for row in self.plan.launches:
+            exposed = math.fsum(map(costs.exposed_ms, row))
+            found.append((exposed, math.fsum(costs.all_to_all_ms(op) for launch in row for op in launch) - exposed))
+        return tuple(found)
+
     def metrics(self) -> dict[str, Any]:
         """The `metrics` object of the plan's JSON form."""
         around = {} if self.step is None else {f"step_{name}": getattr(self.step, name) for name in ("span_ms", "makespan_ms")}
+        if any(self.costs.all_to_all):
+            exposed, hidden = zip(*self.communication_ms, strict=True)
+            around |= {"exposed_all_to_all_ms": list(exposed), "hidden_all_to_all_ms": list(hidden)}
         return {
             "span_ms": self.span_ms,
             "makespan_ms": self.makespan_ms,
@@ -186,7 +199,8 @@ def run_in_order(
     Args:
         plan: a validated plan.
         duration_ms: op -> its duration.
-        costs: have the times of messages between ranks, those of the plan (`CostModel.of_plan`); None: they take none.
+        costs: have the times of messages between ranks and of pairs, those of the plan (`CostModel.of_plan`); None: messages take
+            none, and the ops of a pair run one after the other.
         gathers: when parameters are there; None: from the begin on.
 
     Raises:
@@ -205,7 +219,8 @@ def run_in_order(
             for need in requirements(op, plan.num_stages):
                 if need.stage != op.stage:  # else it is the rank's own
                     start = max(start, ready[need])
-        end = start + sum(map(duration_ms, launch))
+        together = costs is not None and len(launch) > 1
+        end = start + (costs.launch_ms(launch) if together and costs is not None else sum(map(duration_ms, launch)))
         if gathers is not None:
             end = max(gathers.end_ms(rank, op, start, end) for op in launch)
         for op in launch:

@@ -2,8 +2,8 @@
 
 ``ranks[r]`` holds parallel lists with one entry per op: ``kinds`` (index into `KINDS`), ``chunks``, ``stages``, ``microbatches``,
 ``slices``, ``starts`` and ``ends`` in milliseconds from the first op of all ranks; and the staircase of activation memory:
-``held`` after the times ``steps``. ``microbatches`` are slots of the plan; ``slots`` has, of unequal microbatches, which one of
-the data each runs.
+``held`` after the times ``steps``. ``seconds`` are the places of the second ops of pairs. ``microbatches`` are slots of the plan;
+``slots`` has, of unequal microbatches, which one of the data each runs.
 """
 
 from __future__ import annotations
@@ -17,10 +17,18 @@ from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.cost_table import COST_LISTS, CostTable
 from megatron.zerobubble.plan.ir import OpKind, Plan
 from megatron.zerobubble.plan.planner import Result
-from megatron.zerobubble.plan.render.plan_summary import headline, iteration_times, lengths, measures, step_times, title
+from megatron.zerobubble.plan.render.plan_summary import (
+    all_to_alls,
+    headline,
+    iteration_times,
+    lengths,
+    measures,
+    step_times,
+    title,
+)
 from megatron.zerobubble.plan.render.svg import SPAN_COLORS
 from megatron.zerobubble.plan.render.text import chunks_of, extent, render_text
-from megatron.zerobubble.plan.simulate import Simulation, TimedOp, memory_over_time
+from megatron.zerobubble.plan.simulate import Simulation, TimedOp, memory_over_time, seconds_of_pairs
 from megatron.zerobubble.plan.timeline import Timeline
 from megatron.zerobubble.plan.validate import live_microbatches, pending_wgrads
 from megatron.zerobubble.playground.length_fields import attention_share, drawn_slots
@@ -49,7 +57,7 @@ def draw_plan(result: Result, came: Simulation | None = None) -> Drawing:
         "source": "plan",
         "headline": headline(plan, title(plan.schedule)),
         "measures": measures(simulation),
-        "lengths": lengths(simulation, came) + step_times(simulation),
+        "lengths": lengths(simulation, came) + step_times(simulation) + all_to_alls(simulation),
         "metrics": result.metrics() | _sent(plan) | _idle(simulation, came),
         "plan": plan.to_json(costs=simulation.costs.to_json(), metrics=result.metrics()),
     }
@@ -174,6 +182,7 @@ def _rank(row: Sequence[TimedOp], stair: Sequence[tuple[float, float]], begin: f
         "slices": [timed.op.slice for timed in row],
         "starts": [round(timed.start_ms - begin, _DIGITS) for timed in row],
         "ends": [round(timed.end_ms - begin, _DIGITS) for timed in row],
+        "seconds": sorted(seconds_of_pairs(row)),
         "steps": [round(moment - begin, _DIGITS) for moment, _ in stair],
         "held": [round(held, _DIGITS) for _, held in stair],
     }

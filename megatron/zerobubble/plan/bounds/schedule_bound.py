@@ -5,6 +5,9 @@ are in docs/adr/0039). The span is at least the largest of them.
 
 With unequal microbatches the bounds hold for every assignment to slots: work and memory are summed over the microbatches, and a
 path takes at every stage and link the time of the fastest one. With slices they hold for every order of the slices.
+
+With all-to-alls that pairs hide the bounds are those of computation alone and those of communication alone: within the time of
+a pair its two ops could run one after the other with either.
 """
 
 from __future__ import annotations
@@ -68,10 +71,11 @@ def lower_bound(placement: Placement, num_microbatches: int, costs: CostModel, m
     unit = min(placement.num_ranks, num_microbatches)
     # Plans keep a limit up to rounding, so the bound uses a slightly larger one.
     limit = math.inf if memory_limit is None else memory_limit * unit * (1 + 1e-9) + 1e-9
-    instance = Instance(placement, costs, num_microbatches, limit)
     span = makespan = 0.0
-    for found in arguments(instance):
-        span, makespan = max(span, found.span_ms), max(makespan, found.makespan_ms)
+    for each in costs.without_overlap:
+        for found in arguments(Instance(placement, each, num_microbatches, limit)):
+            span, makespan = max(span, found.span_ms), max(makespan, found.makespan_ms)
+    instance = Instance(placement, costs.without_overlap[0], num_microbatches, limit)
     busiest = max(instance.work(stages) for stages in placement.rank_to_stages)
     bubble_rate = max(0.0, span - busiest) / span if span > 0 else 0.0
     step = None

@@ -30,7 +30,7 @@ from megatron.zerobubble.plan.costs.cost_table import (
 )
 from megatron.zerobubble.plan.costs.links import Links, LinkTime, unequal_links
 from megatron.zerobubble.plan.costs.step_costs import StepCosts
-from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
+from megatron.zerobubble.plan.ir import Launch, Op, OpKind, Placement, Plan
 
 _SMALLEST = 1e-9
 """Least of the largest time (ms), and of the largest activation memory. Below it quotients are no longer finite."""
@@ -56,9 +56,16 @@ class CostModel:
     """Links of every pair of ranks; None: `comm_ms` for all."""
     step: StepCosts | None = None
     """What surrounds the passes of an iteration; None: nothing."""
+    all_to_all: tuple[float, float] = (0.0, 0.0)
+    """Shares of the times of F and of B, 0 to 1, in which tokens travel to their experts and back. In a pair they are hidden
+    beside the other op's computation; W has none."""
 
     def __post_init__(self) -> None:
         check_number("comm_ms", self.comm_ms)
+        for name, share in zip(("F", "B"), self.all_to_all, strict=True):
+            check_number(f"all_to_all of {name}", share)
+            if share > 1:
+                raise ConfigError(f"costs: all_to_all of {name} is {share}; give a share of its time, 0 to 1")
         for names in (COST_LISTS[:3], COST_LISTS[3:]):
             _check_largest(names, max(max(self.lists[name]) for name in names))
         sizes, count = 1 if self.links is None else len(self.links.message_bytes), len(self.table.counts)
@@ -87,13 +94,14 @@ class CostModel:
 
     def with_lists(self, **lists: tuple[float, ...]) -> CostModel:
         """Plain costs with other lists per stage."""
-        return replace(CostModel.of_lists(self.lists | lists, comm_ms=self.comm_ms), step=self.step)
+        return replace(CostModel.of_lists(self.lists | lists, comm_ms=self.comm_ms), step=self.step, all_to_all=self.all_to_all)
 
     def with_table(self, table: CostTable) -> CostModel:
         """The costs of other passes of the same microbatches: a message is as much shorter as there are more of them."""
         own, new = self.table.passes_per_microbatch, table.passes_per_microbatch
         links = None if self.links is None else self.links.divided(new / own)
-        return CostModel.of(table, comm_ms=self.comm_ms * own / new, links=links, step=self.step)
+        other = CostModel.of(table, comm_ms=self.comm_ms * own / new, links=links, step=self.step)
+        return replace(other, all_to_all=self.all_to_all)
 
     @cached_property
     def means(self) -> CostLists[float]:
@@ -170,7 +178,8 @@ class CostModel:
             return self
         if self.table.is_alike:
             return replace(self, links=None)
-        return replace(CostModel.of_lists(self.whole.lists, comm_ms=self.whole.comm_ms), step=self.step)
+        plain = CostModel.of_lists(self.whole.lists, comm_ms=self.whole.comm_ms)
+        return replace(plain, step=self.step, all_to_all=self.all_to_all)
 
     @property
     def mean_pass(self) -> CostModel:
@@ -290,7 +299,7 @@ class CostModel:
         shortest = min(*self.forward_ms, *self.backward_ms)
         mean = math.fsum(each.message_ms for each in measured.values()) / max(1, len(measured))
         links = unequal_links(measured, num_ranks, shortest_pass_ms=shortest)
-        return CostModel.of(self.table, comm_ms=mean, links=links, step=self.step)
+        return replace(CostModel.of(self.table, comm_ms=mean, links=links, step=self.step), all_to_all=self.all_to_all)
 
     def of_plan(self, plan: Plan) -> CostModel:
         """The costs of a plan's own microbatches and slices: `reordered` by its assignment, and divided among its slices.
@@ -341,6 +350,40 @@ class CostModel:
         """Time of one op in milliseconds; the microbatch counts only if they are unequal."""
         return self.table.duration_ms(stage, kind, microbatch, slice)
 
+    def all_to_all_ms(self, op: Op) -> float:
+        """Time in an op in which tokens travel to their experts and back, in milliseconds."""
+        if op.kind is OpKind.W or not any(self.all_to_all):
+            return 0.0
+        is_forward = op.kind is OpKind.F
+        kind = OpKind.F if is_forward else OpKind.B
+        return self.all_to_all[not is_forward] * self.duration_ms(op.stage, kind, op.microbatch, op.slice)
+
+    def launch_ms(self, launch: Launch) -> float:
+        """Time of an op, or of a pair: a rank computes for one op at a time and communicates for one, and each takes at least as
+        long as alone. It is what many layers come close to, whose parts alternate."""
+        own = [self.duration_ms(*op) for op in launch]
+        whole, communicates = sum(own), sum(map(self.all_to_all_ms, launch))
+        return whole if len(own) == 1 else max(*own, communicates, whole - communicates)
+
+    def exposed_ms(self, launch: Launch) -> float:
+        """The part of its time in which a rank communicates and does not compute."""
+        communicates = sum(map(self.all_to_all_ms, launch))
+        return self.launch_ms(launch) - (sum(self.duration_ms(*op) for op in launch) - communicates) if communicates else 0.0
+
+    @property
+    def without_overlap(self) -> tuple[CostModel, ...]:
+        """Costs of single ops that no order of pairs is faster than: those of computation alone, and those of communication."""
+        if not any(self.all_to_all):
+            return (self,)
+        found = []
+        for shares, wgrad in (([1 - share for share in self.all_to_all], 1.0), (self.all_to_all, 0.0)):
+            rows = {
+                name: tuple(tuple(factor * value for value in row) for row in getattr(self.table, name))
+                for name, factor in zip(COST_LISTS[:3], (*shares, wgrad), strict=True)
+            }
+            found.append(replace(self, table=replace(self.table, **rows), all_to_all=(0.0, 0.0)))  # type: ignore[arg-type]
+        return tuple(found)
+
     def link_ms(self, source: int, target: int, microbatch: int = 0) -> float:
         """Time of a message between two ranks in milliseconds; 0 within a rank."""
         if source == target:
@@ -378,6 +421,8 @@ class CostModel:
             body["links"] = self.links.to_json()
         if self.step is not None:
             body["step"] = self.step.to_json()
+        if any(self.all_to_all):
+            body["all_to_all"] = list(self.all_to_all)
         return body
 
     @staticmethod
@@ -397,9 +442,11 @@ class CostModel:
         if table is None:
             table = CostModel.of_lists({name: body[name] for name in COST_LISTS}).table
         step = None if body.get("step") is None else StepCosts.from_json(body["step"])
-        if links is None:
-            return CostModel.of(table, comm_ms=comm_ms, step=step)
-        return CostModel.of(table, links=Links.from_json(links), step=step)
+        shares = body.get("all_to_all", [0.0, 0.0])
+        if not isinstance(shares, list) or len(shares) != 2:
+            raise PlanError(f"costs: 'all_to_all' must be a list of two shares, of F and of B, got {quoted(shares)}")
+        given = {"comm_ms": comm_ms} if links is None else {"links": Links.from_json(links)}
+        return replace(CostModel.of(table, step=step, **given), all_to_all=tuple(shares))
 
 
 def _brief(times: tuple[float, ...]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from megatron.zerobubble.plan.costs.cost_model import CostModel
@@ -114,6 +115,18 @@ def measures(simulation: Simulation) -> str:
     return f"{iteration_times(simulation)}; peak activation memory {max(simulation.peak_memory):.4f} of 1F1B's"
 
 
+def all_to_alls(simulation: Simulation) -> list[str]:
+    """How much of its all-to-alls a plan hides, as a line; empty if the costs have none."""
+    if not any(simulation.costs.all_to_all):
+        return []
+    exposed, hidden = map(math.fsum, zip(*simulation.communication_ms, strict=True))
+    count, num_ranks = len(simulation.plan.pairs), simulation.plan.num_ranks
+    return [
+        f"all-to-alls of a rank: {exposed / num_ranks:.3f} ms exposed, {hidden / num_ranks:.3f} ms hidden, on average; "
+        f"{count} pairs of F and B that run together"
+    ]
+
+
 def step_times(simulation: Simulation) -> list[str]:
     """Both iteration times with what surrounds the passes, as a line; empty if the costs have nothing of that."""
     if simulation.step is None:
@@ -151,6 +164,7 @@ def summary(result: Result, width: int, *, is_colored: bool = False) -> str:
             *lengths(simulation),
             measures(simulation),
             *step_times(simulation),
+            *all_to_alls(simulation),
             bounds(result),
             *ranks,
         ]

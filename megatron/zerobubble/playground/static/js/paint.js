@@ -44,9 +44,16 @@ export function paintPasses(context, drawing, view, ink, kinds, spanColors, isLi
     line.fill(0);
     if (rank.starts.length) span(line, column(rank.starts[0]), column(rank.ends[rank.ends.length - 1]), colors.idle);
     paintSpans(line, drawing.spans?.[index] ?? [], column, colors.spans);
-    paintBoxes(line, rank, view, column, colors, isLit && ((i) => isLit(index, i)));
+    const seconds = new Set(rank.seconds);
+    const lit = isLit && ((i) => isLit(index, i));
+    paintBoxes(line, rank, view, column, colors, lit, (i) => !seconds.has(i));
     const top = Math.round(index * step * ratio);
-    for (let y = top; y < top + Math.round(view.rowHeight * ratio); y++) pixels.data.set(line, y * pixels.width);
+    const height = Math.round(view.rowHeight * ratio);
+    for (let y = top; y < top + height; y++) pixels.data.set(line, y * pixels.width);
+    if (seconds.size) {
+      paintBoxes(line, rank, view, column, colors, lit, (i) => seconds.has(i));
+      for (let y = top + (height >> 1); y < top + height; y++) pixels.data.set(line, y * pixels.width);
+    }
     if (size) collect(rank, index * step + view.rowHeight / 2 + 0.5, view, size, numbers);
   });
   flush(context, pixels, view.left, ratio);
@@ -70,8 +77,10 @@ function paintSpans(line, spans, column, colors) {
   }
 }
 
-function paintBoxes(line, { starts, ends, kinds, chunks }, view, column, colors, isLit) {
+/** The boxes of a rank that `isHere` names: the second ops of pairs are only in the lower half of its row. */
+function paintBoxes(line, { starts, ends, kinds, chunks }, view, column, colors, isLit, isHere) {
   for (let i = firstAbove(ends, view.from); i < starts.length && starts[i] <= view.to; i++) {
+    if (!isHere(i)) continue;
     const from = column(starts[i]);
     const to = column(ends[i]);
     // A pixel between boxes keeps them apart if they are wide enough.
@@ -93,14 +102,18 @@ function numberSize({ ranks, num_microbatches: count }, view) {
 }
 
 /** The microbatch numbers where they fit, in the middle of what is in sight of their boxes; in narrow ones digit below digit. */
-function collect({ starts, ends, chunks, microbatches }, y, view, size, numbers) {
+function collect({ starts, ends, chunks, microbatches, seconds }, middle, view, size, numbers) {
+  const lower = new Set(seconds);
   for (let i = firstAbove(ends, view.from); i < starts.length && starts[i] <= view.to; i++) {
     const from = Math.max(view.left, view.x(starts[i]));
     const to = Math.min(view.left + view.width, view.x(ends[i]));
     const text = String(microbatches[i]);
+    const isHalf = lower.has(i) || lower.has(i + 1);
+    if (isHalf && view.rowHeight < 2 * size) continue;
+    const y = middle + (isHalf ? ((lower.has(i) ? 1 : -1) * view.rowHeight) / 4 : 0);
     const entry = { px: size, text, x: (from + to) / 2, y, isLater: chunks[i] > 0 };
     if (to - from >= DIGIT * size * text.length + PADDING) numbers.push(entry);
-    else if (view.rowHeight >= LEAST_FONT * text.length) {
+    else if (!isHalf && view.rowHeight >= LEAST_FONT * text.length) {
       const px = Math.min(LEAST_FONT, Math.floor((to - from - GAP) / DIGIT));
       if (px < NARROW_FONT) continue;
       [...text].forEach((digit, at) => numbers.push({ ...entry, px, text: digit, y: y + (at - (text.length - 1) / 2) * LEAST_FONT }));

@@ -304,7 +304,9 @@ export class Panel {
     const time = this.view.x.invert(px);
     const { starts, ends } = this.drawing.ranks[rank];
     const index = firstAbove(ends, time);
-    return index < starts.length && starts[index] <= time ? { rank, index } : null;
+    if (index >= starts.length || starts[index] > time) return null;
+    const isLower = py - rank * this.step > this.rowHeight / 2;
+    return { rank, index: index + (isLower && this.drawing.ranks[rank].seconds.includes(index + 1) ? 1 : 0) };
   }
 
   /** A pass in words. */
