@@ -6,7 +6,6 @@ import random
 from dataclasses import replace
 
 import pytest
-import torch.distributed.pipelining.schedules as torch_schedules
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,6 +27,7 @@ from megatron.zerobubble.playground.recorded import read_trace
 from tests.plan.test_communication import placements, random_plan
 from tests.support.plans import paired, plan_of_text
 from tests.support.program_checker import check, check_posts
+from tools.benchmarks.ep_overlap import torch_dualpipev
 
 
 def two_ranks(*pairs: str, text: str = "0F0 0F1 0F2 0B0 0B1 0W0 0B2 0W1 0W2\n1F0 1B0 1F1 1B1 1F2 1B2 1W0 1W1 1W2") -> Plan:
@@ -181,10 +181,7 @@ def test_pictures_show_a_pair_as_one_box_or_two_halves() -> None:
 
 
 def test_the_table_of_torchs_dualpipev_is_a_v_with_pairs() -> None:
-    schedule = torch_schedules.ScheduleDualPipeV.__new__(torch_schedules.ScheduleDualPipeV)
-    schedule.pp_group_size, schedule._n_microbatches, schedule._num_stages, schedule.num_stages = 4, 10, 8, 8
-    rows = [schedule._calculate_single_rank_operations(rank) for rank in range(4)]
-    table = "".join(",".join(map(str, row)) + "\n" for row in rows)
+    table = torch_dualpipev(4, 10)
     plan = from_torch_csv(table)
     validate(plan)
     assert plan.placement == Placement.v(4)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.simulate import simulate
-from tools.benchmarks import interleaved, layouts, published_gpu, slices
+from tools.benchmarks import ep_overlap, interleaved, layouts, published_gpu, slices
 from tools.benchmarks.published_times import read_configs
 
 pytestmark = [
@@ -223,3 +225,30 @@ def test_measurements_of_others_are_simulated_again() -> None:
     (config,) = read_configs(published_gpu.PUBLISHED, "0")
     again = published_gpu.gains(facts["zero_bubble_a100"]["rows"][0], 0, config)
     assert again == MEASURED["gains"][: len(again)]
+
+
+EP = json.loads((DOCS / "data" / "ep_overlap.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.claims(
+    "Planning and measuring",
+    "experts' all-to-alls hidden by pairs, beside megatron-core's overlap",
+    "simulated, [numbers](benchmarks/ep-overlap.md)",
+)
+def test_the_page_on_pairs_is_that_of_the_results_which_can_be_simulated_again() -> None:
+    assert ep_overlap.markdown(EP) == (DOCS / "ep-overlap.md").read_text(encoding="utf-8")
+    rows = {(row["contender"], row["all_to_all"]): row for row in EP["rows"]}
+    plans = dict(ep_overlap.contenders(EP["p"], 0.4))
+    for name in ("ZBV, pairs", "interleaved v = 4, megatron-core's overlap"):
+        plan = plans[name](EP["m"])
+        found = simulate(plan, replace(CostModel.uniform(plan.placement), all_to_all=(0.4, 0.4)))
+        assert found.makespan_ms == pytest.approx(rows[name, 0.4]["makespan_ms"])
+        assert max(found.peak_memory) == pytest.approx(rows[name, 0.4]["memory"])
+        assert len(plan.pairs) == rows[name, 0.4]["pairs"] > 0
+
+
+def test_alternating_layers_take_the_time_of_a_pair() -> None:
+    for row in EP["pairs_of_layers"]:
+        share = row["all_to_all"]
+        assert ep_overlap.alternating_ms(row["layers"], share) == pytest.approx(row["pair_ms"])
+        assert row["pair_ms"] == pytest.approx(max(2 - 2 * share, 2 * share, 1), rel=0.01)

@@ -368,7 +368,9 @@ class CostModel:
     def exposed_ms(self, launch: Launch) -> float:
         """The part of its time in which a rank communicates and does not compute."""
         communicates = sum(map(self.all_to_all_ms, launch))
-        return self.launch_ms(launch) - (sum(self.duration_ms(*op) for op in launch) - communicates) if communicates else 0.0
+        if len(launch) == 1 or not communicates:
+            return communicates
+        return max(0.0, self.launch_ms(launch) - (sum(self.duration_ms(*op) for op in launch) - communicates))
 
     @property
     def without_overlap(self) -> tuple[CostModel, ...]:

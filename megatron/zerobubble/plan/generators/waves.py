@@ -3,9 +3,10 @@
 Both results of a pair exist only when it ends, so a microbatch goes one stage further per *slot*, down with its F and back with
 its B. With `hops[s]` slots from stage s to the next one, and a microbatch every `period` slots, F of microbatch i is in slot
 ``period * i + down(s)`` of stage s, and its B in slot ``period * i + down(last) + turn + down(last) - down(s)``. What a rank has
-in one slot is a pair. p=3 on a V, with the second stage of a rank in small letters, each column a slot, W left out::
+in one slot is a pair. The first slots of a V with p=2, small letters for a rank's second stage, W left out::
 
-    rank 0  F0    F1    F2    F3+b0   f1+.. ..
+    rank 0  F0    ..    F1    f0    F2+b0 f1    F3+b1 f2+B0 F4+b2 f3+B1 b3    f4+B2
+    rank 1  ..    F0    f0    F1    f1    F2+b0 f2+B0 F3+b1 f3+B1 F4+b2 f4+B2 b3
 
 Three of them are useful:
 
