@@ -11,6 +11,7 @@ and quantizers.
 `gemm`            GEMMs, of quantized operands too
 `norms`           LayerNorm and RMSNorm, forward and backward
 `rope`            rotary position embeddings, forward and backward
+`attention`       fused attention, for context parallelism
 `float8`          casts to and from float8, with torch's own dtypes
 `multi_tensor`    the kernels of its optimizers
 `userbuffers`     buffers that all layers of a name share (`tp_comm_overlap`)
@@ -18,7 +19,7 @@ and quantizers.
 ===============  ==================================================================================================
 
 What this cannot show: the kernels' results, speed and memory, the order of their streams, what they do with a strided operand,
-CUDA graphs, Userbuffers' overlap with GEMMs, fused and flash attention, MXFP8, blockwise scaling and FP4. Operands of quantized
+CUDA graphs, Userbuffers' overlap with GEMMs, flash attention, MXFP8, blockwise scaling and FP4. Operands of quantized
 GEMMs are dequantized and multiplied in float32, so that errors of the casts are real and those of the accumulation are not.
 """
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from tests.support.transformer_engine import float8, gemm, multi_tensor, norms, rope
+from tests.support.transformer_engine import attention, float8, gemm, multi_tensor, norms, rope
 
 __all__ = ["Extension"]
 
@@ -53,7 +53,7 @@ class FP8TensorMeta:
 
 
 def _attention_backends(version: str) -> type[enum.IntEnum]:
-    """The fused attention backends, of which none is used; 2.20 checks that it knows each."""
+    """The fused attention backends, of which none is used unless `attention.enabled`; 2.20 checks that it knows each."""
     dropped_later = ["NVTE_F16_max512_seqlen"] if Version(version) < Version("2.20") else []
     names = ["NVTE_No_Backend", *dropped_later, "NVTE_F16_arbitrary_seqlen", "NVTE_FP8"]
     return enum.IntEnum("NVTE_Fused_Attn_Backend", names, start=-1)
@@ -92,6 +92,8 @@ _ANSWERS: dict[str, Any] = {
     "layernorm_bwd": norms.layernorm_bwd,
     "rmsnorm_fwd": norms.rmsnorm_fwd,
     "rmsnorm_bwd": norms.rmsnorm_bwd,
+    "fused_attn_fwd": attention.fused_attn_fwd,
+    "fused_attn_bwd": attention.fused_attn_bwd,
     "fused_rope_forward": rope.fused_rope_forward,
     "fused_rope_backward": rope.fused_rope_backward,
     "quantize": float8.quantize,

@@ -1,0 +1,150 @@
+"""Fused attention of the extension, forward and backward, for tensors [s, b, h, d] with a causal mask or none.
+
+Transformer Engine's context parallelism needs it: it calls the kernels for parts of the keys and combines outputs and gradients
+by the statistics. Everywhere else its attention of torch operations runs, because `enabled` is not entered.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from megatron.zerobubble.mcore.cpu.streams import InertStream
+
+__all__ = ["enabled", "fused_attn_bwd", "fused_attn_fwd"]
+
+
+def fused_attn_fwd(
+    _max_q: int,
+    _max_kv: int,
+    _is_training: bool,
+    scale: float,
+    dropout: float,
+    _fast_zero_fill: bool,
+    layout: Any,
+    _o_format: Any,
+    _scale_inv_format: Any,
+    bias_type: Any,
+    mask: Any,
+    _softmax_type: Any,
+    _window: tuple[int, int],
+    _bottom_right: bool,
+    _cu_q: Tensor,
+    _cu_kv: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *_: Any,
+) -> list[Tensor]:
+    """[the output, logarithm of the sum of exponentials as [b, h, s, 1] in float32, state of the generator]."""
+    _check(dropout, layout, bias_type)
+    scores = _scores(q, _for_queries(k, q), scale, mask)
+    statistics = scores.logsumexp(dim=-1, keepdim=True)
+    output = torch.einsum("bhqk,kbhd->qbhd", torch.exp(scores - statistics), _for_queries(v, q))
+    return [output.to(q.dtype).contiguous(), statistics, torch.zeros(2, dtype=torch.int64)]
+
+
+def fused_attn_bwd(
+    _max_q: int,
+    _max_kv: int,
+    scale: float,
+    dropout: float,
+    _fast_zero_fill: bool,
+    layout: Any,
+    _o_format: Any,
+    _do_format: Any,
+    _gradients_layout: Any,
+    _scale_inv_format: Any,
+    _do_scale_inv_format: Any,
+    bias_type: Any,
+    mask: Any,
+    _softmax_type: Any,
+    _window: tuple[int, int],
+    _bottom_right: bool,
+    _deterministic: bool,
+    _cu_q: Tensor,
+    _cu_kv: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    grad: Tensor,
+    _fake_dtype: Any,
+    saved: list[Tensor],
+    *_: Any,
+) -> list[Tensor | None]:
+    """[gradient of q, of k, of v, of the bias, of the softmax offset].
+
+    Args:
+        output: and the statistics in `saved`: over all keys, of which `k` may be a part.
+        grad: of `output`.
+        saved: what the forward returned behind its output.
+    """
+    _check(dropout, layout, bias_type)
+    keys, values, gradient = _for_queries(k, q), _for_queries(v, q), grad.float()
+    probabilities = torch.exp(_scores(q, keys, scale, mask) - saved[0])
+    of_probabilities = torch.einsum("qbhd,kbhd->bhqk", gradient, values)
+    of_outputs = (gradient * output.float()).sum(dim=-1).permute(1, 2, 0).unsqueeze(-1)
+    of_scores = probabilities * (of_probabilities - of_outputs) * scale
+    dq = torch.einsum("bhqk,kbhd->qbhd", of_scores, keys)
+    dk = torch.einsum("bhqk,qbhd->kbhd", of_scores, q.float())
+    dv = torch.einsum("bhqk,qbhd->kbhd", probabilities, gradient)
+    summed = (each.unflatten(2, (k.shape[2], -1)).sum(dim=3) for each in (dk, dv))
+    return [*(each.to(q.dtype).contiguous() for each in (dq, *summed)), None, None]
+
+
+def _check(dropout: float, layout: Any, bias_type: Any) -> None:
+    if dropout or not layout.name.startswith("NVTE_SBHD") or bias_type.name != "NVTE_NO_BIAS":
+        raise NotImplementedError(f"fused attention with dropout {dropout}, {layout.name}, {bias_type.name}")
+
+
+def _for_queries(keys: Tensor, q: Tensor) -> Tensor:
+    """Keys or values in float32, one head for each of the queries'."""
+    return keys.float().repeat_interleave(q.shape[2] // keys.shape[2], dim=2)
+
+
+def _scores(q: Tensor, keys: Tensor, scale: float, mask: Any) -> Tensor:
+    """[b, h, queries, keys]."""
+    scores = torch.einsum("qbhd,kbhd->bhqk", q.float(), keys) * scale
+    if mask.name == "NVTE_NO_MASK":
+        return scores
+    if mask.name != "NVTE_CAUSAL_MASK":
+        raise NotImplementedError(f"fused attention with {mask.name}")
+    return scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+
+
+class _WaitedOnce:
+    """A transfer that may be waited for twice, as the ring does in backward: gloo would wait for another message."""
+
+    def __init__(self, work: Any) -> None:
+        self._work: Any = work
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+        self._work = None
+
+
+@contextmanager
+def enabled() -> Iterator[None]:
+    """Transformer Engine's attention finds it, and megatron-core's a stream for the ring of context parallelism."""
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+    from transformer_engine.pytorch.attention.dot_product_attention import context_parallel, dot_product_attention
+
+    extension: Any = sys.modules["transformer_engine_torch"]
+    found = extension.NVTE_Fused_Attn_Backend["NVTE_F16_arbitrary_seqlen"]
+    answer = mock.patch.object(extension, "get_fused_attn_backend", return_value=(found, ""))
+    stream = mock.patch.object(TEDotProductAttention, "cp_stream", InertStream())
+    communicate: Any = context_parallel.flash_attn_p2p_communicate
+    once = mock.patch.object(
+        context_parallel, "flash_attn_p2p_communicate", lambda *args: [_WaitedOnce(work) for work in communicate(*args)]
+    )
+    chosen: Any = dot_product_attention._attention_backends
+    with answer, stream, once, mock.patch.dict(chosen, attention_params=None):
+        yield
