@@ -18,6 +18,8 @@ import megatron.zerobubble
 from tests.frameworks.recipes import RECIPES
 from tests.support.mamba import stand_ins
 from tests.support.megatron_lm import loop_of_its_own
+from tests.support.transformer_engine import attention
+from tests.support.transformer_engine.graphs import CUDAGraph
 from tests.support.transformer_engine.userbuffers import initialized
 
 __all__ = ["GPT", "INTERLEAVED", "SMALL", "VANILLA", "WITHOUT_CUDA", "Run", "pretrain", "set_fields", "train_recipe"]
@@ -89,6 +91,8 @@ class Run:
     """The schedule that ran."""
     printed: str
     """Standard output."""
+    replays: int = 0
+    """How often a CUDA graph was replayed."""
 
 
 def pretrain(rank: int, recipe: str, changes: Mapping[str, Any], schedule: str | None = None) -> Run:
@@ -121,8 +125,17 @@ def train_recipe(rank: int, name: str, changes: Mapping[str, Any], schedule: str
     def from_hf_pretrained(_: str, **__: Any) -> Any:
         return AutoBridge.from_hf_config(kind(**hub))
 
-    with mock.patch.object(AutoBridge, "from_hf_pretrained", from_hf_pretrained), userbuffers(), stand_ins():
-        return pretrain(rank, f"megatron.bridge.{recipe.function}", {**recipe.changes, **changes}, schedule)
+    changes = {**recipe.changes, **changes}
+    ring = attention.enabled() if changes.get("model.context_parallel_size", 1) > 1 else contextlib.nullcontext()
+    with (
+        mock.patch.object(AutoBridge, "from_hf_pretrained", from_hf_pretrained),
+        mock.patch.object(CUDAGraph, "replay", autospec=True, side_effect=CUDAGraph.replay) as replay,
+        userbuffers(),
+        stand_ins(),
+        ring,
+    ):
+        run = pretrain(rank, f"megatron.bridge.{recipe.function}", changes, schedule)
+    return dataclasses.replace(run, replays=replay.call_count)
 
 
 @contextlib.contextmanager

@@ -215,6 +215,7 @@ def loop_of_its_own(**environment: str) -> Iterator[io.StringIO]:
 def _forget() -> None:
     from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
     from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.tensor_parallel import random
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     from megatron.training import global_vars
 
@@ -223,6 +224,7 @@ def _forget() -> None:
         child.join()
     filesystem_async._results_queue = None
     MTPLossLoggingHelper.tracker.clear()
+    random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False  # of which kind it is, the next loop says
 
     for undo in (
         global_vars.destroy_global_vars,
