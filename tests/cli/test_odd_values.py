@@ -124,7 +124,6 @@ def test_the_numbers_of_a_plan_are_checked_before_lists_are_made_of_them(
         ["export", "/dev/zero", "--torch-csv", "-"],
         ["import", "/dev/zero"],
         [*PLAN, "--costs", "/dev/zero"],
-        ["plan", "--schedule", "zbv", "--num-ranks", "2", "--num-microbatches", "4", "--layers", "/dev/zero"],
         ["layout", "--schedule", "zbv", "--num-ranks", "2", "--num-microbatches", "4", "--layers", "/dev/zero"],
         ["show", "-"],
     ],

@@ -9,7 +9,7 @@ shape:
   first/last   the same with any --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers that megatron-core's
                rule of division allows: layers of the other ranks even
   partition    partitions found by our search, under interleaved 1F1B (2 to 4 virtual stages) or 1F1B: the gain without our orders
-  ours         `zerobubble plan --layers FILE --memory 70GiB --objective makespan`
+  ours         `zerobubble layout --schedule auto --empty-stages --layers FILE --memory 70GiB`
 
 Speed is the ratio of makespans (iteration time with the synchronous optimizer). The span is the iteration time with
 post-validation. *Gap* is how far our makespan is above a lower bound over all layouts.
@@ -42,8 +42,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
+from megatron.zerobubble.cli.layout import parse_bytes
 from megatron.zerobubble.cli.parser import Parser
-from megatron.zerobubble.cli.plan_layers import parse_bytes
 from megatron.zerobubble.cli.progress_bar import track
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.ir import Placement
@@ -244,8 +244,8 @@ def _commands(rows: Sequence[tuple[str, Row]]) -> list[str]:
     lines.append("    --markdown docs/benchmarks/layouts.md")
     for name, row in rows:
         lines.append(
-            f"zerobubble plan --layers docs/benchmarks/data/layers/{name}.json --num-ranks {row['num_ranks']} "
-            f"--num-microbatches {row['num_microbatches']} \\\n    --memory {MEMORY} --objective makespan"
+            f"zerobubble layout --layers docs/benchmarks/data/layers/{name}.json --num-ranks {row['num_ranks']} "
+            f"--num-microbatches {row['num_microbatches']} \\\n    --memory {MEMORY} --schedule auto --empty-stages"
         )
     return [*lines, "```", ""]
 

@@ -7,6 +7,7 @@ from typing import NoReturn
 
 from megatron.zerobubble.machine import usable_cores
 from megatron.zerobubble.messages import one_line
+from megatron.zerobubble.plan.objective import DEFAULT_OBJECTIVE, Objective
 from megatron.zerobubble.plan.registry import check_at_least_one
 from megatron.zerobubble.plan.search.search_options import Effort
 
@@ -34,6 +35,17 @@ def add_search_flags(command: argparse.ArgumentParser, *, effort: str | None) ->
         help="threads to search with; the plan does not depend on it, the time does (default: the CPU cores of this process)",
     )
     command.add_argument("--seed", type=int, default=0, help="random seed of the search (default %(default)s)")
+
+
+def add_objective(command: argparse.ArgumentParser) -> None:
+    """Add --objective."""
+    command.add_argument(
+        "--objective",
+        choices=[objective.value for objective in Objective],
+        default=DEFAULT_OBJECTIVE.value,
+        help=f"iteration time to minimize: {' or '.join(objective.label for objective in Objective)} (default %(default)s, as in "
+        "a run without post-validation)",
+    )
 
 
 def workers_of(args: argparse.Namespace) -> int:

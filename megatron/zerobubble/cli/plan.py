@@ -10,7 +10,6 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,17 +21,10 @@ from megatron.zerobubble.cli.cost_flags import (
     add_unequal_flags,
     read_request,
 )
-from megatron.zerobubble.cli.layout_of_run import add_layout_flags, run_layout
+from megatron.zerobubble.cli.layout import add_layout_flags, run_layout
 from megatron.zerobubble.cli.output_files import columns, has_colors, write_text
-from megatron.zerobubble.cli.parser import add_search_flags
+from megatron.zerobubble.cli.parser import add_objective, add_search_flags
 from megatron.zerobubble.cli.plan_files import run_export, run_import, run_show, write_pictures
-from megatron.zerobubble.cli.plan_layers import (
-    MICROBATCHES_PER_RANK,
-    add_layer_flags,
-    layout_summary,
-    layout_to_json,
-    plan_layers,
-)
 from megatron.zerobubble.cli.progress_bar import stoppable, track
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.flags.memory_limit import bytes_of
@@ -40,22 +32,20 @@ from megatron.zerobubble.flags.require import installed
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.anytime import best, pareto, with_defaults
 from megatron.zerobubble.plan.communication import num_messages
-from megatron.zerobubble.plan.objective import DEFAULT_OBJECTIVE, Objective
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.registry import known_schedules, schedule_info
 from megatron.zerobubble.plan.render.plan_summary import summary
 from megatron.zerobubble.plan.search.search_options import Effort
-from megatron.zerobubble.plan.simulate import Simulation
 
 EXAMPLES = {
     "plan": """
   zerobubble plan -p 8 -m 24 --memory-limit 0.8 --forward-ms 18.5 --backward-ms 18.1 --wgrad-ms 9.3 --effort fast
-  zerobubble plan --layers layers.json -p 8 -m 32 --memory 70GiB""",
+  zerobubble plan --schedule zbv -p 4 --microbatch-tokens 512,4096,700,1800,1024,96 --attention-share 0.1""",
     "pareto": """
   zerobubble pareto -p 8 -m 24 --effort fast --png pareto.png
   zerobubble pareto -p 4 -m 16 --memory-limits 0.5,1,1.5 --comm-ms 0.1 --json -""",
     "layout": """
-  zerobubble layout --layers layers.json -p 8 -m 32 --memory 70GiB
+  zerobubble layout --layers layers.json --schedule auto -p 8 -m 32 --memory 70GiB
   zerobubble layout --schedule interleaved-1f1b --memory 70GiB -- /path/to/Megatron-LM/pretrain_gpt.py ITS FLAGS""",
     "show": """
   zerobubble show plan.json --svg plan.svg
@@ -79,7 +69,6 @@ def add_commands(commands: Any) -> None:
     schedules += f"\n  {AUTO:17} the best of these within the memory limit"
     plan = _command(commands, "plan", f"schedules:\n{schedules}\n\n")
     plan.add_argument("--schedule", default=AUTO, help="name of the schedule, see below (default %(default)s)")
-    add_layer_flags(plan)
     plan.add_argument("--num-chunks", type=int, help="virtual stages (VPP) per rank, for the interleaved schedules (default 2)")
     plan.add_argument(
         "--max-pending-backward", help="most microbatches between F and W per rank, for zb: 1p, 2p or a number (default 1p)"
@@ -111,11 +100,12 @@ def add_commands(commands: Any) -> None:
         _add_problem(command)
     show = _command(commands, "show")
     show.add_argument("file", help="a plan in JSON; - reads standard input")
-    for command in (plan, show):
+    layout = _command(commands, "layout")
+    add_layout_flags(layout)
+    for command in (plan, show, layout):
         command.add_argument("--svg", metavar="FILE", help="write the timeline as SVG")
         command.add_argument("--trace", metavar="FILE", help="write the timeline as a Chrome trace")
         command.add_argument("--width", type=int, help="columns of the text timeline (default: the terminal's, else 160)")
-    add_layout_flags(_command(commands, "layout"))
     export = _command(commands, "export")
     export.add_argument("file", help="a plan in JSON; - reads standard input")
     export.add_argument("--torch-csv", metavar="FILE", required=True, help="the action table to write; - prints it")
@@ -144,8 +134,7 @@ def _add_problem(command: argparse.ArgumentParser) -> None:
         "--num-microbatches",
         "-m",
         type=int,
-        help="microbatches per iteration, m; with --microbatch-tokens their number is known, with --layers it is "
-        f"{MICROBATCHES_PER_RANK} per pipeline rank by default",
+        help="microbatches per iteration, m; with --microbatch-tokens their number is known",
     )
     for name, default, meaning in (
         ("forward-ms", 1.0, "F, forward, in ms per rank and microbatch"),
@@ -165,13 +154,7 @@ def _add_problem(command: argparse.ArgumentParser) -> None:
     add_all_to_all_flag(command)
     add_unequal_flags(command)
     add_slice_flags(command)
-    command.add_argument(
-        "--objective",
-        choices=[objective.value for objective in Objective],
-        default=DEFAULT_OBJECTIVE.value,
-        help=f"iteration time to minimize: {' or '.join(objective.label for objective in Objective)} (default %(default)s, as in "
-        "a run without post-validation)",
-    )
+    add_objective(command)
     add_search_flags(command, effort=None)
     command.add_argument("--json", metavar="FILE", help="write the result as JSON; - prints it and nothing else")
 
@@ -183,23 +166,14 @@ def _share(text: str) -> float:
     except ValueError:
         if bytes_of(text):
             raise argparse.ArgumentTypeError(
-                f"a size in bytes needs the model's: give --layers FILE --memory {text}, or a share of 1F1B's memory such as 0.8"
+                f"a size in bytes needs the model's: zerobubble layout --layers FILE --memory {text}; or give a share of 1F1B's "
+                "memory such as 0.8"
             ) from None
         raise argparse.ArgumentTypeError(f"{quoted(text)} is no number; give a share of 1F1B's memory such as 0.8") from None
 
 
 def run_plan(args: argparse.Namespace) -> None:
-    """`plan`: generate or search a plan, with --layers also a layout; simulate it, write it to files and show it."""
-    if args.layers is not None:
-        found, sizes = plan_layers(args)
-        lines = [*sizes, *[""] * bool(sizes), layout_summary(found, columns(args.width), is_colored=has_colors())]
-        _write(args, found.result.simulation, layout_to_json(found), lines)
-        return
-    if args.memory is not None or args.no_empty_stages or args.pipeline_sizes is not None:
-        raise ConfigError(
-            "--memory, --no-empty-stages and --pipeline-sizes are for --layers; --memory-limit limits a schedule's activation "
-            "memory"
-        )
+    """`plan`: generate or search a plan, simulate it, write it to files and show it."""
     request = with_defaults(read_request(args), effort=Effort.DEFAULT)
     result = stoppable(f"planning {args.schedule}", lambda progress: best(request, progress))
     simulation = result.simulation
@@ -208,11 +182,6 @@ def run_plan(args: argparse.Namespace) -> None:
         verdict = {"verdict": result.verdict(request.objective)}
     lines += [*verdict.values(), *request.source]
     text = simulation.plan.to_json(costs=simulation.costs.to_json(), metrics=result.metrics() | verdict)
-    _write(args, simulation, text, lines)
-
-
-def _write(args: argparse.Namespace, simulation: Simulation, text: str, lines: Sequence[str]) -> None:
-    """Write the files that are asked for, and print the lines unless a file is printed."""
     if args.json is not None:
         write_text(args.json, text)
     write_pictures(args, simulation)
@@ -361,7 +330,7 @@ def _compared(row: dict[str, Any]) -> str:
 
 MEANINGS = {
     "plan": "build a plan and show it",
-    "layout": "the best --pipeline-model-parallel-layout for your schedule, 1F1B included",
+    "layout": "the best --pipeline-model-parallel-layout for your schedule, 1F1B included, and its plan",
     "show": "show a plan file",
     "pareto": "the best plan for each of several memory limits: bubble against memory",
     "compare": "several schedules for your times: speed-up, bubble, memory, messages",

@@ -1,4 +1,4 @@
-"""Writes `layers.json` beside a trace: the layers of the model with measured times and bytes, for `zerobubble plan --layers`.
+"""Writes `layers.json` beside a trace: the layers of the model with measured times and bytes, for `zerobubble layout --layers`.
 
 What is measured are stages, in the iterations that are profiled for planning; `Model.measured` has the parts from them. Weights,
 gradients and optimizer state are measured per rank, and divided over its stages in proportion to their weights. Tied word
