@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.zerobubble.cli.main import main
-from megatron.zerobubble.plan.costs.length_model import LengthModel, Terms
+from megatron.zerobubble.plan.costs.length_model import LengthModel, Work
 from megatron.zerobubble.plan.costs.lengths_and_links import LengthsAndLinks
 from megatron.zerobubble.profiling.report import report, reports_to_json
 from tests.profiling.support import as_recorded
@@ -21,11 +21,11 @@ PLAN = ["plan", "--schedule", "zbv", "--num-ranks", "2"]
 LENGTHS = [*PLAN, "--microbatch-tokens", ",".join(map(str, TOKENS))]
 SEEN = report(as_recorded("zbv", 2, 6))
 MODEL = LengthModel(
-    forward_ms=(Terms(0.1, 0.01, 1e-6),) * 4,
-    backward_ms=(Terms(0.2, 0.01, 2e-6),) * 3 + (Terms(0.2, 0.02, 2e-6),),
-    wgrad_ms=(Terms(0.0, 0.01, 0.0),) * 4,
-    activation=(Terms(0.125, 0.375 / 1024, 0.0),) * 4,
-    activation_after_backward=(Terms(0.0, 0.25 / 1024, 0.0),) * 4,
+    forward_ms=(Work(0.1, 0.01, 1e-6),) * 4,
+    backward_ms=(Work(0.2, 0.01, 2e-6),) * 3 + (Work(0.2, 0.02, 2e-6),),
+    wgrad_ms=(Work(0.0, 0.01, 0.0),) * 4,
+    activation=(Work(0.125, 0.375 / 1024, 0.0),) * 4,
+    activation_after_backward=(Work(0.0, 0.25 / 1024, 0.0),) * 4,
 )
 """Of stages of which two are a rank of which a microbatch of 1,024 tokens holds 1."""
 
@@ -100,7 +100,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "null": {"costs_by_length": None},
     "nothing": {"costs_by_length": {}},
     "two stages": {"costs_by_length": LengthModel(**{name: terms[:2] for name, terms in vars(MODEL).items()}).to_json()},
-    "slow": {"costs_by_length": replace(MODEL, forward_ms=(Terms(0.0, 0.0, 1e12),) * 4).to_json()},
+    "slow": {"costs_by_length": replace(MODEL, forward_ms=(Work(0.0, 0.0, 1e12),) * 4).to_json()},
 }
 """Of the report."""
 

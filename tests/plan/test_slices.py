@@ -12,7 +12,7 @@ import pytest
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.cost_table import CostTable
-from megatron.zerobubble.plan.costs.length_model import LengthModel, Terms, slices_of_sequence
+from megatron.zerobubble.plan.costs.length_model import LengthModel, Work, slices_of_sequence
 from megatron.zerobubble.plan.costs.lengths_and_links import LengthsAndLinks
 from megatron.zerobubble.plan.costs.slicing import costs_of_other_slices, slice_lengths, unlike_lengths
 from megatron.zerobubble.plan.ir import Op, Placement, Plan
@@ -155,10 +155,10 @@ def test_stages_are_merged_with_their_slices() -> None:
 # -- lengths of equal work ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("work", [Terms(per_token=1.0), Terms(per_token=1.0, per_square=1e-4), Terms(per_square=1.0), Terms()])
+@pytest.mark.parametrize("work", [Work(per_token=1.0), Work(per_token=1.0, per_square=1e-4), Work(per_square=1.0), Work()])
 @pytest.mark.parametrize(("tokens", "multiple"), [(4096, 1), (32768, 128), (4096, 512), (8, 1)])
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
-def test_slices_have_equal_work(work: Terms, tokens: int, multiple: int, n: int) -> None:
+def test_slices_have_equal_work(work: Work, tokens: int, multiple: int, n: int) -> None:
     lengths = slice_lengths(work, tokens, n, multiple=multiple)
     assert sum(lengths) == tokens
     assert len(lengths) == n
@@ -172,11 +172,11 @@ def test_slices_have_equal_work(work: Terms, tokens: int, multiple: int, n: int)
 
 def test_a_sequence_that_cannot_be_cut_is_refused() -> None:
     with pytest.raises(ConfigError, match="4100 tokens cannot be cut at multiples of 8"):
-        slice_lengths(Terms(per_token=1.0), 4100, 2, multiple=8)
+        slice_lengths(Work(per_token=1.0), 4100, 2, multiple=8)
     with pytest.raises(ConfigError, match="a sequence of 4 tokens has 4 tokens, which is too few for 8 slices"):
-        slice_lengths(Terms(per_token=1.0), 4, 8)
+        slice_lengths(Work(per_token=1.0), 4, 8)
     with pytest.raises(ConfigError, match="64 tokens has 4 parts of 16 tokens, which is too few for 8 slices"):
-        slice_lengths(Terms(per_token=1.0), 64, 8, multiple=16)
+        slice_lengths(Work(per_token=1.0), 64, 8, multiple=16)
 
 
 @pytest.mark.parametrize(("tokens", "multiple"), [(4096, 1), (4096, 64), (1000, 8), (8, 1), (72, 8)])
@@ -231,7 +231,7 @@ def test_costs_of_slices_sum_to_those_of_the_microbatch_and_the_overhead_of_each
 
 def test_measured_costs_by_length_count() -> None:
     costs = CostModel.uniform(Placement.linear(1))
-    terms = (Terms(constant=0.5, per_token=0.25),)
+    terms = (Work(constant=0.5, per_token=0.25),)
     lists = dict.fromkeys(("forward_ms", "backward_ms", "wgrad_ms", "activation", "activation_after_backward"), terms)
     model = LengthModel(**lists)  # type: ignore[arg-type]
     found = LengthsAndLinks(sequence_length=64, model=model).applied(costs, 2)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from megatron.zerobubble.errors import ExecutionError
-from megatron.zerobubble.plan.costs.length_model import Terms
+from megatron.zerobubble.plan.costs.length_model import Work
 from megatron.zerobubble.plan.ir import OpKind, Placement
 from megatron.zerobubble.profiling.length_fit import fit_lengths
 from megatron.zerobubble.profiling.profile import ByLength, RankProfile, StageMemory
 
 TOKENS = (100, 250, 400, 900)
-TERMS = {OpKind.F: Terms(0.5, 0.01, 2e-6), OpKind.B: Terms(0.25, 0.02, 4e-6), OpKind.W: Terms(0.125, 0.01, 0.0)}
+TERMS = {OpKind.F: Work(0.5, 0.01, 2e-6), OpKind.B: Work(0.25, 0.02, 4e-6), OpKind.W: Work(0.125, 0.01, 0.0)}
 BYTES_PER_TOKEN = 1000.0
 
 

@@ -363,7 +363,7 @@ class Replanner:
         options = replace(self._options, budget=share * self._options.budget, memory_limit=limit)
         found = plan_of(spec.searched, num_microbatches, costs=costs, options=options)
         if costs.links is not None and spec.num_slices == 1:  # which that search takes for equal
-            found = replace(assign([found], costs, options), assignment=())  # all microbatches are equal
+            found = replace(assign(found, costs, options), assignment=())  # all microbatches are equal
         return executed_plan(spec, found)
 
     def _within(self, costs: CostModel, num_microbatches: int) -> tuple[CostModel, float | None]:

@@ -7,7 +7,7 @@ Where long microbatches have more slices than short ones, it is the order of as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
@@ -82,19 +82,36 @@ class MicrobatchPlanner:
         """The schedule's plan for equal microbatches."""
         return self._given or plan_of(self._spec, self._m, costs=self._plain, options=self._base_options)
 
-    @cached_property
-    def _smaller(self) -> list[Plan]:
-        """The schedule's plans under smaller memory limits."""
-        return self._within_smaller(lambda options: plan_of(self._spec, self._m, costs=self._plain, options=options))
+    def plan(self, costs: CostModel) -> Plan:
+        """The validated plan for microbatches with these costs.
 
-    def _within_smaller(self, plan: Callable[[SearchOptions], Plan]) -> list[Plan]:
-        limit, options, plans = self._options.memory_limit, self._base_options, list[Plan]()
-        if limit is None or options is None or self._fixed:
-            return plans
-        for share in _SMALLER_LIMITS:
-            with suppress(ConfigError, PlanError):  # too little for a microbatch of the mean size
-                plans.append(plan(replace(options, budget=0.0, memory_limit=share * limit)))
-        return plans
+        Raises:
+            ConfigError: a memory limit that the largest microbatch alone exceeds; the message has its tokens.
+            PlanError: costs of another size, or an order that is fixed and fits the limit with no assignment that was tried.
+        """
+        limit = self._options.memory_limit
+        check_memory_limit(self._spec.placement, self._m, costs, limit)
+        has_own_slices = self._spec.num_slices > 1 and not costs.table.is_alike
+        own, others = self._orders_of_slices(costs) if has_own_slices else (self.base, [])
+        if limit is not None and max(peak_memory(own, costs)) > limit:
+            others += self._within_smaller(partial(self._of_passes, costs)) if has_own_slices else self._smaller
+        plan = assign(own, costs, self._options, others=others, fixed_order=self._fixed)
+        validate(plan, memory_limit=limit, costs=costs)
+        return plan
+
+    def _orders_of_slices(self, costs: CostModel) -> tuple[Plan, list[Plan]]:
+        """The order for microbatches of these numbers of slices, and others. With no limit given, the memory of the first is it.
+
+        It is the schedule's order of as many equal slices, some of which are left out, if that needs about as little memory as
+        the order of as many microbatches as there are slices.
+        """
+        counts = costs.table.counts
+        if self._given is not None or self._fixed:
+            return recut(self._given or plan_of(self._spec, self._m), counts), []
+        by_passes, own = self._of_passes(costs, self._base_options), recut(plan_of(self._spec, self._m), counts)
+        if max(peak_memory(own, costs)) <= _ABOUT * max(peak_memory(by_passes, costs)):
+            return own, [by_passes]
+        return by_passes, []
 
     def _of_passes(self, costs: CostModel, options: SearchOptions | None) -> Plan:
         """The plan of slices as if each was a microbatch, under a memory limit that n - 1 more fit besides."""
@@ -106,31 +123,17 @@ class MicrobatchPlanner:
             options = replace(options, memory_limit=max(rest, smallest_memory(placement, number, each)))
         return recut(plan_of(replace(self._spec, num_slices=1), number, costs=each, options=options), slices)
 
-    def _of_counts(self, costs: CostModel, slices: Sequence[int]) -> list[Plan]:
-        """Orders of these slices to start from. With none given, the memory of the first is the limit."""
-        if self._given is not None or self._fixed:
-            return [recut(self._given or plan_of(self._spec, self._m), slices)]
-        by_passes, own = self._of_passes(costs, self._base_options), recut(plan_of(self._spec, self._m), slices)
-        is_about_as_small = max(peak_memory(own, costs)) <= _ABOUT * max(peak_memory(by_passes, costs))
-        return [own, by_passes] if is_about_as_small else [by_passes]
+    @cached_property
+    def _smaller(self) -> list[Plan]:
+        """The schedule's plans under smaller memory limits."""
+        return self._within_smaller(lambda options: plan_of(self._spec, self._m, costs=self._plain, options=options))
 
-    def _starts(self, costs: CostModel) -> list[Plan]:
-        """Orders to start from, with fewer microbatches in flight if the first does not fit the memory limit."""
-        limit, is_cut = self._options.memory_limit, self._spec.num_slices > 1 and not costs.table.is_alike
-        starts = self._of_counts(costs, costs.table.counts) if is_cut else [self.base]
-        if limit is None or max(peak_memory(starts[0], costs)) <= limit:
-            return starts
-        return starts + (self._within_smaller(partial(self._of_passes, costs)) if is_cut else self._smaller)
-
-    def plan(self, costs: CostModel) -> Plan:
-        """The validated plan for microbatches with these costs.
-
-        Raises:
-            ConfigError: a memory limit that the largest microbatch alone exceeds; the message has its tokens.
-            PlanError: costs of another size, or an order that is fixed and fits the limit with no assignment that was tried.
-        """
-        limit = self._options.memory_limit
-        check_memory_limit(self._spec.placement, self._m, costs, limit)
-        plan = assign(self._starts(costs), costs, self._options, fixed_order=self._fixed)
-        validate(plan, memory_limit=limit, costs=costs)
-        return plan
+    def _within_smaller(self, plan: Callable[[SearchOptions], Plan]) -> list[Plan]:
+        """Plans with fewer microbatches in flight, of a schedule whose order may change."""
+        limit, options, plans = self._options.memory_limit, self._base_options, list[Plan]()
+        if limit is None or options is None or self._fixed:
+            return plans
+        for share in _SMALLER_LIMITS:
+            with suppress(ConfigError, PlanError):  # too little for a microbatch of the mean size
+                plans.append(plan(replace(options, budget=0.0, memory_limit=share * limit)))
+        return plans

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron.zerobubble.errors import ExecutionError
-from megatron.zerobubble.plan.costs.length_model import LengthModel, Terms
+from megatron.zerobubble.plan.costs.length_model import LengthModel, Work
 from megatron.zerobubble.plan.ir import OpKind, Placement
 from megatron.zerobubble.profiling.profile import ByLength, RankProfile, StageMemory
 
@@ -34,25 +34,25 @@ def fit_lengths(ranks: Sequence[RankProfile], placement: Placement, *, usual_tok
     """
     stages = range(placement.num_stages)
 
-    def fitted(found: Sequence[ByLength[Any]], part: Callable[[Any], float]) -> Terms:
-        return Terms.fit([(each.tokens, each.squares) for each in found], [part(each.value) for each in found])
+    def fitted(found: Sequence[ByLength[Any]], part: Callable[[Any], float]) -> Work:
+        return Work.fit([(each.tokens, each.squares) for each in found], [part(each.value) for each in found])
 
-    def time_terms(stage: int, *kinds: OpKind, optional: bool = False) -> Terms:
+    def time_terms(stage: int, *kinds: OpKind, optional: bool = False) -> Work:
         passes = [each for rank in ranks for kind in kinds for each in rank.timed.get((stage, kind), ())]
         if not passes and not optional:
             raise ExecutionError(f"no {kinds[0].value} of stage {stage} was timed by length")
-        return fitted(passes, float) if passes else Terms()
+        return fitted(passes, float) if passes else Work()
 
-    def memory_terms(stage: int, part: Callable[[StageMemory], float]) -> Terms:
+    def memory_terms(stage: int, part: Callable[[StageMemory], float]) -> Work:
         held = [each for rank in ranks for each in rank.measured.get(stage, ())]
-        return fitted(held, part) if held else Terms()
+        return fitted(held, part) if held else Work()
 
     activation = [memory_terms(stage, lambda memory: memory.activation) for stage in stages]
     after_backward = [memory_terms(stage, lambda memory: memory.after_backward) for stage in stages]
     usual = (float(usual_tokens), float(usual_tokens) ** 2)
     unit = math.fsum(terms.at(*usual) for terms in activation) / placement.num_ranks
     if unit <= 0:
-        equal = Terms(0.0, 1.0 / placement.num_chunks / usual_tokens, 0.0)
+        equal = Work(0.0, 1.0 / placement.num_chunks / usual_tokens, 0.0)
         activation = after_backward = [equal] * placement.num_stages
     else:
         activation, after_backward = ([terms.scaled(1 / unit) for terms in each] for each in (activation, after_backward))

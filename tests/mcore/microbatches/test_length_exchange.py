@@ -19,7 +19,7 @@ from megatron.zerobubble.mcore.microbatches.iteration_plans import UnequalMicrob
 from megatron.zerobubble.mcore.microbatches.length_exchange import LengthExchange, Lengths, lengths_of
 from megatron.zerobubble.mcore.microbatches.ready import READY, nested_tokens, thd_tokens
 from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
-from megatron.zerobubble.plan.costs.length_model import Terms
+from megatron.zerobubble.plan.costs.length_model import Work
 from megatron.zerobubble.plan.costs.slicing import CutRule
 from megatron.zerobubble.plan.registry import schedule_spec
 from tests.support.ranks import RankPool
@@ -64,7 +64,7 @@ def test_without_a_usual_length_it_is_the_mean_of_the_first_call(exchange: Any, 
     exchange.return_value.return_value = REPLICAS
     spec = schedule_spec("zb-h1", num_ranks=2, num_chunks=1)
     options = UnequalOptions(tokens_of=lambda item: (item.tokens, item.squares), usual_tokens=None)
-    slicing = SliceOptions(rule=CutRule(work=Terms(per_token=36.0, per_square=1.0)))  # attention takes a quarter of 12 tokens
+    slicing = SliceOptions(rule=CutRule(work=Work(per_token=36.0, per_square=1.0)))  # attention takes a quarter of 12 tokens
     unequal = UnequalMicrobatches(spec, options, plan=mock.Mock(), place=mock.Mock(), slicing=slicing)
     with mock.patch.object(unequal, "_program"):
         unequal.arrange([iter(REPLICAS[0])], 2, equal=mock.Mock(), forward_only=True)

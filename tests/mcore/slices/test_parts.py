@@ -23,7 +23,7 @@ from megatron.zerobubble.mcore.slices.prefix_attention import attend_to_prefix
 from megatron.zerobubble.mcore.slices.refusals import check_sliced_config
 from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
 from megatron.zerobubble.mcore.stock_loop.megatron_lm import cut_megatron_lm_batch, sliced_batches
-from megatron.zerobubble.plan.costs.length_model import Terms
+from megatron.zerobubble.plan.costs.length_model import Work
 from megatron.zerobubble.plan.costs.slicing import TILE, CutRule, check_slice_lengths
 
 PARTS = SliceOptions(lengths=(3, 5)).parts(8, 2)
@@ -38,7 +38,7 @@ def test_lengths_of_slices() -> None:
         "they are for other sequences"
     )
     assert [part.length for part in SliceOptions(rule=EVEN).parts(24, 4)] == [6, 6, 6, 6]
-    half = SliceOptions(rule=CutRule(work=Terms(per_token=4096.0, per_square=1.0), multiple=2, tile=TILE))
+    half = SliceOptions(rule=CutRule(work=Work(per_token=4096.0, per_square=1.0), multiple=2, tile=TILE))
     assert [part.length for part in half.parts(4096, 4)] == [1536, 1024, 768, 768], "of equal work, in whole tiles"
     with pytest.raises(ConfigError, match="12 tokens has 6 parts of 2 tokens, which is too few for 8 slices"):
         SliceOptions(rule=EVEN).parts(12, 8)

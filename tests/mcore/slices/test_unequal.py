@@ -12,7 +12,7 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.loop_options import MicrobatchLengths, Slices
 from megatron.zerobubble.mcore.slices.batches import cut_batch
 from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
-from megatron.zerobubble.plan.costs.length_model import Terms
+from megatron.zerobubble.plan.costs.length_model import Work
 from megatron.zerobubble.plan.costs.slicing import TILE, CutRule
 from tests.support.comparisons import error_of
 from tests.support.ranks import RankPool
@@ -76,7 +76,7 @@ def test_packed_sequences_are_refused_on_all_ranks(four_ranks: RankPool) -> None
 
 
 def test_no_more_slices_than_the_shortest_replica_has_tokens_for() -> None:
-    rule = CutRule(work=Terms(per_token=64.0, per_square=1.0), multiple=2, tile=TILE)
+    rule = CutRule(work=Work(per_token=64.0, per_square=1.0), multiple=2, tile=TILE)
     assert rule.counts([64, 32, 16, 4], 8) == (8, 3, 1, 1)
     assert rule.counts([64, 32, 16, 4], 8, [6, 4, 2, 2]) == (3, 2, 1, 1)
     assert [part.length for part in SliceOptions(rule=rule).parts(6, 3)] == [2, 2, 2]

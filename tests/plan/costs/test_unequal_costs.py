@@ -15,7 +15,7 @@ from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.cost_table import COST_LISTS, CostTable
-from megatron.zerobubble.plan.costs.length_model import LengthModel, Terms
+from megatron.zerobubble.plan.costs.length_model import LengthModel, Work
 from megatron.zerobubble.plan.costs.lengths_and_links import LengthsAndLinks
 from megatron.zerobubble.plan.costs.links import Links, LinkTime, unequal_links
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
@@ -52,11 +52,11 @@ def cases(draw: st.DrawFn) -> tuple[Plan, CostModel]:
 
 def test_lengths_give_costs_by_their_model() -> None:
     model = LengthModel(
-        forward_ms=(Terms(1.0, 0.01, 1e-4),),
-        backward_ms=(Terms(2.0, 0.02, 2e-4),),
-        wgrad_ms=(Terms(0.0, 0.01, 0.0),),
-        activation=(Terms(0.0, 0.01, 0.0),),
-        activation_after_backward=(Terms(0.0, 0.005, 0.0),),
+        forward_ms=(Work(1.0, 0.01, 1e-4),),
+        backward_ms=(Work(2.0, 0.02, 2e-4),),
+        wgrad_ms=(Work(0.0, 0.01, 0.0),),
+        activation=(Work(0.0, 0.01, 0.0),),
+        activation_after_backward=(Work(0.0, 0.005, 0.0),),
     )
     costs = model.costs([100, 300], squares=[1e4, 5e4])
     assert costs.forward_ms == ((pytest.approx(3.0), pytest.approx(9.0)),)
@@ -64,23 +64,23 @@ def test_lengths_give_costs_by_their_model() -> None:
     assert costs.wgrad_ms == ((1.0, 3.0),)
     assert costs.activation == ((1.0, 3.0),)
     assert model.costs([300]).forward_ms == ((pytest.approx(13.0),),), "one sequence of 300 tokens has 90,000 squares"
-    fitted = LengthModel(**{name: (Terms(-1.0, 0.001, 0.0),) for name in COST_LISTS}).costs([10])
+    fitted = LengthModel(**{name: (Work(-1.0, 0.001, 0.0),) for name in COST_LISTS}).costs([10])
     assert fitted.forward_ms == ((0.0,),), "a fit that goes below 0 for a short microbatch is 0"
 
 
-@pytest.mark.parametrize("terms", [Terms(3.0, 0.02, 1e-6), Terms(0.0, 0.02, 1e-6), Terms(0.0, 0.01, 0.0), Terms(2.0, 0.0, 0.0)])
-def test_a_fit_finds_the_terms_that_made_the_costs(terms: Terms) -> None:
+@pytest.mark.parametrize("terms", [Work(3.0, 0.02, 1e-6), Work(0.0, 0.02, 1e-6), Work(0.0, 0.01, 0.0), Work(2.0, 0.0, 0.0)])
+def test_a_fit_finds_the_terms_that_made_the_costs(terms: Work) -> None:
     lengths = [(tokens, 0.3 * tokens * tokens) for tokens in (100.0, 700.0, 1500.0, 4000.0, 9000.0)]
-    found = Terms.fit(lengths, [terms.at(*pair) for pair in lengths])
+    found = Work.fit(lengths, [terms.at(*pair) for pair in lengths])
     assert found == pytest.approx(terms, rel=1e-6, abs=1e-9)
 
 
 def test_a_fit_has_no_negative_terms_and_extrapolates_one_length_in_proportion() -> None:
-    assert Terms.fit([(100.0, 1e4), (200.0, 4e4)], [1.0, 1.5])[1:] == (pytest.approx(0.005), 0.0)
-    falling = Terms.fit([(100.0, 1e4), (200.0, 4e4), (300.0, 9e4)], [3.0, 2.0, 1.0])
+    assert Work.fit([(100.0, 1e4), (200.0, 4e4)], [1.0, 1.5])[1:] == (pytest.approx(0.005), 0.0)
+    falling = Work.fit([(100.0, 1e4), (200.0, 4e4), (300.0, 9e4)], [3.0, 2.0, 1.0])
     assert min(falling) >= 0
-    assert Terms.fit([(100.0, 1e4)] * 3, [2.0, 2.2, 1.8]) == (0.0, pytest.approx(0.02), 0.0)
-    assert Terms.fit([(100.0, 1e4)], [0.0]) == Terms()
+    assert Work.fit([(100.0, 1e4)] * 3, [2.0, 2.2, 1.8]) == (0.0, pytest.approx(0.02), 0.0)
+    assert Work.fit([(100.0, 1e4)], [0.0]) == Work()
     measured = of_lengths(Placement.linear(2), (100, 250, 900), attention_share=0.2).table
     assert measured is not None
     again = LengthModel.fit(measured).costs(measured.tokens)
@@ -88,7 +88,7 @@ def test_a_fit_has_no_negative_terms_and_extrapolates_one_length_in_proportion()
         for before, after in zip(getattr(measured, name), getattr(again, name), strict=True):
             assert after == pytest.approx(before, rel=1e-6)
     with pytest.raises(ConfigError, match="got 1 lengths and 0 values"):
-        Terms.fit([(1.0, 1.0)], [])
+        Work.fit([(1.0, 1.0)], [])
     with pytest.raises(ConfigError, match="no microbatch has tokens"):
         LengthModel.fit(CostTable.of_microbatches(dict.fromkeys(COST_LISTS, ((1.0, 2.0),))))
 
@@ -213,7 +213,7 @@ def test_an_assignment_that_drops_or_repeats_a_microbatch_is_refused(assignment:
 
 @given(st.lists(st.lists(st.floats(0, 1e12), min_size=15, max_size=15), min_size=1, max_size=3))
 def test_costs_by_length_survive_json_to_the_bit(stages: list[list[float]]) -> None:
-    lists = {n: tuple(Terms(*row[3 * i : 3 * i + 3]) for row in stages) for i, n in enumerate(COST_LISTS)}
+    lists = {n: tuple(Work(*row[3 * i : 3 * i + 3]) for row in stages) for i, n in enumerate(COST_LISTS)}
     model = LengthModel(**lists)
     assert LengthModel.from_json(json.loads(json.dumps(model.to_json()))) == model
     assert model.num_stages == len(stages)
@@ -221,8 +221,8 @@ def test_costs_by_length_survive_json_to_the_bit(stages: list[list[float]]) -> N
 
 def test_auto_limits_measured_costs_to_1f1b_memory_for_these_lengths() -> None:
     """Memory has a constant part, so the two longest count less than their tokens."""
-    equal = (Terms(1.0, 0.0, 0.0),) * 4
-    lists = dict.fromkeys(COST_LISTS, equal) | {"activation": (Terms(0.125, 0.375 / 1000, 0.0),) * 4}
+    equal = (Work(1.0, 0.0, 0.0),) * 4
+    lists = dict.fromkeys(COST_LISTS, equal) | {"activation": (Work(0.125, 0.375 / 1000, 0.0),) * 4}
     given = LengthsAndLinks((100, 4000, 2000), model=LengthModel(**lists))
     assert given.auto_memory_limit(2) == pytest.approx((4 * 0.125 + 2 * 0.375 * 6) / 2)
     assert LengthsAndLinks((1000,) * 3, model=given.model).auto_memory_limit(2) == pytest.approx(1.0), "the usual length"
@@ -230,7 +230,7 @@ def test_auto_limits_measured_costs_to_1f1b_memory_for_these_lengths() -> None:
 
 def length_model_json(name: str, value: object) -> object:
     """Costs by length of two stages with another value for one list, or for the term `list.term` of stage 1."""
-    body = LengthModel(**dict.fromkeys(COST_LISTS, (Terms(1.0, 0.5, 0.25),) * 2)).to_json()
+    body = LengthModel(**dict.fromkeys(COST_LISTS, (Work(1.0, 0.5, 0.25),) * 2)).to_json()
     name, _, term = name.partition(".")
     if term:
         body[name][1][term] = value
@@ -246,7 +246,7 @@ def length_model_json(name: str, value: object) -> object:
         ({}, "'forward_ms' must be a list with one object per stage, got None"),
         (length_model_json("wgrad_ms", []), "'wgrad_ms' must be a list with one object per stage, got \\[\\]"),
         (length_model_json("wgrad_ms", [[1.0, 0.5, 0.25]] * 2), "wgrad_ms by length, stage 0, must be an object with constant"),
-        (length_model_json("activation", [Terms()._asdict()]), "forward_ms has 2 stages and activation has 1"),
+        (length_model_json("activation", [Work()._asdict()]), "forward_ms has 2 stages and activation has 1"),
         (length_model_json("forward_ms.per_square", math.nan), "per_square of forward_ms by length, stage 1, is nan; it must be"),
         (length_model_json("backward_ms.constant", -1.0), "constant of backward_ms by length, stage 1, is -1.0"),
         (length_model_json("backward_ms.per_token", math.inf), "per_token of backward_ms by length, stage 1, is inf"),

@@ -96,7 +96,7 @@ def test_never_slower_than_as_it_comes_nor_sorted_and_within_the_memory(problem:
     limit = options.memory_limit
     if fixed and limit is not None and all(max(peak_memory(other, costs.reserved)) > limit for other in in_order(plan, costs)):
         return  # the order itself may need more
-    found = assign([plan], costs, options, fixed_order=fixed)
+    found = assign(plan, costs, options, fixed_order=fixed)
     validate(found, memory_limit=limit, costs=costs)
     assert not stuck_ranks(place_communication(found, costs=costs))
     reached = options.objective.of(simulate(found, costs))
@@ -136,7 +136,7 @@ def test_long_microbatches_are_put_side_by_side() -> None:
     """Twelve long and twelve short microbatches in turn: grouped, hardly anything is left to wait for."""
     plan = build_plan("zbv", num_ranks=8, num_microbatches=24)
     costs = of_lengths(plan.placement, [500, 1500] * 12, comm_ms=0.0)
-    found = assign([plan], costs, SearchOptions(objective=Objective.MAKESPAN, budget=1e6))
+    found = assign(plan, costs, SearchOptions(objective=Objective.MAKESPAN, budget=1e6))
     before, after = simulate(plan, costs), simulate(found, costs)
     assert before.idle_share > 0.15
     assert after.idle_share < (0.08)
@@ -177,13 +177,13 @@ def test_a_fixed_order_that_fits_with_no_assignment_is_refused() -> None:
     plan = build_plan("1f1b", num_ranks=3, num_microbatches=6)
     costs = of_lengths(plan.placement, [1000, 1100, 1200, 1000, 1100, 1200])
     with pytest.raises(PlanError, match=r"no assignment of these 6 microbatches .* memory limit 0\.5; .* sorted 1\.0"):
-        assign([plan], costs, SearchOptions(memory_limit=0.5, budget=BUDGET), fixed_order=True)
+        assign(plan, costs, SearchOptions(memory_limit=0.5, budget=BUDGET), fixed_order=True)
 
 
 def test_plans_with_fused_and_split_backwards_are_refused() -> None:
     plan = plan_of_text("0F0 0BW0 0F1 0B1 0W1", schedule="mixed", placement=Placement.linear(1), num_microbatches=2)
     with pytest.raises(PlanError, match="fused and split"):
-        assign([plan], of_lengths(plan.placement, [1, 2]), SearchOptions(budget=0))
+        assign(plan, of_lengths(plan.placement, [1, 2]), SearchOptions(budget=0))
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "zbv", "zb", "interleaved-1f1b"])

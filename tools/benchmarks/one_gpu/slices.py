@@ -13,7 +13,7 @@ import torch
 
 from megatron.zerobubble.mcore.slices.current_slice import CurrentSlice, SlicePart
 from megatron.zerobubble.mcore.slices.prefix_attention import attend_to_prefix
-from megatron.zerobubble.plan.costs.length_model import Terms
+from megatron.zerobubble.plan.costs.length_model import Work
 from megatron.zerobubble.plan.costs.slicing import slice_lengths
 from megatron.zerobubble.wgrad.gemm import choose_kernel
 from tools.benchmarks.one_gpu.setting import Setting
@@ -46,7 +46,7 @@ class SlicedLayer:
     def parts(self, num_slices: int) -> list[SlicePart]:
         """Slices of equal work by the FLOPs of F."""
         shape, tokens = self._shape, self._shape.seq_length
-        work = Terms(per_token=2 * shape.linear_flops / tokens, per_square=2 * shape.attention_flops / tokens**2)
+        work = Work(per_token=2 * shape.linear_flops / tokens, per_square=2 * shape.attention_flops / tokens**2)
         lengths = slice_lengths(work, tokens, num_slices, multiple=math.gcd(MULTIPLE, tokens))
         return [
             SlicePart(index=index, offset=sum(lengths[:index]), length=length, whole=tokens)

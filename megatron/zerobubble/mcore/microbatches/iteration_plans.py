@@ -37,7 +37,7 @@ from megatron.zerobubble.mcore.microbatches.length_exchange import (
 from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
 from megatron.zerobubble.plan.communication import Program, place_communication
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.costs.length_model import LengthModel, Piece, Terms, slices_of_sequence
+from megatron.zerobubble.plan.costs.length_model import LengthModel, Piece, Work, slices_of_sequence
 from megatron.zerobubble.plan.costs.links import Links
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
@@ -311,7 +311,7 @@ def _read(iterator: Any, num_microbatches: int) -> list[Any]:
     return items
 
 
-def operations(config: Any) -> Terms:
+def operations(config: Any) -> Work:
     """About the operations of a layer's forward per token, and with causal attention per pair of tokens.
 
     Args:
@@ -323,4 +323,4 @@ def operations(config: Any) -> Terms:
     experts = config.moe_router_topk if config.num_moe_experts else 1
     size = (config.moe_ffn_hidden_size if config.num_moe_experts else None) or config.ffn_hidden_size
     linear = hidden * (2 * heads + 2 * groups) + hidden * size * matrices * experts  # half of the operations per token
-    return Terms(per_token=linear, per_square=heads)  # likewise: scores and values of half of the keys
+    return Work(per_token=linear, per_square=heads)  # likewise: scores and values of half of the keys

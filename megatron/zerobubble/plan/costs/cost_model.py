@@ -96,9 +96,16 @@ class CostModel:
         """Plain costs with other lists per stage."""
         return replace(CostModel.of_lists(self.lists | lists, comm_ms=self.comm_ms), step=self.step, all_to_all=self.all_to_all)
 
-    def with_table(self, table: CostTable) -> CostModel:
-        """The costs of other passes of the same microbatches: a message is as much shorter as there are more of them."""
+    def with_table(self, table: CostTable, *, message_length: float | None = None) -> CostModel:
+        """The costs of other passes of the same microbatches. Nothing else changes the time of messages.
+
+        Args:
+            table: the costs of these passes.
+            message_length: how many times as long a message is; None: it is as long as a pass, of which there are more or fewer.
+        """
         own, new = self.table.passes_per_microbatch, table.passes_per_microbatch
+        if message_length is not None:
+            own, new = message_length, 1.0
         links = None if self.links is None else self.links.divided(new / own)
         other = CostModel.of(table, comm_ms=self.comm_ms * own / new, links=links, step=self.step)
         return replace(other, all_to_all=self.all_to_all)

@@ -29,8 +29,8 @@ def slices_of_sequence(lengths: Sequence[int]) -> tuple[Piece, ...]:
     return tuple((length, end * end - (end - length) * (end - length)) for length, end in zip(lengths, ends, strict=True))
 
 
-class Terms(NamedTuple):
-    """``constant + per_token * tokens + per_square * squares``."""
+class Work(NamedTuple):
+    """What a pass takes, in time, memory or operations: ``constant + per_token * tokens + per_square * squares``."""
 
     constant: float = 0.0
     per_token: float = 0.0
@@ -45,21 +45,26 @@ class Terms(NamedTuple):
         attention = self.per_square * tokens
         return attention / (attention + self.per_token) if attention else 0.0
 
-    def scaled(self, factor: float) -> Terms:
+    def scaled(self, factor: float) -> Work:
         """All terms times a factor."""
-        return Terms(*(factor * each for each in self))
+        return Work(*(factor * each for each in self))
 
     @staticmethod
-    def from_json(name: str, body: object) -> Terms:
+    def of(value: float, *, tokens: float, squares: float, attention_share: float) -> Work:
+        """The work with this value at these lengths, of which a share grows with the squares, and the rest with the tokens."""
+        return Work(0.0, value * (1 - attention_share) / tokens, value * attention_share / squares)
+
+    @staticmethod
+    def from_json(name: str, body: object) -> Work:
         """Parse the object of one stage in a `LengthModel`'s JSON form; `name` is for messages. Raises ConfigError."""
         if not isinstance(body, Mapping):
-            raise ConfigError(f"costs: {name} must be an object with {', '.join(Terms._fields)}, got {quoted(body)}")
-        for field in Terms._fields:
+            raise ConfigError(f"costs: {name} must be an object with {', '.join(Work._fields)}, got {quoted(body)}")
+        for field in Work._fields:
             check_number(f"{field} of {name}", body.get(field))
-        return Terms(*(float(body[field]) for field in Terms._fields))
+        return Work(*(float(body[field]) for field in Work._fields))
 
     @staticmethod
-    def fit(lengths: Sequence[tuple[float, float]], values: Sequence[float]) -> Terms:
+    def fit(lengths: Sequence[tuple[float, float]], values: Sequence[float]) -> Work:
         """The terms of 0 or more with the least squared error for measured values.
 
         Of equally good ones those with the fewest terms, in proportion to the tokens before others: measurements of one length
@@ -80,7 +85,7 @@ class Terms(NamedTuple):
         scales = [max(column) or 1.0 for column in columns]
         scaled = [[value / scale for value in column] for column, scale in zip(columns, scales, strict=True)]
         noise = 1e-12 * math.fsum(value * value for value in values)
-        best, least = Terms(), math.fsum(value * value for value in values)
+        best, least = Work(), math.fsum(value * value for value in values)
         for chosen in ((1,), (2,), (0,), (0, 1), (1, 2), (0, 2), (0, 1, 2)):
             found = least_squares([scaled[index] for index in chosen], values)
             if found is None or min(found) < 0:
@@ -94,12 +99,12 @@ class Terms(NamedTuple):
                 coefficients = [0.0, 0.0, 0.0]
                 for index, value in zip(chosen, found, strict=True):
                     coefficients[index] = value / scales[index]
-                best, least = Terms(*coefficients), error
+                best, least = Work(*coefficients), error
         return best
 
 
 @dataclass(frozen=True, kw_only=True)
-class LengthModel(CostLists[Terms]):
+class LengthModel(CostLists[Work]):
     """How the costs of a microbatch follow from its lengths, per stage.
 
     Activation memory of 1 is one rank's share of a microbatch of the usual size.
@@ -125,14 +130,14 @@ class LengthModel(CostLists[Terms]):
             raise ConfigError(f"a microbatch of {tokens:g} tokens and {squares:g} squared lengths has no costs; give 1 or more")
         shares = {"forward_ms": attention_share, "backward_ms": 2 * attention_share / (1 + attention_share)}
 
-        def terms(values: tuple[float, ...], share: float) -> tuple[Terms, ...]:
-            return tuple(Terms(0.0, value * (1 - share) / tokens, value * share / squares) for value in values)
+        def work(values: tuple[float, ...], share: float) -> tuple[Work, ...]:
+            return tuple(Work.of(value, tokens=tokens, squares=squares, attention_share=share) for value in values)
 
-        return LengthModel(**{name: terms(values, shares.get(name, 0.0)) for name, values in costs.lists.items()})
+        return LengthModel(**{name: work(values, shares.get(name, 0.0)) for name, values in costs.lists.items()})
 
     @staticmethod
     def fit(costs: CostTable, squares: Sequence[float] = ()) -> LengthModel:
-        """The model closest to the measured costs of passes, each list of each stage by itself (`Terms.fit`).
+        """The model closest to the measured costs of passes, each list of each stage by itself (`Work.fit`).
 
         Args:
             costs: measured, with tokens.
@@ -145,7 +150,7 @@ class LengthModel(CostLists[Terms]):
         lengths: Sequence[Piece] = slices_of_sequence(costs.tokens)
         if squares or not costs.has_slices:
             lengths = list(zip(costs.tokens, squares or [float(count) * count for count in costs.tokens], strict=True))
-        return LengthModel(**{name: tuple(Terms.fit(lengths, row) for row in rows) for name, rows in costs.lists.items()})
+        return LengthModel(**{name: tuple(Work.fit(lengths, row) for row in rows) for name, rows in costs.lists.items()})
 
     def table(self, pieces: Sequence[Sequence[Piece]], *, key_share: float = 0.0) -> CostTable:
         """The costs of an iteration; what a fit makes negative is 0.
@@ -210,12 +215,12 @@ class LengthModel(CostLists[Terms]):
         """
         if not isinstance(body, Mapping):
             raise ConfigError(f"costs by length must be an object with {', '.join(COST_LISTS)}, got {quoted(body)}")
-        lists: dict[str, tuple[Terms, ...]] = {}
+        lists: dict[str, tuple[Work, ...]] = {}
         for name in COST_LISTS:
             rows = body.get(name)
             if not isinstance(rows, list) or not rows:
                 raise ConfigError(f"costs by length: {name!r} must be a list with one object per stage, got {quoted(rows)}")
-            lists[name] = tuple(Terms.from_json(f"{name} by length, stage {stage},", row) for stage, row in enumerate(rows))
+            lists[name] = tuple(Work.from_json(f"{name} by length, stage {stage},", row) for stage, row in enumerate(rows))
             if len(rows) != len(lists[COST_LISTS[0]]):
                 first, num_stages = COST_LISTS[0], len(lists[COST_LISTS[0]])
                 raise ConfigError(f"costs by length: {first} has {num_stages} stages and {name} has {len(rows)}")

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.cost_table import numbers_of_slices
-from megatron.zerobubble.plan.costs.length_model import LengthModel, Terms, slices_of_sequence
+from megatron.zerobubble.plan.costs.length_model import LengthModel, Work, slices_of_sequence
 
 NUMBERS_OF_SLICES = (1, 2, 4, 8, 16)
 """Of which `auto` chooses one."""
@@ -31,7 +31,7 @@ _AROUND = 2
 """How many multiples around the place of equal work cuts are looked for."""
 
 
-def slice_lengths(work: Terms, tokens: int, num_slices: int, *, multiple: int = 1) -> tuple[int, ...]:
+def slice_lengths(work: Work, tokens: int, num_slices: int, *, multiple: int = 1) -> tuple[int, ...]:
     """Tokens of every slice of a sequence, such that all take about the same time.
 
     Args:
@@ -55,7 +55,7 @@ def slice_lengths(work: Terms, tokens: int, num_slices: int, *, multiple: int = 
         unit = "tokens" if multiple == 1 else f"parts of {multiple} tokens"
         raise ConfigError(f"a sequence of {tokens} tokens has {units} {unit}, which is too few for {num_slices} slices")
     if not (work.per_token or work.per_square):
-        work = Terms(per_token=1.0)
+        work = Work(per_token=1.0)
 
     def before(unit: int) -> float:
         return work.at(multiple * unit, (multiple * unit) ** 2) - work.constant
@@ -102,7 +102,7 @@ def unlike_lengths(tokens: int, *, multiple: int = 1) -> tuple[int, ...]:
     Raises:
         ConfigError: a sequence that is no multiple of `multiple`, or has fewer than 8 of them.
     """
-    slice_lengths(Terms(), tokens, 8, multiple=multiple)  # raises
+    slice_lengths(Work(), tokens, 8, multiple=multiple)  # raises
     rest, lengths = tokens // multiple, []
     for _ in range(3):
         lengths.append(rest // 2 * multiple)
@@ -110,15 +110,15 @@ def unlike_lengths(tokens: int, *, multiple: int = 1) -> tuple[int, ...]:
     return (*lengths, rest * multiple)
 
 
-def work_of(model: LengthModel) -> Terms:
+def work_of(model: LengthModel) -> Work:
     """Time of F, B and W of all stages by tokens and squared lengths; where none takes time, as if by tokens.
 
     By the FLOPs of a transformer layer B and W together are twice F for any share of attention, so that F and the fused backward
     are each the same for all slices of equal work, too. B alone is longer for later slices, and W shorter.
     """
     passes = [*model.forward_ms, *model.backward_ms, *model.wgrad_ms]
-    work = Terms(0.0, math.fsum(terms.per_token for terms in passes), math.fsum(terms.per_square for terms in passes))
-    return work if work.per_token or work.per_square else Terms(per_token=1.0)
+    work = Work(0.0, math.fsum(terms.per_token for terms in passes), math.fsum(terms.per_square for terms in passes))
+    return work if work.per_token or work.per_square else Work(per_token=1.0)
 
 
 def costs_of_other_slices(costs: CostModel, num_slices: int, *, multiple: int = 1) -> CostModel:
@@ -141,16 +141,14 @@ def costs_of_other_slices(costs: CostModel, num_slices: int, *, multiple: int = 
     table = replace(model.table([slices_of_sequence(lengths)]).of(0), keys=measured.keys, key_gradients=measured.key_gradients)
     if num_slices == 1:
         table = replace(table, activation=measured.whole.activation, keys=(), key_gradients=(), tokens=())
-    longer = max(1.0, max(lengths) / max(measured.tokens))
-    links = None if costs.links is None else costs.links.divided(1 / longer)
-    return CostModel.of(table, comm_ms=costs.comm_ms * longer, links=links, step=costs.step)
+    return costs.with_table(table, message_length=max(1.0, max(lengths) / max(measured.tokens)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class CutRule:
     """Which slices microbatches are cut into, in a plan and in a run."""
 
-    work: Terms = field(default_factory=lambda: Terms(per_token=1.0))
+    work: Work = field(default_factory=lambda: Work(per_token=1.0))
     """Time or operations of a pass by tokens and squared lengths; its constant does not count."""
     multiple: int = 1
     """What the length of each slice is a multiple of."""

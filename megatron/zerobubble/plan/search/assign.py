@@ -63,21 +63,17 @@ class _Start(NamedTuple):
 
 
 def assign(
-    bases: Sequence[Plan],
-    costs: CostModel,
-    options: SearchOptions,
-    *,
-    fixed_order: bool = False,
+    base: Plan, costs: CostModel, options: SearchOptions, *, others: Sequence[Plan] = (), fixed_order: bool = False
 ) -> Plan:
     """The best order and assignment found for these microbatches and links.
 
     Args:
-        bases: plans of one placement and number of microbatches to start from. The first one is the schedule's own; the others,
-            which need less memory, are for limits that it exceeds. All have split backwards, or none. With slices they are for
-            the data as it comes.
-        costs: costs per microbatch as the data comes, and links. With plain costs the first base is returned.
-        options: objective, seed, budget, and the memory limit; None: the most that the first base needs with the data as it comes
+        base: the schedule's own plan, with split backwards or with none. With slices it is for the data as it comes.
+        costs: costs per microbatch as the data comes, and links. With plain costs the base is returned.
+        options: objective, seed, budget, and the memory limit; None: the most that the base needs with the data as it comes
             or sorted by length, for which a run has to have the memory anyway.
+        others: plans of the same placement and microbatches to start from as well, for example with less memory, for limits that
+            the base exceeds.
         fixed_order: change the assignment only; W still runs early where the memory limit demands it.
 
     Raises:
@@ -85,13 +81,12 @@ def assign(
         PlanError: costs for another number of stages, ranks or microbatches; a plan with fused and split backwards; with
             `fixed_order`, no assignment found that fits the memory limit.
     """
-    base = bases[0]
     costs.check_fits(base.placement, base.num_microbatches)
     if costs.is_plain:
         return base
     check_sliceable(base.num_slices, costs)
     check_memory_limit(base.placement, base.num_microbatches, costs, options.memory_limit)
-    return _Search(bases, costs, options, fixed_order).best()
+    return _Search([base, *others], costs, options, fixed_order).best()
 
 
 def check_sliceable(num_slices: int, costs: CostModel) -> None:

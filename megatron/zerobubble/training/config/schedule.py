@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.zerobubble.errors import ConfigError, PlanError
-from megatron.zerobubble.plan.costs.length_model import Terms
+from megatron.zerobubble.plan.costs.length_model import Work
 from megatron.zerobubble.plan.costs.slicing import check_slice_lengths, slice_lengths, unlike_lengths
 from megatron.zerobubble.plan.registry import plan_of, schedule_info
 from megatron.zerobubble.plan.search.search_options import SearchOptions
@@ -133,7 +133,7 @@ def check_slices(settings: Settings) -> None:
         elif sum(lengths) == tokens:
             check_slice_lengths(lengths, tokens, multiple=shared)
         else:
-            slice_lengths(Terms(per_token=1.0), tokens, num_slices, multiple=shared)
+            slice_lengths(Work(per_token=1.0), tokens, num_slices, multiple=shared)
     except ConfigError as error:
         raise ConfigError(f"{flag} with --seq-length {tokens}: {error}") from None
 
