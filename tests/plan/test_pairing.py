@@ -85,7 +85,7 @@ def test_shares_stay_with_costs_that_are_made_from_others() -> None:
 
 
 def test_shares_that_are_none_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match=r"all_to_all of B is 1\.5; give a share"):
+    with pytest.raises(ConfigError, match=r"all_to_all of B is 1\.5; it must be a finite number from 0 to 1"):
         costs_of(Placement.linear(2), 0.5, 1.5)
     with pytest.raises(PlanError, match="'all_to_all' must be a list of two shares"):
         CostModel.from_json(CostModel.uniform(Placement.linear(2)).to_json() | {"all_to_all": 0.5})

@@ -14,6 +14,7 @@ from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.cost_table import CostTable
 from megatron.zerobubble.plan.costs.length_model import LengthModel, Work, slices_of_sequence
 from megatron.zerobubble.plan.costs.lengths_and_links import LengthsAndLinks
+from megatron.zerobubble.plan.costs.links import LinkTime
 from megatron.zerobubble.plan.costs.slicing import costs_of_other_slices, slice_lengths, unlike_lengths
 from megatron.zerobubble.plan.ir import Op, Placement, Plan
 from megatron.zerobubble.plan.registry import build_plan, schedule_spec
@@ -237,3 +238,20 @@ def test_measured_costs_by_length_count() -> None:
     found = LengthsAndLinks(sequence_length=64, model=model).applied(costs, 2)
     assert found.table.tokens == (32, 32)
     assert found.table.forward_ms == ((8.5, 8.5),)
+
+
+def test_a_message_takes_a_latency_and_a_time_in_proportion_to_its_length() -> None:
+    """As measured, for slices of other lengths, too; without a measurement all of it is in proportion."""
+    whole = CostModel.uniform(Placement.linear(2), forward_ms=8.0).with_links(
+        dict.fromkeys(((0, 1), (1, 0)), LinkTime(2.0, 1.5)), 2
+    )
+    assert (whole.comm_ms, whole.latency_share) == (2.0, 0.25)
+    cut = CostModel.from_json(json.loads(json.dumps(whole.divided(4).to_json())))
+    assert (cut.comm_ms, cut.comm_ms * cut.latency_share) == pytest.approx((0.5 + 1.5 / 4, 0.5))
+    assert cut.whole.comm_ms == pytest.approx(2.0)
+    assert replace(whole, latency_share=0.0).divided(4).comm_ms == 0.5
+    pieces = slices_of_sequence(unlike_lengths(4096))
+    measured = cut.with_table(LengthModel.of(whole, tokens=4096, squares=4096.0**2).table([pieces]).of(0))
+    for n in (1, 2, 8):
+        found = costs_of_other_slices(replace(measured, comm_ms=2.0, latency_share=0.25), n)
+        assert found.comm_ms == pytest.approx(0.5 + 1.5 * 2 / n)  # the longest measured slice is a half

@@ -51,7 +51,9 @@ class CostModel:
     table: CostTable
     """Times and memory of every stage and pass."""
     comm_ms: float = 0.0
-    """P2P latency per message, that of a pass, added to every dependency that crosses ranks; with links the mean of neighbors."""
+    """Time of a message, that of a pass, added to every dependency that crosses ranks; with links the mean of neighbors."""
+    latency_share: float = 0.0
+    """Share of `comm_ms` that an empty message takes as well; the rest grows with its length. 0 where it was not measured."""
     links: Links | None = None
     """Links of every pair of ranks; None: `comm_ms` for all."""
     step: StepCosts | None = None
@@ -62,10 +64,9 @@ class CostModel:
 
     def __post_init__(self) -> None:
         check_number("comm_ms", self.comm_ms)
+        check_number("latency_share", self.latency_share, most=1.0)
         for name, share in zip(("F", "B"), self.all_to_all, strict=True):
-            check_number(f"all_to_all of {name}", share)
-            if share > 1:
-                raise ConfigError(f"costs: all_to_all of {name} is {share}; give a share of its time, 0 to 1")
+            check_number(f"all_to_all of {name}", share, most=1.0)
         for names in (COST_LISTS[:3], COST_LISTS[3:]):
             _check_largest(names, max(max(self.lists[name]) for name in names))
         sizes, count = 1 if self.links is None else len(self.links.message_bytes), len(self.table.counts)
@@ -78,13 +79,20 @@ class CostModel:
             raise ConfigError(f"costs: {self.num_stages} stages and step of {len(self.step.reduce_ms)}; give all times of each")
 
     @staticmethod
-    def of(table: CostTable, *, comm_ms: float = 0.0, links: Links | None = None, step: StepCosts | None = None) -> CostModel:
+    def of(
+        table: CostTable,
+        *,
+        comm_ms: float = 0.0,
+        latency_share: float = 0.0,
+        links: Links | None = None,
+        step: StepCosts | None = None,
+    ) -> CostModel:
         """Costs as plain as they can be: whole microbatches of equal costs are alike, and equal links are one latency."""
         if table.counts and not table.is_alike and not table.has_slices and table.is_uniform:
             table = replace(table.of(0), tokens=())
         if links is not None:
-            comm_ms, links = links.neighbors_ms, None if links.is_uniform else links
-        return CostModel(table=table, comm_ms=comm_ms, links=links, step=step)
+            comm_ms, latency_share, links = links.neighbors_ms, 0.0, None if links.is_uniform else links
+        return CostModel(table=table, comm_ms=comm_ms, latency_share=latency_share, links=links, step=step)
 
     @staticmethod
     def of_lists(lists: Mapping[str, Sequence[float]], *, comm_ms: float = 0.0) -> CostModel:
@@ -107,7 +115,10 @@ class CostModel:
         if message_length is not None:
             own, new = message_length, 1.0
         links = None if self.links is None else self.links.divided(new / own)
-        other = CostModel.of(table, comm_ms=self.comm_ms * own / new, links=links, step=self.step)
+        latency_ms = self.comm_ms * self.latency_share
+        comm_ms = latency_ms + self.comm_ms * (1 - self.latency_share) * own / new
+        share = latency_ms / comm_ms if latency_ms else 0.0
+        other = CostModel.of(table, comm_ms=comm_ms, latency_share=share, links=links, step=self.step)
         return replace(other, all_to_all=self.all_to_all)
 
     @cached_property
@@ -185,8 +196,9 @@ class CostModel:
             return self
         if self.table.is_alike:
             return replace(self, links=None)
-        plain = CostModel.of_lists(self.whole.lists, comm_ms=self.whole.comm_ms)
-        return replace(plain, step=self.step, all_to_all=self.all_to_all)
+        whole = self.whole
+        plain = CostModel.of_lists(whole.lists, comm_ms=whole.comm_ms)
+        return replace(plain, latency_share=whole.latency_share, step=self.step, all_to_all=self.all_to_all)
 
     @property
     def mean_pass(self) -> CostModel:
@@ -304,9 +316,12 @@ class CostModel:
     def with_links(self, measured: Mapping[tuple[int, int], LinkTime], num_ranks: int) -> CostModel:
         """The costs with measured links, (sender, receiver) -> a message: a matrix, or where they are alike their mean."""
         shortest = min(*self.forward_ms, *self.backward_ms)
-        mean = math.fsum(each.message_ms for each in measured.values()) / max(1, len(measured))
         links = unequal_links(measured, num_ranks, shortest_pass_ms=shortest)
-        return replace(CostModel.of(self.table, comm_ms=mean, links=links, step=self.step), all_to_all=self.all_to_all)
+        total, busy = (math.fsum(each[index] for each in measured.values()) for index in (0, 1))
+        share = max(0.0, 1 - busy / total) if busy else 0.0
+        mean = total / max(1, len(measured))
+        costs = CostModel.of(self.table, comm_ms=mean, latency_share=share, links=links, step=self.step)
+        return replace(costs, all_to_all=self.all_to_all)
 
     def of_plan(self, plan: Plan) -> CostModel:
         """The costs of a plan's own microbatches and slices: `reordered` by its assignment, and divided among its slices.
@@ -425,6 +440,8 @@ class CostModel:
         """The `costs` object of the plan's JSON form."""
         body: dict[str, Any] = {name: list(self.lists[name]) for name in COST_LISTS[:3]}
         body["comm_ms"] = self.comm_ms
+        if self.latency_share:
+            body["latency_share"] = self.latency_share
         body |= {name: list(self.lists[name]) for name in COST_LISTS[3:]} | self.table.to_json()
         if self.links is not None:
             body["links"] = self.links.to_json()
@@ -454,8 +471,11 @@ class CostModel:
         shares = body.get("all_to_all", [0.0, 0.0])
         if not isinstance(shares, list) or len(shares) != 2:
             raise PlanError(f"costs: 'all_to_all' must be a list of two shares, of F and of B, got {quoted(shares)}")
-        given = {"comm_ms": comm_ms} if links is None else {"links": Links.from_json(links)}
-        return replace(CostModel.of(table, step=step, **given), all_to_all=tuple(shares))
+        if links is None:
+            costs = CostModel.of(table, comm_ms=comm_ms, latency_share=body.get("latency_share", 0.0), step=step)
+        else:
+            costs = CostModel.of(table, links=Links.from_json(links), step=step)
+        return replace(costs, all_to_all=tuple(shares))
 
 
 def _brief(times: tuple[float, ...]) -> str:

@@ -89,14 +89,13 @@ class LengthsAndLinks:
         if tokens and self.model is None and not costs.table.is_alike:
             raise ConfigError("the costs are those of every microbatch; drop the lengths (--microbatch-tokens)")
         links = costs.links if self.links is None else self.links
+        share = costs.latency_share
+        linked = CostModel.of(costs.table, comm_ms=costs.comm_ms, latency_share=share, links=links, step=costs.step)
         if is_cut:
-            model = self.by_length(costs, self.overhead_ms)
-            whole = CostModel.of(costs.table, comm_ms=costs.comm_ms, links=links, step=costs.step)
-            return whole.with_table(self._cut(model, num_slices))
-        table = costs.table
+            return linked.with_table(self._cut(self.by_length(costs, self.overhead_ms), num_slices))
         if (tokens and self.model is not None) or len(set(tokens)) > 1:  # else a model gives these costs, but for the last digits
-            table = self.by_length(costs).costs(tokens)
-        return CostModel.of(table, comm_ms=costs.comm_ms, links=links, step=costs.step)
+            return CostModel.of(self.by_length(costs).costs(tokens), comm_ms=costs.comm_ms, links=links, step=costs.step)
+        return linked
 
     def by_length(self, costs: CostModel, overhead_ms: float = 0.0) -> LengthModel:
         """How costs follow from the length, the given ones being the means, each time with a part that is paid per pass."""

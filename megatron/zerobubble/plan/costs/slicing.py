@@ -124,7 +124,7 @@ def work_of(model: LengthModel) -> Work:
 def costs_of_other_slices(costs: CostModel, num_slices: int, *, multiple: int = 1) -> CostModel:
     """The costs of other slices, of equal work, or with 1 of whole microbatches, fitted to measured slices of unlike lengths.
 
-    Links: a message takes no less time for being shorter than the longest measured one, and in proportion where it is longer.
+    Where the latency of messages is not known, one takes no less time for being shorter than the longest measured one.
 
     Args:
         costs: with slices and their lengths.
@@ -141,7 +141,8 @@ def costs_of_other_slices(costs: CostModel, num_slices: int, *, multiple: int = 
     table = replace(model.table([slices_of_sequence(lengths)]).of(0), keys=measured.keys, key_gradients=measured.key_gradients)
     if num_slices == 1:
         table = replace(table, activation=measured.whole.activation, keys=(), key_gradients=(), tokens=())
-    return costs.with_table(table, message_length=max(1.0, max(lengths) / max(measured.tokens)))
+    least = 0.0 if costs.latency_share else 1.0
+    return costs.with_table(table, message_length=max(least, max(lengths) / max(measured.tokens)))
 
 
 @dataclass(frozen=True, kw_only=True)
