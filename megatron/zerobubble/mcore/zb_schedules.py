@@ -27,6 +27,7 @@ from megatron.zerobubble.mcore.ddp.record_buckets import record_buckets
 from megatron.zerobubble.mcore.ddp.wrap import overlaps_reductions
 from megatron.zerobubble.mcore.iteration_runner import IterationHooks, IterationRunner
 from megatron.zerobubble.mcore.microbatches.iteration_plans import Arranged, UnequalMicrobatches, UnequalOptions
+from megatron.zerobubble.mcore.microbatches.programs import Programs
 from megatron.zerobubble.mcore.model.graph_replays import LayerGraphs
 from megatron.zerobubble.mcore.model.layer_graphs import IMPLEMENTATION
 from megatron.zerobubble.mcore.model.stage_layout import output_lengths
@@ -125,7 +126,7 @@ class PipelineSchedule:
         """Profiled, on whose timeline receives are posted; None before profiling."""
         self._plan_for: Callable[[int], Plan] = partial(initial_plan, spec)
         self._plans: dict[int, Plan] = {}
-        self._programs: dict[tuple[int, bool], Program] = {}
+        self._programs = Programs()
         self._has_begun: set[bool] = set()
         """Whether calls with forward passes only, and training ones, were checked by all ranks together."""
         self._compared: set[tuple[int, bool]] = set()
@@ -154,7 +155,8 @@ class PipelineSchedule:
             warm_up_groups(config, self._chunks, self.device)
             self._runner = self._make_runner(store, timeout, p2p_max_ctas, batch_p2p_comm)
             if unequal is not None:
-                self.unequal = UnequalMicrobatches(spec, unequal, plan=self.plan, place=self._placed, slicing=self.slicing)
+                programs, place = self._programs, self._placed
+                self.unequal = UnequalMicrobatches(spec, unequal, programs, plan=self.plan, place=place, slicing=self.slicing)
 
     def _make_runner(
         self, store: WeightGradStore | None, timeout: timedelta | None, max_ctas: int | None, batched: bool
@@ -210,24 +212,22 @@ class PipelineSchedule:
 
     def program(self, num_microbatches: int, *, forward_only: bool = False) -> Program:
         """The plan that runs for this many microbatches, with its transfers. Placed on first use."""
-        key = num_microbatches, forward_only
-        if key not in self._programs:
-            if forward_only and num_microbatches not in self._plans:
-                plan = initial_plan(self.spec, num_microbatches)  # evaluation only: nothing to search for
-            else:
-                plan = self.plan(num_microbatches)
+
+        def make() -> Program:
+            is_evaluation = forward_only and num_microbatches not in self._plans  # nothing to search for
+            plan = initial_plan(self.spec, num_microbatches) if is_evaluation else self.plan(num_microbatches)
             if plan.num_slices != self.spec.num_slices:
                 raise ConfigError(
                     f"the plan for {num_microbatches} microbatches has {plan.num_slices} slices of each, and schedule "
                     f"{self.spec.name!r} was given {self.spec.num_slices}: choose another number of slices, or another schedule"
                 )
-            if forward_only:
-                plan = only_forward(plan)
-                validate(plan, forward_only=True)
-                self._programs[key] = program_of(plan, costs=self._costs)
-            else:
-                self._programs[key] = self._placed(plan, self._costs)
-        return self._programs[key]
+            if not forward_only:
+                return self._placed(plan, self._costs)
+            plan = only_forward(plan)
+            validate(plan, forward_only=True)
+            return program_of(plan, costs=self._costs)
+
+        return self._programs.of(num_microbatches, make, forward_only=forward_only)
 
     def capture_order(self, num_microbatches: int) -> list[int]:
         """This rank's F and B in their order, for the capture of CUDA graphs (`LayerGraphs.order`), which fixes the plan."""

@@ -17,6 +17,7 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.loop_options import READY_LENGTHS
 from megatron.zerobubble.mcore.microbatches.iteration_plans import UnequalMicrobatches, UnequalOptions
 from megatron.zerobubble.mcore.microbatches.length_exchange import LengthExchange, Lengths, lengths_of
+from megatron.zerobubble.mcore.microbatches.programs import Programs
 from megatron.zerobubble.mcore.microbatches.ready import READY, nested_tokens, thd_tokens
 from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
 from megatron.zerobubble.plan.costs.length_model import Work
@@ -65,7 +66,7 @@ def test_without_a_usual_length_it_is_the_mean_of_the_first_call(exchange: Any, 
     spec = schedule_spec("zb-h1", num_ranks=2, num_chunks=1)
     options = UnequalOptions(tokens_of=lambda item: (item.tokens, item.squares), usual_tokens=None)
     slicing = SliceOptions(rule=CutRule(work=Work(per_token=36.0, per_square=1.0)))  # attention takes a quarter of 12 tokens
-    unequal = UnequalMicrobatches(spec, options, plan=mock.Mock(), place=mock.Mock(), slicing=slicing)
+    unequal = UnequalMicrobatches(spec, options, Programs(), plan=mock.Mock(), place=mock.Mock(), slicing=slicing)
     with mock.patch.object(unequal, "_program"):
         unequal.arrange([iter(REPLICAS[0])], 2, equal=mock.Mock(), forward_only=True)
         exchange.return_value.return_value = ((Lengths(1, 1.0),) * 2,) * 2

@@ -17,7 +17,6 @@ measured changes the order of ops and never what they compute.
 from __future__ import annotations
 
 import statistics
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +33,7 @@ from megatron.zerobubble.mcore.microbatches.length_exchange import (
     most_of_replicas,
     ranked,
 )
+from megatron.zerobubble.mcore.microbatches.programs import Programs
 from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
 from megatron.zerobubble.plan.communication import Program, place_communication
 from megatron.zerobubble.plan.costs.cost_model import CostModel
@@ -48,9 +48,6 @@ from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.transforms import recut
 
 __all__ = ["Arranged", "UnequalMicrobatches", "UnequalOptions", "operations"]
-
-_NUM_KEPT = 4
-"""Programs kept for lengths that come again."""
 
 PlaceTransfers = Callable[[Plan, CostModel], Program]
 """(plan, costs of its microbatches in the order of the data) -> the plan with its transfers."""
@@ -101,6 +98,7 @@ class UnequalMicrobatches:
         spec: the schedule.
         options: how lengths are found.
         costs: of a microbatch of the usual length, until lengths and times are measured; None: F=B=W.
+        programs: the schedule's.
         plan: returns the schedule's plan for a number of equal microbatches.
         place: places the transfers of a training plan.
         slicing: the operations of a sequence, and how it is cut where the schedule has slices.
@@ -110,13 +108,14 @@ class UnequalMicrobatches:
         self,
         spec: ScheduleSpec,
         options: UnequalOptions,
+        programs: Programs,
         *,
         plan: Callable[[int], Plan],
         place: PlaceTransfers,
         costs: CostModel | None = None,
         slicing: SliceOptions | None = None,
     ) -> None:
-        self._spec, self._options, self._plan, self._place = spec, options, plan, place
+        self._spec, self._options, self._programs, self._plan, self._place = spec, options, programs, plan, place
         self._slicing = slicing or SliceOptions()
         self._comm_ms, self._memory_limit = 0.0, spec.memory_limit
         self._links: Links | None = None
@@ -131,7 +130,6 @@ class UnequalMicrobatches:
         self._replica = parallel_state.get_data_parallel_rank()
         self._planners: dict[int, MicrobatchPlanner] = {}
         """By number of microbatches."""
-        self._programs: OrderedDict[LengthsOfReplicas, Program] = OrderedDict()
 
     def _see(self, replicas: LengthsOfReplicas) -> None:
         """Take the means of the first lengths, which all ranks know, where no length is usual."""
@@ -198,10 +196,11 @@ class UnequalMicrobatches:
         self._see(replicas)
         if self._spec.num_slices > 1:
             _check_whole(replicas)
-        if forward_only or not self._must_plan(replicas):
+        if forward_only and self._spec.num_slices > 1:
+            program = self._programs.of(replicas, lambda: self._only_forward(equal(), replicas), forward_only=True)
+            order = tuple(range(num_microbatches))
+        elif forward_only or not self._must_plan(replicas):
             program, order = equal(), tuple(range(num_microbatches))
-            if forward_only and self._spec.num_slices > 1:
-                program = place_communication(recut(program.plan, self._slices(replicas)))
         else:
             program, own_rank = self._program(replicas), self._ranked(replicas[self._replica], replicas)
             order = tuple(own_rank[program.plan.batch_index(i)] for i in range(num_microbatches))
@@ -259,12 +258,11 @@ class UnequalMicrobatches:
         The assignment of its plan is of microbatches by their rank of length (`_ranked`).
         """
         self._see(replicas)
-        if replicas not in self._programs:
-            while len(self._programs) >= _NUM_KEPT:
-                self._programs.popitem(last=False)
-            self._programs[replicas] = self._made(replicas, self._plan(len(replicas[0])))
-        self._programs.move_to_end(replicas)
-        return self._programs[replicas]
+        return self._programs.of(replicas, lambda: self._made(replicas, self._plan(len(replicas[0]))))
+
+    def _only_forward(self, equal: Program, replicas: LengthsOfReplicas) -> Program:
+        """The program of an evaluation over as many slices as these microbatches have."""
+        return place_communication(recut(equal.plan, self._slices(replicas)))
 
     def _made(self, replicas: LengthsOfReplicas, base: Plan) -> Program:
         is_cut = self._spec.num_slices > 1
