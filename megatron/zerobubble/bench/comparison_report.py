@@ -39,23 +39,35 @@ def markdown(table: Table, about: Mapping[str, Any]) -> str:
         about: a line per entry at the end.
     """
     facts = "\n".join(f"- {name}: {value}" for name, value in about.items())
-    return _joined(table.verdict(), _columns(table, _cells), _columns(table, _details), *_remarks(table), facts)
+    first, second = (_markdown_table(_rows(table, cells_of)) for cells_of in (_cells, _details))
+    return _joined(table.verdict(), first, _key(table), second, *_remarks(table), facts)
 
 
 def summary(table: Table) -> str:
     """For a terminal of 80 columns: what decides in eight, what they are, and the verdict last."""
-    rows = [{"contender": row.outcome.label} | _short(row) for row in table.rows]
+    lines = "\n".join("  ".join(cells).rstrip() for cells in _rows(table, _cells))
+    return _joined(lines, _key(table), *_remarks(table), table.verdict())
+
+
+def _rows(table: Table, cells_of: Callable[[Row], dict[str, str]]) -> list[list[str]]:
+    """The names of the columns and a row per contender, all cells of a column of the same width."""
+    rows = [{"contender": row.outcome.label} | cells_of(row) for row in table.rows]
     lines = [{name: name for name in rows[0]}, *rows]
     widths = {name: max(len(cells[name]) for cells in lines) for name in rows[0]}
-    texts = [
-        "  ".join(f"{cells[name]:{'<' if name == 'contender' else '>'}{widths[name]}}" for name in widths) for cells in lines
-    ]
+    return [[f"{cells[name]:{'<' if name == 'contender' else '>'}{widths[name]}}" for name in widths] for cells in lines]
+
+
+def _markdown_table(rows: list[list[str]]) -> str:
+    rules = [f"{'-' * (len(cell) - 1)}{':' if at else '-'}" for at, cell in enumerate(rows[0])]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (rows[0], rules, *rows[1:]))
+
+
+def _key(table: Table) -> str:
     kind = "GPU" if table.num_cores is None else "rank"
-    key = (
+    return (
         f"plan: predicted speed-up; tok/s: tokens per second and {kind}; {_memory_unit(table)[0]}: peak memory of\n"
         "the fullest rank; idle: mean share of the passes; loss: the baseline's?"
     )
-    return _joined("\n".join(text.rstrip() for text in texts), key, *_remarks(table), table.verdict())
 
 
 def _memory_unit(table: Table) -> tuple[str, int]:
@@ -64,8 +76,8 @@ def _memory_unit(table: Table) -> tuple[str, int]:
     return ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
 
 
-def _short(row: Row) -> dict[str, str]:
-    """Column -> cell of a terminal."""
+def _cells(row: Row) -> dict[str, str]:
+    """Column -> cell: what decides; "-" where nothing is known."""
     outcome, ratio, (unit, size) = row.outcome, row.speed_up, _memory_unit(row.table)
     speed = "-" if ratio is None else f"{ratio.value:.2f}"
     if ratio is not None and ratio.low is not None and outcome is not row.base:
@@ -93,36 +105,12 @@ def _remarks(table: Table) -> list[str]:
     return [table.noise(), table.same_losses(), table.imbalance(), *(f"{name}: {each}" for name, each in said)]
 
 
-def _columns(table: Table, cells_of: Callable[[Row], dict[str, str]]) -> str:
-    """A table in Markdown with aligned columns."""
-    rows = [{"contender": row.outcome.label} | cells_of(row) for row in table.rows]
-    widths = {name: max(len(name), *(len(cells[name]) for cells in rows)) for name in rows[0]}
-    rules = {name: f"{'-' * (width - 1)}{':' if name != 'contender' else '-'}" for name, width in widths.items()}
-    lines = [{name: name for name in widths}, rules, *rows]
-    texts = [[f"{cells[name]:{'<' if name == 'contender' else '>'}{width}}" for name, width in widths.items()] for cells in lines]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in texts)
-
-
-def _cells(row: Row) -> dict[str, str]:
-    """Column -> cell: what decides; "-" where nothing is known."""
-    outcome, (unit, size) = row.outcome, _memory_unit(row.table)
-    same = {True: "yes", False: "no", None: "-"}[row.has_same_loss]
-    return {
-        "ms [95 %]": "failed" if outcome.failure else _interval(outcome.ms),
-        "speed-up [95 %]": "1" if outcome is row.base and outcome.ms is not None else _interval(row.speed_up),
-        "predicted": _formatted(row.predicted_speed_up, ".3f"),
-        f"tokens/s/{'GPU' if row.table.num_cores is None else 'rank'}": _digits(row.tokens_per_s_per_rank),
-        f"peak {unit}": _digits(None if outcome.peak_bytes is None else outcome.peak_bytes / size),
-        "idle": _formatted(None if outcome.idle is None else outcome.idle.share, ".1%"),
-        "same loss?": same,
-    }
-
-
 def _details(row: Row) -> dict[str, str]:
     """Column -> cell: what the decision rests on."""
     outcome = row.outcome
     parts = dict.fromkeys(_IDLE_PARTS) if outcome.idle is None else asdict(outcome.idle)
     return {
+        "ms [95 %]": _interval(outcome.ms),
         "reached": _formatted(row.reached, ".0%"),
         "tokens/s": _digits(row.tokens_per_s),
         "x baseline's memory": _formatted(row.memory_ratio, ".2f"),
