@@ -19,7 +19,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.core import parallel_state
 
@@ -30,8 +30,6 @@ from megatron.zerobubble.mcore.microbatches.length_exchange import (
     Lengths,
     LengthsOfReplicas,
     lengths_of,
-    most_of_replicas,
-    ranked,
 )
 from megatron.zerobubble.mcore.microbatches.programs import Programs
 from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
@@ -51,6 +49,17 @@ __all__ = ["Arranged", "UnequalMicrobatches", "UnequalOptions", "operations"]
 
 PlaceTransfers = Callable[[Plan, CostModel], Program]
 """(plan, costs of its microbatches in the order of the data) -> the plan with its transfers."""
+
+
+class _Slots(NamedTuple):
+    """The microbatches of an iteration as slots of one order of ops, each of which runs one of every replica."""
+
+    orders: tuple[tuple[int, ...], ...]
+    """Per replica and slot, the number of the microbatch in the order in which its data comes."""
+    lengths: tuple[Lengths, ...]
+    """Per slot, the most tokens and the most squared lengths of any replica: they wait for each other."""
+    slices: tuple[int, ...]
+    """Per slot, into how many its microbatches are cut."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,14 +205,17 @@ class UnequalMicrobatches:
         self._see(replicas)
         if self._spec.num_slices > 1:
             _check_whole(replicas)
-        if forward_only and self._spec.num_slices > 1:
-            program = self._programs.of(replicas, lambda: self._only_forward(equal(), replicas), forward_only=True)
-            order = tuple(range(num_microbatches))
-        elif forward_only or not self._must_plan(replicas):
-            program, order = equal(), tuple(range(num_microbatches))
+        came = self._slots(replicas)
+        order = came.orders[self._replica]
+        if not forward_only and self._must_plan(replicas, came):
+            program, slots = self._program(replicas), self._slots(replicas, matched=True)
+            order = tuple(slots.orders[self._replica][program.plan.batch_index(i)] for i in range(num_microbatches))
+        elif forward_only and self._spec.num_slices > 1:
+            program = self._programs.of(
+                replicas, lambda: place_communication(recut(equal().plan, came.slices)), forward_only=True
+            )
         else:
-            program, own_rank = self._program(replicas), self._ranked(replicas[self._replica], replicas)
-            order = tuple(own_rank[program.plan.batch_index(i)] for i in range(num_microbatches))
+            program = equal()
         return Arranged(
             program=program,
             iterators=[None if each is None else iter([each[place] for place in order]) for each in items],
@@ -228,48 +240,44 @@ class UnequalMicrobatches:
                 )
         return first
 
-    def _must_plan(self, replicas: LengthsOfReplicas) -> bool:
-        if len(set(most_of_replicas(replicas))) > 1 or any(len(set(each)) > 1 for each in replicas):
-            return True
-        return self._slices(replicas)[0] < self._spec.num_slices
+    def _must_plan(self, replicas: LengthsOfReplicas, came: _Slots) -> bool:
+        """Whether microbatches differ, or all are too short for as many slices as the schedule has."""
+        is_equal = len(set(came.lengths)) == 1 and all(len(set(own)) == 1 for own in replicas)
+        return not is_equal or came.slices[0] < self._spec.num_slices
 
-    def _slices(self, replicas: LengthsOfReplicas) -> tuple[int, ...]:
-        """Number of slices of each microbatch, all replicas being in one order."""
-        if self._spec.num_slices == 1:
-            return (1,) * len(replicas[0])
-        fewest = [min(each.tokens for each in column) for column in zip(*replicas, strict=True)]
-        return self._slicing.rule.counts([each.tokens for each in most_of_replicas(replicas)], self._spec.num_slices, fewest)
+    def _slots(self, replicas: LengthsOfReplicas, *, matched: bool = False) -> _Slots:
+        """The microbatches as they come, or with those of other replicas matched by length, from the longest to the shortest.
 
-    def _ranked(self, own: Sequence[Lengths], replicas: LengthsOfReplicas) -> list[int]:
-        """The microbatches of a replica by length; as they come if there is no other replica to match, or nothing moves."""
-        return ranked(own) if len(replicas) > 1 and self._options.reorders else list(range(len(own)))
-
-    def _pieces(self, replicas: LengthsOfReplicas) -> list[tuple[Piece, ...]]:
-        """The pieces of each microbatch, of the longest of the replicas, which are in one order."""
-        most = most_of_replicas(replicas)
-        if self._spec.num_slices == 1:
-            return [(each,) for each in most]
-        parts = self._slicing.parts_of([each.tokens for each in most], self._slices(replicas))
-        return [slices_of_sequence([part.length for part in own]) for own in parts]
+        They are not matched if there is no other replica, or nothing moves.
+        """
+        orders: list[Sequence[int]] = [range(len(own)) for own in replicas]
+        if matched and len(replicas) > 1 and self._options.reorders:
+            orders = list(map(_longest_first, replicas))
+        slots = [[own[i] for own, i in zip(replicas, each, strict=True)] for each in zip(*orders, strict=True)]
+        lengths = tuple(Lengths(max(each.tokens for each in slot), max(each.squares for each in slot)) for slot in slots)
+        slices = (1,) * len(slots)
+        if self._spec.num_slices > 1:
+            fewest = [min(each.tokens for each in slot) for slot in slots]
+            slices = self._slicing.rule.counts([each.tokens for each in lengths], self._spec.num_slices, fewest)
+        return _Slots(tuple(map(tuple, orders)), lengths, slices)
 
     def _program(self, replicas: LengthsOfReplicas) -> Program:
         """The program for these lengths, made unless it is known. All ranks must call it at the same point.
 
-        The assignment of its plan is of microbatches by their rank of length (`_ranked`).
+        The assignment of its plan is of matched slots.
         """
         self._see(replicas)
-        return self._programs.of(replicas, lambda: self._made(replicas, self._plan(len(replicas[0]))))
+        return self._programs.of(replicas, lambda: self._made(self._slots(replicas, matched=True)))
 
-    def _only_forward(self, equal: Program, replicas: LengthsOfReplicas) -> Program:
-        """The program of an evaluation over as many slices as these microbatches have."""
-        return place_communication(recut(equal.plan, self._slices(replicas)))
-
-    def _made(self, replicas: LengthsOfReplicas, base: Plan) -> Program:
-        is_cut = self._spec.num_slices > 1
-        pieces = self._pieces(tuple(tuple(own[place] for place in self._ranked(own, replicas)) for own in replicas))
+    def _made(self, slots: _Slots) -> Program:
+        base, is_cut = self._plan(len(slots.slices)), self._spec.num_slices > 1
+        pieces: list[tuple[Piece, ...]] = [(each,) for each in slots.lengths]
+        if is_cut:
+            parts = self._slicing.parts_of([each.tokens for each in slots.lengths], slots.slices)
+            pieces = [slices_of_sequence([part.length for part in own]) for own in parts]
         links = None if is_cut else self._links  # searches for slices take all links for equal
         costs = CostModel.of(self.model.table(pieces), comm_ms=self._comm_ms, links=links)
-        plan = recut(base, list(map(len, pieces))) if is_cut else base
+        plan = recut(base, slots.slices) if is_cut else base
         if self._options.reorders:
             if len(pieces) not in self._planners:
                 self._planners[len(pieces)] = self._planner(base)
@@ -283,6 +291,11 @@ class UnequalMicrobatches:
         # Ws that run together stay together: only the assignment of such an order changes.
         spec = self._spec if self._spec.shard_gradients is None else replace(self._spec, loaded_plan=base)
         return MicrobatchPlanner(spec, base.num_microbatches, options=options, base=base)
+
+
+def _longest_first(lengths: Sequence[Lengths]) -> list[int]:
+    """The microbatches from the longest to the shortest; equal ones stay in the order in which they come."""
+    return sorted(range(len(lengths)), key=lambda index: (-lengths[index].tokens, -lengths[index].squares))
 
 
 def _check_whole(replicas: LengthsOfReplicas) -> None:

@@ -26,8 +26,6 @@ __all__ = [
     "Lengths",
     "LengthsOfReplicas",
     "lengths_of",
-    "most_of_replicas",
-    "ranked",
 ]
 
 _FAILED = -1.0
@@ -69,19 +67,6 @@ def lengths_of(tokens_of: TokensOf, item: Any, microbatch: int) -> Lengths:
             f"microbatch {microbatch}: the lengths' function returned {quoted(squares)} squared lengths; give a number above 0"
         )
     return Lengths(int(tokens), float(squares))
-
-
-def most_of_replicas(replicas: LengthsOfReplicas) -> tuple[Lengths, ...]:
-    """The most tokens, and the most squared lengths, of each microbatch over the replicas, which wait for each other."""
-    return tuple(
-        Lengths(max(each.tokens for each in column), max(each.squares for each in column))
-        for column in zip(*replicas, strict=True)
-    )
-
-
-def ranked(lengths: Sequence[Lengths]) -> list[int]:
-    """The microbatches from the longest to the shortest; equal ones stay in the order in which they come."""
-    return sorted(range(len(lengths)), key=lambda index: (-lengths[index].tokens, -lengths[index].squares))
 
 
 class LengthExchange:
