@@ -148,24 +148,20 @@ class PipelineReport:
         }
 
 
-def report(timeline: Timeline, *, costs: CostModel | None = None) -> PipelineReport:
-    """Compare a recorded iteration with its plan.
+def report(timeline: Timeline) -> PipelineReport:
+    """Compare a recorded iteration, on one clock, with its plan.
 
-    Args:
-        timeline: the recorded iteration, on one clock.
-        costs: the costs to predict with; by default the medians of this iteration's passes, of each link, what surrounded them,
-            and the measured activation memory of the timeline. Without that, stages are taken to be alike and to hold everything
-            until W. Of a plan that assigns unequal microbatches, the passes of each one; their memory is still taken to be equal.
+    It is predicted with the medians of its own passes, of each link, what surrounded them, and the measured activation memory of
+    the timeline. Without that, stages are taken to be alike and to hold everything until W. Of a plan that assigns unequal
+    microbatches, the passes of each one; their memory is still taken to be equal.
     """
     links = link_times(timeline)
-    if costs is None:
-        costs = measured_costs(timeline.plan, timeline.rows, {pair: LinkTime(elapsed) for pair, elapsed in links.items()})
-        if timeline.activations is not None:
-            costs = costs.with_activations(timeline.activations)
-        if timeline.plan.assignment or timeline.plan.slice_counts:
-            costs = _of_each_microbatch(timeline, costs)
-        costs = replace(costs, step=step_costs(timeline))
-    simulation = simulate(timeline.plan, costs)
+    costs = measured_costs(timeline.plan, timeline.rows, {pair: LinkTime(elapsed) for pair, elapsed in links.items()})
+    if timeline.activations is not None:
+        costs = costs.with_activations(timeline.activations)
+    if timeline.plan.assignment or timeline.plan.slice_counts:
+        costs = _of_each_microbatch(timeline, costs)
+    simulation = simulate(timeline.plan, replace(costs, step=step_costs(timeline)))
     counted = [rank.peak_bytes for rank in timeline.ranks if rank.peak_bytes is not None]
     return PipelineReport(
         iteration=timeline.iteration,

@@ -106,7 +106,6 @@ class UnequalMicrobatches:
     Args:
         spec: the schedule.
         options: how lengths are found.
-        costs: of a microbatch of the usual length, until lengths and times are measured; None: F=B=W.
         programs: the schedule's.
         plan: returns the schedule's plan for a number of equal microbatches.
         place: places the transfers of a training plan.
@@ -121,14 +120,12 @@ class UnequalMicrobatches:
         *,
         plan: Callable[[int], Plan],
         place: PlaceTransfers,
-        costs: CostModel | None = None,
         slicing: SliceOptions | None = None,
     ) -> None:
         self._spec, self._options, self._programs, self._plan, self._place = spec, options, programs, plan, place
         self._slicing = slicing or SliceOptions()
         self._comm_ms, self._memory_limit = 0.0, spec.memory_limit
         self._links: Links | None = None
-        self._equal_costs = costs or CostModel.uniform(spec.placement)
         self.model: LengthModel
         """Costs by length, from the first call on; replaced by `learn`."""
         self._usual: Lengths | None = None
@@ -146,10 +143,11 @@ class UnequalMicrobatches:
             self._take_usual(*(statistics.fmean(each[index] for own in replicas for each in own) for index in (0, 1)))
 
     def _take_usual(self, tokens: float, squares: float) -> None:
-        """Let a microbatch of these lengths cost what the schedule's equal ones do."""
+        """Let a microbatch of these lengths take F=B=W, until lengths and times are measured."""
         self._usual = Lengths(round(tokens), squares)
         share = self._slicing.rule.work.attention_share(max(1, round(squares / tokens)))
-        self.model = LengthModel.of(self._equal_costs, tokens=tokens, squares=squares, attention_share=share)
+        costs = CostModel.uniform(self._spec.placement)
+        self.model = LengthModel.of(costs, tokens=tokens, squares=squares, attention_share=share)
 
     @property
     def usual_tokens(self) -> int:

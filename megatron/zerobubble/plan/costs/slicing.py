@@ -160,21 +160,26 @@ class CutRule:
         """Tokens of every slice of a sequence. Raises ConfigError as `slice_lengths`."""
         return slice_lengths(self.work, tokens, num_slices, multiple=self.multiple_of(tokens, num_slices))
 
-    def pieces(self, tokens: Sequence[int], num_slices: int, fewest: Sequence[int] = ()) -> list[tuple[int, ...]]:
+    def pieces(self, tokens: Sequence[int], num_slices: int) -> list[tuple[int, ...]]:
         """Tokens of the slices of microbatches: `num_slices` of the longest, of the others as many as have about the same work.
 
         Args:
             tokens: of every microbatch.
             num_slices: n.
-            fewest: of every microbatch, tokens of the shortest that is cut into as many slices; empty: its own.
 
         Raises:
             ConfigError: see `slice_lengths`.
         """
-        return [self.lengths(*each) for each in zip(tokens, self.counts(tokens, num_slices, fewest), strict=True)]
+        return [self.lengths(*each) for each in zip(tokens, self.counts(tokens, num_slices), strict=True)]
 
     def counts(self, tokens: Sequence[int], num_slices: int, fewest: Sequence[int] = ()) -> tuple[int, ...]:
-        """Slices of every microbatch; arguments are those of `pieces`."""
+        """Slices of every microbatch, as in `pieces`.
+
+        Args:
+            tokens: of every microbatch.
+            num_slices: n.
+            fewest: of every microbatch, tokens of the shortest that is cut into as many slices; empty: its own.
+        """
         counts = numbers_of_slices([self.work.at(each, each * each) - self.work.constant for each in tokens], num_slices)
         return tuple(min(count, max(1, each // self.multiple)) for count, each in zip(counts, fewest or tokens, strict=True))
 
