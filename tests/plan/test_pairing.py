@@ -89,8 +89,8 @@ def test_shares_that_are_none_are_refused(capsys: pytest.CaptureFixture[str]) ->
         costs_of(Placement.linear(2), 0.5, 1.5)
     with pytest.raises(PlanError, match="'all_to_all' must be a list of two shares"):
         CostModel.from_json(CostModel.uniform(Placement.linear(2)).to_json() | {"all_to_all": 0.5})
-    assert main(["plan", "--schedule", "zb-h1", "-p", "2", "-m", "4", "--all-to-all", "2"]) == 2
-    assert "all_to_all of F is 2.0" in capsys.readouterr().err
+    assert main(["plan", "-p", "2", "-m", "4", "--all-to-all", "2"]) == 2
+    assert "all-to-all is 2.0; give a share of F and of B, 0 to 1" in capsys.readouterr().err
 
 
 # -- waves --------------------------------------------------------------------------------------------------------------------

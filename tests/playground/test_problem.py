@@ -129,7 +129,8 @@ def test_defaults_are_those_of_a_run() -> None:
         ({"stages": STAGES | {"wgrad_ms": [1, "2"]}}, "wgrad_ms of stage 1 is '2'"),
         ({"stages": STAGES | {"wgrad_ms": None}}, "'wgrad_ms' must be a list"),
         ({"stages": STAGES | {"comm_ms": 1e9}}, "comm_ms is"),
-        ({"file": "/etc/passwd"}, r"the request has 'file'; known are attention_share"),
+        ({"file": "/etc/passwd"}, r"the request has 'file'; known are all_to_all, attention_share"),
+        ({"all_to_all": 1.5}, "all_to_all is"),
     ],
 )
 def test_an_impossible_value_is_refused_by_its_name(changes: dict[str, Any], message: str) -> None:

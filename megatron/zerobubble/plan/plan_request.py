@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.lengths_and_links import LengthsAndLinks
 from megatron.zerobubble.plan.costs.slicing import costs_of_other_slices
@@ -56,6 +57,10 @@ class PlanRequest:
     """Share of F and of B in which tokens travel to their experts and back; 0: what `stages` have. Above 0, pairs may hide it."""
     lengths: LengthsAndLinks = field(default_factory=LengthsAndLinks)
     """Of the microbatches and their slices, the costs being those of the mean length, and links, instead of one latency."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.all_to_all <= 1:
+            raise ConfigError(f"all-to-all is {self.all_to_all}; give a share of F and of B, 0 to 1")
 
     @property
     def objective(self) -> Objective:

@@ -111,6 +111,7 @@ def read_problem(body: str | bytes) -> PageRequest:
         effort=None if given.get("effort", "drawn") == "drawn" else choice(Effort, "effort", given["effort"]),
         times=times,
         step=_times(given.get("step", {}), "step", STEP_TIMES),
+        all_to_all=number("all_to_all", given.get("all_to_all", 0), 1.0),
         stages=None if given.get("stages") is None else read_stages(given["stages"]),
         model=model,
         run_memory=None if given.get("run_memory") is None else read_measured(given["run_memory"]),

@@ -78,10 +78,6 @@ class Walk:
         while self._due:
             yield heapq.heappop(self._due)[1]
 
-    def wait(self, rank: int, until: float) -> None:
-        """Come back to a rank at a later time."""
-        heapq.heappush(self._due, (until, rank))
-
 
 def waves(
     schedule: str, placement: Placement, num_microbatches: int, costs: CostModel, limit: float, *, splits: bool = True
