@@ -68,6 +68,8 @@ class Case:
     different_data: bool = False
     dtype: torch.dtype = torch.float32
     num_steps: int = 2
+    gradient_step: int = 0
+    """Whose gradients are compared."""
     clip_grad: float = 0.0
     optimizer: str = "adam"
     adam_eps: float = 1e-8
@@ -134,7 +136,7 @@ class Outcome:
     losses: list[list[float]]
     """Per step the loss of each microbatch; empty lists where the last stage is not."""
     gradients: Tensors
-    """``main_grad`` after the first step's forward and backward."""
+    """``main_grad`` after forward and backward of the case's `gradient_step`."""
     weights: Tensors
     """After the last step."""
     grad_norms: list[float]
@@ -367,7 +369,7 @@ class Trainer:
         for step in range(self.case.num_steps):
             self.zero_gradients()
             losses.append(self.forward_backward(step))
-            if step == 0:
+            if step == self.case.gradient_step:
                 gradients = {
                     name: parameter.main_grad.detach().clone()
                     for name, parameter in self.parameters()

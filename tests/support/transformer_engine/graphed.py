@@ -36,6 +36,7 @@ class GraphedCase(EngineCase):
     dtype: torch.dtype = torch.bfloat16
     num_steps: int = 3
     """One before the capture."""
+    gradient_step: int = 2
 
     def __str__(self) -> str:
         return f"{super().__str__()}-graphs-{'-'.join(self.scopes) or 'of-layers'}"
@@ -53,6 +54,7 @@ class GraphedMoeCase(EngineMoeCase):
     scopes: tuple[str, ...] = ("attn", "moe_router", "moe_preprocess")
     dtype: torch.dtype = torch.bfloat16
     num_steps: int = 3
+    gradient_step: int = 2
 
     def __str__(self) -> str:
         return f"{super().__str__()}-graphs-{'-'.join(self.scopes) or 'of-layers'}"
