@@ -242,9 +242,8 @@ def test_measured_costs_by_length_count() -> None:
 
 def test_a_message_takes_a_latency_and_a_time_in_proportion_to_its_length() -> None:
     """As measured, for slices of other lengths, too; without a measurement all of it is in proportion."""
-    whole = CostModel.uniform(Placement.linear(2), forward_ms=8.0).with_links(
-        dict.fromkeys(((0, 1), (1, 0)), LinkTime(2.0, 1.5)), 2
-    )
+    links = dict.fromkeys(((0, 1), (1, 0)), LinkTime(2.0, 1.5))
+    whole = CostModel.uniform(Placement.linear(2), forward_ms=8.0, backward_ms=8.0).with_links(links, 2)
     assert (whole.comm_ms, whole.latency_share) == (2.0, 0.25)
     cut = CostModel.from_json(json.loads(json.dumps(whole.divided(4).to_json())))
     assert (cut.comm_ms, cut.comm_ms * cut.latency_share) == pytest.approx((0.5 + 1.5 / 4, 0.5))
