@@ -221,4 +221,4 @@ def _of_each_microbatch(timeline: Timeline, costs: CostModel) -> CostModel:
             name = COST_LISTS[0 if kind is OpKind.F else 2 if kind is OpKind.W else 1]  # a fused BW is a B, as in `combine`
             times[name][stage][table.starts[plan.batch_index(microbatch)] + part] = length
     rows = {name: tuple(map(tuple, of_kind)) for name, of_kind in times.items()}
-    return CostModel.of(replace(table, tokens=(), **rows), comm_ms=costs.comm_ms, links=costs.links)  # type: ignore[arg-type]
+    return costs.changed(table=replace(table, tokens=(), **rows))  # type: ignore[arg-type]

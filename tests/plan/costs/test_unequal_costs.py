@@ -18,6 +18,7 @@ from megatron.zerobubble.plan.costs.cost_table import COST_LISTS, CostTable
 from megatron.zerobubble.plan.costs.length_model import LengthModel, Work
 from megatron.zerobubble.plan.costs.lengths_and_links import LengthsAndLinks
 from megatron.zerobubble.plan.costs.links import Links, LinkTime, unequal_links
+from megatron.zerobubble.plan.costs.step_costs import StepCosts
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.simulate import memory_over_time, peak_memory, simulate
@@ -118,6 +119,17 @@ def test_equal_lengths_are_the_plain_costs_to_the_bit(time_ms: float, tokens: in
     """A last digit could change which of two orders a search takes for the better one."""
     costs = CostModel.uniform(Placement.v(2), forward_ms=time_ms, backward_ms=1.1 * time_ms, activation_after_backward=0.37)
     assert LengthsAndLinks((tokens,) * 6, share).applied(costs) == costs
+
+
+def test_lengths_keep_what_else_costs_say() -> None:
+    """Such as those of a run's report."""
+    linear = Placement.linear(2)
+    step = StepCosts.uniform(linear, reduce_ms=3.0, optimizer_ms=1.0)
+    costs = replace(CostModel.uniform(linear, comm_ms=1.0), latency_share=0.5, step=step, all_to_all=(0.2, 0.1))
+    for lengths, num_slices in ((LengthsAndLinks(), 1), (LengthsAndLinks((3, 4)), 1), (LengthsAndLinks(sequence_length=64), 2)):
+        found = lengths.applied(costs, num_slices)
+        assert (found.step, found.all_to_all) == (step, (0.2, 0.1))
+        assert found.comm_ms * found.latency_share == pytest.approx(0.5)
 
 
 def test_means_stand_for_unequal_microbatches() -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -86,13 +86,18 @@ class CostModel:
         latency_share: float = 0.0,
         links: Links | None = None,
         step: StepCosts | None = None,
+        all_to_all: tuple[float, float] = (0.0, 0.0),
     ) -> CostModel:
         """Costs as plain as they can be: whole microbatches of equal costs are alike, and equal links are one latency."""
         if table.counts and not table.is_alike and not table.has_slices and table.is_uniform:
             table = replace(table.of(0), tokens=())
         if links is not None:
             comm_ms, latency_share, links = links.neighbors_ms, 0.0, None if links.is_uniform else links
-        return CostModel(table=table, comm_ms=comm_ms, latency_share=latency_share, links=links, step=step)
+        return CostModel(table=table, comm_ms=comm_ms, latency_share=latency_share, links=links, step=step, all_to_all=all_to_all)
+
+    def changed(self, **parts: Any) -> CostModel:
+        """The costs with other values of some fields, as plain as they can be (`of`)."""
+        return CostModel.of(**{each.name: getattr(self, each.name) for each in fields(self)} | parts)
 
     @staticmethod
     def of_lists(lists: Mapping[str, Sequence[float]], *, comm_ms: float = 0.0) -> CostModel:
@@ -102,7 +107,7 @@ class CostModel:
 
     def with_lists(self, **lists: tuple[float, ...]) -> CostModel:
         """Plain costs with other lists per stage."""
-        return replace(CostModel.of_lists(self.lists | lists, comm_ms=self.comm_ms), step=self.step, all_to_all=self.all_to_all)
+        return self.changed(table=CostModel.of_lists(self.lists | lists).table, links=None)
 
     def with_table(self, table: CostTable, *, message_length: float | None = None) -> CostModel:
         """The costs of other passes of the same microbatches. Nothing else changes the time of messages.
@@ -118,8 +123,7 @@ class CostModel:
         latency_ms = self.comm_ms * self.latency_share
         comm_ms = latency_ms + self.comm_ms * (1 - self.latency_share) * own / new
         share = latency_ms / comm_ms if latency_ms else 0.0
-        other = CostModel.of(table, comm_ms=comm_ms, latency_share=share, links=links, step=self.step)
-        return replace(other, all_to_all=self.all_to_all)
+        return self.changed(table=table, comm_ms=comm_ms, latency_share=share, links=links)
 
     @cached_property
     def means(self) -> CostLists[float]:
@@ -196,9 +200,7 @@ class CostModel:
             return self
         if self.table.is_alike:
             return replace(self, links=None)
-        whole = self.whole
-        plain = CostModel.of_lists(whole.lists, comm_ms=whole.comm_ms)
-        return replace(plain, latency_share=whole.latency_share, step=self.step, all_to_all=self.all_to_all)
+        return self.whole.with_lists()
 
     @property
     def mean_pass(self) -> CostModel:
@@ -319,9 +321,7 @@ class CostModel:
         links = unequal_links(measured, num_ranks, shortest_pass_ms=shortest)
         total, busy = (math.fsum(each[index] for each in measured.values()) for index in (0, 1))
         share = max(0.0, 1 - busy / total) if busy else 0.0
-        mean = total / max(1, len(measured))
-        costs = CostModel.of(self.table, comm_ms=mean, latency_share=share, links=links, step=self.step)
-        return replace(costs, all_to_all=self.all_to_all)
+        return self.changed(comm_ms=total / max(1, len(measured)), latency_share=share, links=links)
 
     def of_plan(self, plan: Plan) -> CostModel:
         """The costs of a plan's own microbatches and slices: `reordered` by its assignment, and divided among its slices.
@@ -471,11 +471,14 @@ class CostModel:
         shares = body.get("all_to_all", [0.0, 0.0])
         if not isinstance(shares, list) or len(shares) != 2:
             raise PlanError(f"costs: 'all_to_all' must be a list of two shares, of F and of B, got {quoted(shares)}")
-        if links is None:
-            costs = CostModel.of(table, comm_ms=comm_ms, latency_share=body.get("latency_share", 0.0), step=step)
-        else:
-            costs = CostModel.of(table, links=Links.from_json(links), step=step)
-        return replace(costs, all_to_all=tuple(shares))
+        return CostModel.of(
+            table,
+            comm_ms=comm_ms,
+            latency_share=body.get("latency_share", 0.0),
+            links=None if links is None else Links.from_json(links),
+            step=step,
+            all_to_all=(shares[0], shares[1]),
+        )
 
 
 def _brief(times: tuple[float, ...]) -> str:

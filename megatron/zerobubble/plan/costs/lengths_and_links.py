@@ -88,13 +88,11 @@ class LengthsAndLinks:
             raise ConfigError("costs of every microbatch do not say what its slices cost; give lengths, or 1 slice")
         if tokens and self.model is None and not costs.table.is_alike:
             raise ConfigError("the costs are those of every microbatch; drop the lengths (--microbatch-tokens)")
-        links = costs.links if self.links is None else self.links
-        share = costs.latency_share
-        linked = CostModel.of(costs.table, comm_ms=costs.comm_ms, latency_share=share, links=links, step=costs.step)
+        linked = costs.changed(links=costs.links if self.links is None else self.links)
         if is_cut:
             return linked.with_table(self._cut(self.by_length(costs, self.overhead_ms), num_slices))
         if (tokens and self.model is not None) or len(set(tokens)) > 1:  # else a model gives these costs, but for the last digits
-            return CostModel.of(self.by_length(costs).costs(tokens), comm_ms=costs.comm_ms, links=links, step=costs.step)
+            return linked.changed(table=self.by_length(costs).costs(tokens))
         return linked
 
     def by_length(self, costs: CostModel, overhead_ms: float = 0.0) -> LengthModel:
