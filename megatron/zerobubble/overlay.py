@@ -50,6 +50,7 @@ _NEEDS_SCHEDULE = {
     "zero_bubble_watchdog_seconds": None,
     "zero_bubble_slices": None,
     "zero_bubble_slice_positions": None,
+    "zero_bubble_overlap_moe": None,
     "zero_bubble_torch_attention": "call megatron.zerobubble.use_torch_attention with the model",
 }
 """Fields that mean nothing without one, and what to do instead."""
@@ -92,6 +93,7 @@ def install(
     memory_limit: float | str | None = None,
     plan: str | os.PathLike[str] | None = None,
     optimizer_post_validation: bool = False,
+    overlap_moe: bool = False,
     slices: Slices | None = None,
     lengths: MicrobatchLengths | None = None,
     seeds: Seeds | None = None,
@@ -111,12 +113,13 @@ def install(
     Args:
         args: the flags: as a parser with `add_zero_bubble_args` has read them, or written as `ZeroBubbleConfig(...)`, where every
             flag is a field (docs/flags.md). If they choose no schedule, nothing is installed. They exclude `schedule`,
-            `memory_limit`, `plan`, `optimizer_post_validation` and the number of `slices`, which are short for the most used.
+            `memory_limit`, `plan`, `optimizer_post_validation`, `overlap_moe` and the number of `slices`, short for flags.
         schedule: zb-h1, zb-h2, zb, zbv, v-half, v-min, zb-interleaved, ..., or auto; see --zero-bubble-schedule.
         memory_limit: per rank: a number, in units of 1F1B's activation memory on the first rank, or bytes such as "60GiB", or
             "auto"; see --zero-bubble-memory-limit.
         plan: path of a plan file to run.
         optimizer_post_validation: step before the global gradient norm is known, and redo a wrong step; see `settle`.
+        overlap_moe: hide the all-to-alls of experts; see --zero-bubble-overlap-moe.
         slices: of microbatches along their sequence, and how batches are cut.
         lengths: of microbatches; None: all have the sequence length that the loop gives to the schedule.
         seeds: of first weights and of dropout masks.
@@ -142,6 +145,7 @@ def install(
         zero_bubble_memory_limit=None if memory_limit is None else str(memory_limit),
         zero_bubble_load_plan=None if plan is None else os.fspath(plan),
         enable_optimizer_post_validation=optimizer_post_validation or None,
+        zero_bubble_overlap_moe=overlap_moe or None,
         zero_bubble_slices=None if slices.number is None else str(slices.number),
     )
     check_supported(config)
@@ -179,7 +183,7 @@ def _config(args: argparse.Namespace | ZeroBubbleConfig | None, **words: Any) ->
     if args is not None and short:
         raise ConfigError(
             f"install got flags, and {', '.join(short)} beside them: give one of them (schedule, memory_limit, plan, "
-            "optimizer_post_validation and the number of slices are short for flags)"
+            "optimizer_post_validation, overlap_moe and the number of slices are short for flags)"
         )
     config = ZeroBubbleConfig(**short) if args is None else flags_of(args)
     if args is None and config.schedule == "stock" and "zero_bubble_schedule" not in short:

@@ -19,6 +19,7 @@ import torch
 from megatron.zerobubble import job
 from megatron.zerobubble.job import pulse
 from megatron.zerobubble.plan.communication import Message, Payload
+from megatron.zerobubble.runtime import turns
 from megatron.zerobubble.runtime.watch import Watch
 
 IN_A_WAIT = "def in_a_wait(work):\n    first = 1\n    second = work.wait()\n    return first, second\n"
@@ -98,3 +99,30 @@ def test_a_reported_wait_counts_wherever_the_thread_is() -> None:
         assert pulse._is_waiting(watch.current(), sys._getframe())
     watch.report("makes its gradients final with other ranks", is_shared=True)
     assert not pulse._is_waiting(watch.current(), sys._getframe())
+
+
+def test_while_a_pass_waits_for_the_other_one_of_its_pair_that_ones_call_counts() -> None:
+    """The main thread runs the forward pass, and the backward pass is in a collective, or computes."""
+    pair, seen, lock = turns.Turns(torch.device("cpu")), [], threading.Lock()
+    in_a_wait = _defined(IN_A_WAIT, "any.py", "any.module")
+
+    def watch() -> None:
+        for expected in (True, False):
+            until = time.monotonic() + 20.0
+            while (found := pulse._is_waiting(None, pulse._main_frame())) != expected and time.monotonic() < until:
+                time.sleep(0.01)
+            seen.append(found)
+            lock.release() if expected else computed.set()
+
+    def backward() -> None:
+        in_a_wait(SimpleNamespace(wait=lock.acquire))
+        while not computed.is_set():
+            pass
+
+    computed = threading.Event()
+    lock.acquire()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    pair.run(backward, lambda: None)
+    watcher.join()
+    assert seen == [True, False]

@@ -80,7 +80,7 @@ class SlicedBatches(Trainer):
 
     def close(self) -> None:
         """Also restore what slices replace in megatron-core."""
-        self.schedule.remove_slices()
+        self.schedule.restore_model()
         super().close()
 
     def _schedule_options(self) -> dict[str, Any]:

@@ -224,3 +224,16 @@ class CollectiveCount:
             return function(*args, **kwargs)
 
         return counted
+
+
+def test_a_gemm_of_a_weight_with_another_reader_waits_for_its_w() -> None:
+    """Autograd adds to that weight in every B, and a GEMM that ran ahead of its W would come before another B's share."""
+    store, (split,) = make(1)
+    split.weight.main_grad = torch.zeros(3, 2)
+    put(store, [split], 0)
+    assert store.run_ahead(6)
+    store.run(0, 0)
+    split.weight.sum().backward()
+    put(store, [split], 1)
+    assert not store.run_ahead(6)
+    store.run(0, 1)

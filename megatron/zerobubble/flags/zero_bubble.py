@@ -120,6 +120,11 @@ class ZeroBubbleConfig:
     slice, absolute for positions in the whole sequence, as where they are cut with the batch, or from-zero where the loop counts
     the tokens of what it read. Default: found out in every slice from the values and the batch; on a GPU that waits for the
     device, and what could be both or is neither is refused."""
+    zero_bubble_overlap_moe: bool = False
+    """Hide the all-to-alls of experts: a forward and a backward pass that the plan has side by side are launched together, and
+    each computes while the other one communicates; beside those of other passes W computes. Losses and weights are those without
+    it, bit for bit. Takes the alltoall dispatcher; other models run as without the flag, after one line. A model whose
+    configuration has overlap_moe_expert_parallel_comm runs so anyway. Not run on a GPU."""
     zero_bubble_trace: str | None = field(default=None, metadata={"metavar": "DIR"})
     """Directory to write a trace to at the end of the run: trace.json (for Perfetto), report.json, and per recorded iteration
     its plan and a timeline of measured vs. planned; with stock schedules, too. In a training loop of your own it is written
@@ -166,6 +171,11 @@ class ZeroBubbleConfig:
             raise ConfigError(f"--post-validation-patience is {self.post_validation_patience}; give 0 or a number of steps")
         if self.trace_iterations and self.zero_bubble_trace is None:
             raise ConfigError("--zero-bubble-trace-iterations needs --zero-bubble-trace DIR")
+        if self.zero_bubble_overlap_moe and self.schedule == "stock":
+            raise ConfigError(
+                "--zero-bubble-overlap-moe pairs passes of a plan, and the stock schedule has none: choose a schedule, or set "
+                "overlap_moe_expert_parallel_comm, with virtual stages"
+            )
         given = self.zero_bubble_max_pending_backward
         if given is not None:
             self.max_pending_microbatches(num_ranks=1)

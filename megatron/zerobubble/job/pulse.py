@@ -15,6 +15,7 @@ from megatron.zerobubble.job.heartbeats import Beat, publish, published, this_pr
 from megatron.zerobubble.job.key_value_store import Store
 from megatron.zerobubble.job.stragglers import Stragglers
 from megatron.zerobubble.job.tcp_connections import Connections, own_connections
+from megatron.zerobubble.runtime import turns
 from megatron.zerobubble.runtime.watch import Doing, Watch
 
 __all__ = ["Pulse", "Stillness"]
@@ -25,6 +26,8 @@ _LOOKS_AT_ALL = 10
 """Beats of rank 0 between two looks at the speed of all ranks."""
 _TORCH = ("torch.distributed.distributed_c10d", "torch.distributed.rendezvous")
 """Modules of torch whose functions wait for other ranks: collectives, sends and receives, and the first rendezvous."""
+_WAITS = ("threading", "concurrent.futures._base")
+"""Modules whose functions wait for another thread."""
 
 
 class Stillness:
@@ -195,4 +198,12 @@ def _place(frame: FrameType | None) -> str:
 
 
 def _main_frame() -> FrameType | None:
-    return sys._current_frames().get(threading.main_thread().ident or 0)
+    """The innermost frame of the main thread; while that waits for the other pass of a pair, of the thread that this runs on."""
+    frames = sys._current_frames()
+    innermost = outer = frames.get(threading.main_thread().ident or 0)
+    while outer is not None and outer.f_globals.get("__name__") in _WAITS:
+        outer = outer.f_back
+    if outer is innermost or outer is None or outer.f_globals.get("__name__") != turns.__name__:
+        return innermost
+    others = [frames.get(each.ident or 0) for each in threading.enumerate() if each.name == turns.BACKWARD]
+    return next((each for each in others if each is not None and each.f_globals.get("__name__") != turns.__name__), innermost)

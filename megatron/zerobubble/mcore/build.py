@@ -141,11 +141,14 @@ def make_store(config: Any, ddp_config: DistributedDataParallelConfig, device: t
     return WeightGradStore(kernel, rank=parallel_state.get_pipeline_model_parallel_rank())
 
 
+OVERLAP_MOE = "overlap_moe_expert_parallel_comm"
+"""Option of megatron-core in whose place `zero_bubble_overlap_moe` is turned on."""
+
 _TURNED_OFF = {
     "defer_embedding_wgrad_compute": "W defers the head's weight gradient already",
     "overlap_dispatch_backward_with_experts_wgrad": "W computes the experts' weight gradients",
-    "overlap_moe_expert_parallel_comm": "it needs megatron-core's own schedule; without it the experts' all-to-alls are exposed",
-    "ep_overlap_early_attn_memory_release": "it is a part of overlap_moe_expert_parallel_comm",
+    OVERLAP_MOE: "--zero-bubble-overlap-moe, which takes its place, pairs passes of this schedule",
+    "ep_overlap_early_attn_memory_release": "passes are paired otherwise",
 }
 """Options of megatron-core's configuration that a split of B and W makes superfluous or cannot serve, and what that costs."""
 

@@ -111,6 +111,7 @@ class Engine:
             timeout=options.timeout,
             p2p_max_ctas=chosen_ctas(flags.zero_bubble_p2p_max_ctas, is_one_host=is_one_host),
             batch_p2p_comm=flags.zero_bubble_batch_p2p_comm,
+            overlap_moe=flags.zero_bubble_overlap_moe,
             unequal=unequal,
             slicing=SliceOptions(
                 lengths=flags.slice_lengths,

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -15,10 +16,12 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron.zerobubble.mcore.ddp.wrap import start_first_gathers
 from megatron.zerobubble.mcore.model.dispatchers import token_dispatchers
+from megatron.zerobubble.mcore.model.expert_exchanges import ExpertExchanges, why_exposed
 from megatron.zerobubble.mcore.model.rng import draws
 from megatron.zerobubble.mcore.model.shared_experts import side_streams
 from megatron.zerobubble.mcore.model.wgrad_split import driven_modules, split_weights
@@ -42,6 +45,8 @@ from megatron.zerobubble.runtime.recording import Recorder, fan_out
 from megatron.zerobubble.runtime.watch import Watch
 from megatron.zerobubble.wgrad.deferring import WgradKey
 from megatron.zerobubble.wgrad.store import WeightGradStore
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -77,6 +82,8 @@ class IterationRunner:
         device: where tensors live.
         rank: pipeline rank.
         positions: where microbatches are cut, what the loop's position ids are (`SliceOptions`).
+        overlap_moe: whether the all-to-alls of experts run beside the other pass of a pair, or a deferred wgrad GEMM. If they
+            cannot, one line says why.
     """
 
     def __init__(
@@ -92,6 +99,7 @@ class IterationRunner:
         device: torch.device,
         rank: int,
         positions: str | None = None,
+        overlap_moe: bool = False,
     ) -> None:
         self._spec = spec
         self._chunks = chunks
@@ -112,6 +120,26 @@ class IterationRunner:
         self._device = device
         self._rank = rank
         self._habits = Habits()
+        self._exchanges = self._expert_exchanges() if overlap_moe else None
+
+    def _expert_exchanges(self) -> ExpertExchanges | None:
+        """Those of this rank; None, with one line on rank 0, if passes of this model cannot be paired."""
+        why = why_exposed(self._config, num_slices=self._spec.num_slices)
+        if why is not None and dist.get_rank() == 0:
+            _log.warning("all-to-alls of experts stay exposed, and passes run one after the other: %s", why)
+        dispatchers = [each for chunk in self._dispatchers for each in chunk]
+        if why is not None or not dispatchers:
+            return None
+        config = self._config
+        largest = config.hidden_size * config.ffn_hidden_size  # the head's GEMM takes longer than an all-to-all
+        return ExpertExchanges(dispatchers, self._device, partial(self._store.run_ahead, largest))
+
+    def restore_model(self) -> None:
+        """Leave the chunks' layers and dispatchers as they were."""
+        if self.sliced is not None:
+            self.sliced.remove()
+        if self._exchanges is not None:
+            self._exchanges.remove()
 
     def run(self, program: Program, iteration: Iteration, hooks: IterationHooks) -> ChunkWork:
         """All passes of one call of the schedule; the work holds its losses. Every rank of the pipeline must call it."""
@@ -199,6 +227,7 @@ class IterationRunner:
             deferred=self._deferred,
             side_streams=self._side_streams,
             has_rng_streams=self._has_rng_streams,
+            exchanges=self._exchanges,
         )
 
     def tail(self, plan: Plan) -> Tail:

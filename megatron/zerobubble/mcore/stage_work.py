@@ -29,6 +29,7 @@ from megatron.zerobubble.mcore.compat import backward_step
 from megatron.zerobubble.mcore.ddp.final_gradients import FinalGradients
 from megatron.zerobubble.mcore.model.aux_loss_scale import set_auxiliary_scales
 from megatron.zerobubble.mcore.model.dispatchers import drop_graphs
+from megatron.zerobubble.mcore.model.expert_exchanges import ExpertExchanges
 from megatron.zerobubble.mcore.model.layer_graphs import IMPLEMENTATION
 from megatron.zerobubble.mcore.model.rng import ChunkStreams
 from megatron.zerobubble.mcore.model.shared_experts import between_streams
@@ -93,6 +94,8 @@ class ChunkWork(StageWork):
         deferred: the weights of each chunk whose gradients W computes; empty: no chunk has any.
         side_streams: the streams of each chunk's shared experts; empty: none has one.
         has_rng_streams: whether each chunk draws from a stream of random numbers of its own.
+        exchanges: the all-to-alls of the chunks' experts, beside which the other pass of a pair computes; None: the two passes of
+            a pair run one after the other.
     """
 
     def __init__(
@@ -112,6 +115,7 @@ class ChunkWork(StageWork):
         deferred: Sequence[Sequence[FinalGradient]] = (),
         side_streams: Sequence[Sequence[Any]] = (),
         has_rng_streams: bool = True,
+        exchanges: ExpertExchanges | None = None,
     ) -> None:
         self._chunks = chunks
         self._set_input_tensor = [get_attr_wrapped_model(chunk, "set_input_tensor") for chunk in chunks]
@@ -130,6 +134,7 @@ class ChunkWork(StageWork):
         self._dispatchers = dispatchers
         self._deferred = deferred or [()] * len(chunks)
         self._side_streams = side_streams or [()] * len(chunks)
+        self._exchanges = exchanges
         self._iterators = iteration.data_iterators
         self._inflight: dict[tuple[int, int, int], tuple[Tensor | None, Tensor]] = {}
         # The generators of a CUDA graph are those that it was captured with.

@@ -92,6 +92,7 @@ class PipelineSchedule:
         unequal: microbatches have lengths of their own, and each iteration is planned for them; None: all have the sequence
             length of the call. A stock schedule takes None: megatron-core has a way of its own.
         slicing: how microbatches are cut, where the schedule has slices; None: into slices of equal length, by `cut_batch`.
+        overlap_moe: whether all-to-alls of experts run beside computation (`expert_exchanges`).
 
     Raises:
         ConfigError: a schedule of ours without a store, or slices of a model that they do not go with.
@@ -109,6 +110,7 @@ class PipelineSchedule:
         batch_p2p_comm: bool = False,
         unequal: UnequalOptions | None = None,
         slicing: SliceOptions | None = None,
+        overlap_moe: bool = False,
     ) -> None:
         overlaps = any(overlaps_reductions(chunk) for chunk in chunks)
         self.spec = spec = replace(spec, overlaps_reductions=overlaps and spec.shard_gradients is None)
@@ -153,13 +155,13 @@ class PipelineSchedule:
         record_buckets(self._chunks, spec.placement.rank_to_stages[self._rank], self.recorder)
         if not spec.is_stock:
             warm_up_groups(config, self._chunks, self.device)
-            self._runner = self._make_runner(store, timeout, p2p_max_ctas, batch_p2p_comm)
+            self._runner = self._make_runner(store, timeout, p2p_max_ctas, batch_p2p_comm, overlap_moe)
             if unequal is not None:
                 programs, place = self._programs, self._placed
                 self.unequal = UnequalMicrobatches(spec, unequal, programs, plan=self.plan, place=place, slicing=self.slicing)
 
     def _make_runner(
-        self, store: WeightGradStore | None, timeout: timedelta | None, max_ctas: int | None, batched: bool
+        self, store: WeightGradStore | None, timeout: timedelta | None, max_ctas: int | None, batched: bool, overlap_moe: bool
     ) -> IterationRunner:
         spec = self.spec
         if store is None:
@@ -186,6 +188,7 @@ class PipelineSchedule:
                 device=self.device,
                 rank=self._rank,
                 positions=self.slicing.positions,
+                overlap_moe=overlap_moe,
             )
 
     # -- plans ------------------------------------------------------------------------------------------------------------
@@ -285,7 +288,7 @@ class PipelineSchedule:
         for close in self.closers():
             close()
         self.hooks.token_count = None
-        self.remove_slices()
+        self.restore_model()
 
     def closers(self) -> list[Callable[[], None]]:
         """What destroys the process groups that exist so far when the model is gone, without a reference to it.
@@ -465,7 +468,7 @@ class PipelineSchedule:
         sliced = None if self._runner is None else self._runner.sliced
         return None if sliced is None else sliced.current.part
 
-    def remove_slices(self) -> None:
+    def restore_model(self) -> None:
         """Leave the model's layers as they were before the schedule was constructed."""
-        if self._runner is not None and self._runner.sliced is not None:
-            self._runner.sliced.remove()
+        if self._runner is not None:
+            self._runner.restore_model()

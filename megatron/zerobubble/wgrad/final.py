@@ -22,15 +22,16 @@ class FinalGradient(abc.ABC):
         is_final: whether what is reported now is final.
         is_reported: whether the final gradient was reported.
         was_late: whether autograd added to it after that.
+        has_share: whether autograd has added to it so far, in any iteration: the weight has other readers than its linear.
         waits_for_end: the same of any iteration so far. From the next one on it is reported at the end of the iteration.
     """
 
-    __slots__ = ("__weakref__", "is_final", "is_reported", "name", "position", "waits_for_end", "was_late")
+    __slots__ = ("__weakref__", "has_share", "is_final", "is_reported", "name", "position", "waits_for_end", "was_late")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.position = 0
-        self.waits_for_end = False
+        self.waits_for_end = self.has_share = False
         self.end()
 
     def end(self) -> None:
@@ -52,6 +53,7 @@ class FinalGradient(abc.ABC):
 
     def note_share(self) -> None:
         """Autograd has added to the gradient."""
+        self.has_share = True
         if self.is_reported:
             self.was_late = self.waits_for_end = True
 

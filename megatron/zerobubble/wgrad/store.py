@@ -218,16 +218,18 @@ class WeightGradStore:
         Returns:
             Whether a GEMM ran.
         """
-        if self._fused or self.keeps_order or not self.runs_ahead:
+        if (self._open is not None and self._fused) or self.keeps_order or not self.runs_ahead:
             return False
         waiting = [*self._entries.items()]  # in the order of their Bs, and so per chunk in that of their Ws
         if self._open is not None and self._open_key in self.due_at_once:
             waiting.append((self._open_key, self._open))
         for key, entries in waiting:
             for index, entry in enumerate(entries):
-                # All three hold for every GEMM of a weight or for none, so no older one of this weight is passed over. A weight
-                # that is given an accumulator for the time of its W has none now.
-                if entry.gather_over is None and entry.split.weight.numel() <= most and not entry.split.before:
+                # All four hold for every GEMM of a weight or for none, so no older one of this weight is passed over. A weight
+                # that is given an accumulator for the time of its W has none now. To one with other readers autograd adds in B,
+                # and the order of the two is the plan's; until its first B has ended, two terms are the same in either order.
+                split = entry.split
+                if entry.gather_over is None and split.weight.numel() <= most and not split.before and not split.has_share:
                     del entries[index]
                     self._accumulate(entry.split, entry.grad_output, entry.input)
                     self._ahead.setdefault(key, []).append(entry.split)

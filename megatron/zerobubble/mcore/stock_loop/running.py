@@ -113,7 +113,7 @@ class Running:
             self.steps.remove_hooks()
         if self.engine.dropout is not None:
             self.engine.dropout.remove()
-        self.engine.schedule.remove_slices()
+        self.engine.schedule.restore_model()
 
 
 def start(

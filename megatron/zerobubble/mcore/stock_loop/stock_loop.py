@@ -15,6 +15,7 @@ pipeline size, `vp_stage`, one data iterator per chunk), and wrap each with mega
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
 import weakref
@@ -31,7 +32,7 @@ from torch import nn
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.job.supervision import Supervision
 from megatron.zerobubble.mcore.agreement import refusing_together
-from megatron.zerobubble.mcore.build import turn_off
+from megatron.zerobubble.mcore.build import OVERLAP_MOE, turn_off
 from megatron.zerobubble.mcore.engine import Engine
 from megatron.zerobubble.mcore.model.embeddings import FinalizeGradients
 from megatron.zerobubble.mcore.model.graph_replays import LayerGraphs
@@ -282,7 +283,7 @@ class StockLoop:
             running = start_forward_only(self.options, chunks, usual_tokens=usual_tokens)
         else:
             running = start(
-                self.options,
+                self._options_of_model,
                 first,
                 chunks,
                 self.optimizers,
@@ -291,6 +292,13 @@ class StockLoop:
             )
         self._models.add(running)
         return running
+
+    @property
+    def _options_of_model(self) -> RunOptions:
+        """The options, with what the loop's configuration asked megatron-core for."""
+        if OVERLAP_MOE not in self.turned_off:
+            return self.options
+        return dataclasses.replace(self.options, flags=dataclasses.replace(self.options.flags, zero_bubble_overlap_moe=True))
 
     def capture_order(self, original: Callable[..., list[int]], num_chunks: int, table: Sequence[Any]) -> list[int]:
         """The order in which megatron-core captures the CUDA graphs of a rank's layers.

@@ -1,0 +1,190 @@
+"""All-to-alls of experts beside computation: of the other pass of a pair (`runtime.turns`), or of a deferred wgrad GEMM.
+
+A dispatcher of megatron-core sends tokens in `token_dispatch` and `token_combine`, in every release. Each instance gets others,
+which run the same methods between two autograd functions that return what they get:
+
+    F:  _Arrives -> the all-to-all -> _Departs        B:  _Departs -> the all-to-all's own backward -> _Arrives
+
+So the graph, and the order of every sum, are those of the pass alone, and a pair has the bits of its two passes.
+
+On CUDA an all-to-all runs on a stream of its own, in B too, because autograd runs an op's backward on the stream of its forward.
+The turn changes once it is issued; the stream of the passes waits for it when the pass has its turn again. On the CPU the
+all-to-all blocks a thread, and the other one computes.
+
+Where no other pass computes, the store computes a deferred GEMM meanwhile, as beside tensor-parallel reductions (ADR 15).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.zerobubble.runtime.turns import Pair, Side, Turns, Worker
+
+__all__ = ["ExpertExchanges", "why_exposed"]
+
+_METHODS = ("token_dispatch", "token_combine")
+"""Methods of a dispatcher that send tokens, and compute nothing."""
+
+
+def why_exposed(config: Any, *, num_slices: int = 1) -> str | None:
+    """Why nothing can run beside the all-to-alls of a model's experts. It follows from what is the same on all ranks.
+
+    Args:
+        config: TransformerConfig of the model.
+        num_slices: of each microbatch.
+
+    Returns:
+        The reason; None if passes of this model can be paired.
+    """
+    recomputed = getattr(config, "recompute_modules", None) or []
+    dispatcher = config.moe_token_dispatcher_type
+    reasons = {
+        "the model has no experts": not config.num_moe_experts,
+        "each rank has all experts (expert_model_parallel_size is 1)": config.expert_model_parallel_size == 1,
+        f"dispatcher {dispatcher!r}: only the tokens of 'alltoall' have memory of their own in every pass": dispatcher
+        != "alltoall",
+        "recompute_granularity='full' runs the dispatcher of a layer in B, while an F may be between its two all-to-alls": (
+            config.recompute_granularity == "full"
+        ),
+        "recompute_modules with 'moe' runs the dispatcher of a layer in B, while an F may be between its two all-to-alls": (
+            config.recompute_granularity == "selective" and "moe" in recomputed
+        ),
+        "moe_shared_expert_overlap puts the shared experts beside them already": config.moe_shared_expert_overlap,
+        "fp8 and fp4 keep scales of the pass under way in one place of the process": bool(
+            config.fp8 or getattr(config, "fp4", None)
+        ),
+        "tp_comm_overlap has buffers that the layers share": bool(config.tp_comm_overlap),
+        "CUDA graphs of layers replay their passes whole": getattr(config, "cuda_graph_impl", None) not in (None, "none"),
+        "microbatches are cut into slices, and the model knows one at a time": num_slices > 1,
+    }
+    return next((reason for reason, is_so in reasons.items() if is_so), None)
+
+
+class ExpertExchanges:
+    """The all-to-alls of a rank's experts.
+
+    Args:
+        dispatchers: the token dispatchers of its chunks, whose methods are replaced until `remove`.
+        device: of the passes.
+        fill: computes something that nothing waits for, if there is any, beside an all-to-all with no other pass.
+        turns: of the passes; for measurements.
+    """
+
+    def __init__(
+        self, dispatchers: Sequence[Any], device: torch.device, fill: Callable[[], object], turns: Turns | None = None
+    ) -> None:
+        self.turns = turns or Turns(device)
+        self._dispatchers = list(dispatchers)
+        self._device, self._fill = device, fill
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._passes: Any = None
+        """The stream of the passes, on CUDA."""
+        self._worker: Worker | None = None
+        self._filling: Future[Any] | None = None
+        self._left: dict[Side, Pair] = {}
+        """The pair that a pass has left for its all-to-all."""
+        for dispatcher in self._dispatchers:
+            for name in _METHODS:
+                setattr(dispatcher, name, _Exchange(getattr(dispatcher, name), self, dispatcher))
+
+    def remove(self) -> None:
+        """Leave the dispatchers as they were."""
+        for dispatcher in self._dispatchers:
+            for name in _METHODS:
+                vars(dispatcher).pop(name, None)
+
+    @contextmanager
+    def in_forward(self) -> Iterator[None]:
+        """Around an all-to-all of F."""
+        if self._stream is None:
+            self.begin(Side.FORWARD)
+            yield
+            self.end(Side.FORWARD)
+            return
+        self._passes = passes = torch.cuda.current_stream()
+        self._stream.wait_stream(passes)
+        with torch.cuda.stream(self._stream):
+            yield
+        self.end(Side.FORWARD)
+        passes.wait_stream(self._stream)
+
+    def begin(self, side: Side) -> None:
+        """An all-to-all is about to begin. It will block a thread of the host, but not on CUDA."""
+        if self._stream is not None:
+            return
+        pair = self.turns.leave(side)
+        if pair is not None:
+            self._left[side] = pair
+        else:
+            self._worker = self._worker or Worker(self._device, "wgrad beside all-to-alls")
+            self._filling = self._worker.submit(self._fill)
+
+    def end(self, side: Side) -> None:
+        """It has ended, on CUDA: was issued."""
+        if self._stream is not None:
+            if not self.turns.switch(side):
+                with torch.cuda.stream(self._passes):  # in B the current one is that of the all-to-alls
+                    self._fill()
+        elif self._filling is not None:
+            filling, self._filling = self._filling, None
+            filling.result()
+        else:
+            self._left.pop(side).come_back(side)
+
+    def hold(self, tensors: Sequence[Any], *, on_passes: bool) -> None:
+        """Keep memory that one stream allocated until the other one has read it."""
+        if self._stream is None:
+            return
+        stream = self._passes if on_passes else self._stream
+        for each in tensors:
+            if isinstance(each, Tensor) and each.is_cuda:
+                each.record_stream(stream)
+
+
+class _Exchange:
+    """Replaces a method of one dispatcher; takes and returns the same."""
+
+    def __init__(self, method: Callable[..., Any], exchanges: ExpertExchanges, dispatcher: Any) -> None:
+        self._method, self._exchanges, self._dispatcher = method, exchanges, dispatcher
+
+    def __call__(self, *tensors: Tensor, **others: Any) -> Any:
+        if not torch.is_grad_enabled():  # evaluation
+            return self._method(*tensors, **others)
+        exchanges = self._exchanges
+        exchanges.hold(tensors, on_passes=False)
+        with exchanges.in_forward():
+            result = self._method(*_Arrives.apply(exchanges, *tensors), **others)
+        results = result if isinstance(result, tuple) else (result,)
+        exchanges.hold([*results, *vars(self._dispatcher).values()], on_passes=True)
+        results = _Departs.apply(exchanges, *results)
+        return results if isinstance(result, tuple) else results[0]
+
+
+class _Arrives(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchanges: ExpertExchanges, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchanges = exchanges
+        return tuple(each.detach() for each in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        ctx.exchanges.end(Side.BACKWARD)
+        return None, *gradients
+
+
+class _Departs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchanges: ExpertExchanges, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchanges = exchanges
+        return tuple(each.detach() for each in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        ctx.exchanges.begin(Side.BACKWARD)
+        return None, *gradients
