@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from megatron.zerobubble.plan.communication import Message, Payload
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement
 from megatron.zerobubble.plan.tail import Tail
 from megatron.zerobubble.plan.transforms import wgrad_group
-from megatron.zerobubble.runtime.executor import StageWork
+from megatron.zerobubble.runtime.executor import Pass, StageWork
 from megatron.zerobubble.wgrad.deferring import WgradKey
 from megatron.zerobubble.wgrad.final import FinalGradient
 from megatron.zerobubble.wgrad.store import WeightGradStore
@@ -148,6 +149,17 @@ class ChunkWork(StageWork):
         """Sum of the token counts that the loss function returned."""
         self.failure: Exception | None = None
         """The first error of the last stage's forward pass or loss function, where there are forward passes only."""
+
+    def run(self, passes: Sequence[Pass]) -> list[Tensor | None]:
+        """Run an op, or the two of a pair, which compute beside each other's all-to-alls of experts where they can."""
+        if len(passes) == 1 or self._exchanges is None:
+            return super().run(passes)
+        forward, backward = passes  # F is the first of a pair
+        gradient, activation = self._exchanges.turns.run(
+            partial(self.backward, *backward),
+            partial(self.forward, *forward),
+        )
+        return [activation, gradient]
 
     def buffer(self, message: Message) -> Tensor:
         """An uninitialized receive buffer for an activation or a gradient, in the pipeline's dtype."""
