@@ -260,10 +260,7 @@ def test_options_that_only_change_when_something_is_computed_are_turned_off(capl
     assert line.startswith(
         "turned off for the schedule: defer_embedding_wgrad_compute (W defers the head's weight gradient already); "
     )
-    assert (
-        "overlap_moe_expert_parallel_comm (it needs megatron-core's own schedule; without it the experts' all-to-alls are exposed"
-        in line
-    )
+    assert "overlap_moe_expert_parallel_comm (--zero-bubble-overlap-moe, which takes its place, pairs passes of" in line
 
 
 def test_every_default_of_the_installed_megatron_core_is_allowed() -> None:
