@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -16,12 +15,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megatron.zerobubble.mcore.ddp.wrap import start_first_gathers
 from megatron.zerobubble.mcore.model.dispatchers import token_dispatchers
-from megatron.zerobubble.mcore.model.expert_exchanges import ExpertExchanges, why_exposed
+from megatron.zerobubble.mcore.model.expert_exchanges import ExpertExchanges
 from megatron.zerobubble.mcore.model.rng import draws
 from megatron.zerobubble.mcore.model.shared_experts import side_streams
 from megatron.zerobubble.mcore.model.wgrad_split import driven_modules, split_weights
@@ -45,8 +43,6 @@ from megatron.zerobubble.runtime.recording import Recorder, fan_out
 from megatron.zerobubble.runtime.watch import Watch
 from megatron.zerobubble.wgrad.deferring import WgradKey
 from megatron.zerobubble.wgrad.store import WeightGradStore
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -82,8 +78,7 @@ class IterationRunner:
         device: where tensors live.
         rank: pipeline rank.
         positions: where microbatches are cut, what the loop's position ids are (`SliceOptions`).
-        overlap_moe: whether the all-to-alls of experts run beside the other pass of a pair, or a deferred wgrad GEMM. If they
-            cannot, one line says why.
+        overlap_moe: whether the all-to-alls of experts run beside the other pass of a pair, or a deferred wgrad GEMM.
     """
 
     def __init__(
@@ -123,12 +118,9 @@ class IterationRunner:
         self._exchanges = self._expert_exchanges() if overlap_moe else None
 
     def _expert_exchanges(self) -> ExpertExchanges | None:
-        """Those of this rank; None, with one line on rank 0, if passes of this model cannot be paired."""
-        why = why_exposed(self._config, num_slices=self._spec.num_slices)
-        if why is not None and dist.get_rank() == 0:
-            _log.warning("all-to-alls of experts stay exposed, and passes run one after the other: %s", why)
+        """Those of this rank; None if its stages have no experts."""
         dispatchers = [each for chunk in self._dispatchers for each in chunk]
-        if why is not None or not dispatchers:
+        if not dispatchers:
             return None
         config = self._config
         largest = config.hidden_size * config.ffn_hidden_size  # the head's GEMM takes longer than an all-to-all

@@ -25,6 +25,7 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.agreement import check_same_program, refusing_together
 from megatron.zerobubble.mcore.ddp.record_buckets import record_buckets
 from megatron.zerobubble.mcore.ddp.wrap import overlaps_reductions
+from megatron.zerobubble.mcore.expert_pairs import can_pair, paired
 from megatron.zerobubble.mcore.iteration_runner import IterationHooks, IterationRunner
 from megatron.zerobubble.mcore.microbatches.iteration_plans import Arranged, UnequalMicrobatches, UnequalOptions
 from megatron.zerobubble.mcore.microbatches.programs import Programs
@@ -92,7 +93,7 @@ class PipelineSchedule:
         unequal: microbatches have lengths of their own, and each iteration is planned for them; None: all have the sequence
             length of the call. A stock schedule takes None: megatron-core has a way of its own.
         slicing: how microbatches are cut, where the schedule has slices; None: into slices of equal length, by `cut_batch`.
-        overlap_moe: whether all-to-alls of experts run beside computation (`expert_exchanges`).
+        overlap_moe: whether all-to-alls of experts run beside computation (`expert_exchanges`), for which plans get pairs.
 
     Raises:
         ConfigError: a schedule of ours without a store, or slices of a model that they do not go with.
@@ -113,6 +114,8 @@ class PipelineSchedule:
         overlap_moe: bool = False,
     ) -> None:
         overlaps = any(overlaps_reductions(chunk) for chunk in chunks)
+        self._has_pairs = overlap_moe and can_pair(config, spec, is_unequal=unequal is not None)
+        """Whether plans get pairs, where they have none of their own."""
         self.spec = spec = replace(spec, overlaps_reductions=overlaps and spec.shard_gradients is None)
         self.hooks = IterationHooks()
         """What else happens in this rank's iterations; the owner sets its fields."""
@@ -155,13 +158,13 @@ class PipelineSchedule:
         record_buckets(self._chunks, spec.placement.rank_to_stages[self._rank], self.recorder)
         if not spec.is_stock:
             warm_up_groups(config, self._chunks, self.device)
-            self._runner = self._make_runner(store, timeout, p2p_max_ctas, batch_p2p_comm, overlap_moe)
+            self._runner = self._make_runner(store, timeout, p2p_max_ctas, batch_p2p_comm)
             if unequal is not None:
                 programs, place = self._programs, self._placed
                 self.unequal = UnequalMicrobatches(spec, unequal, programs, plan=self.plan, place=place, slicing=self.slicing)
 
     def _make_runner(
-        self, store: WeightGradStore | None, timeout: timedelta | None, max_ctas: int | None, batched: bool, overlap_moe: bool
+        self, store: WeightGradStore | None, timeout: timedelta | None, max_ctas: int | None, batched: bool
     ) -> IterationRunner:
         spec = self.spec
         if store is None:
@@ -188,7 +191,7 @@ class PipelineSchedule:
                 device=self.device,
                 rank=self._rank,
                 positions=self.slicing.positions,
-                overlap_moe=overlap_moe,
+                overlap_moe=self._has_pairs,
             )
 
     # -- plans ------------------------------------------------------------------------------------------------------------
@@ -196,7 +199,10 @@ class PipelineSchedule:
     def plan(self, num_microbatches: int) -> Plan:
         """The plan that training runs for this many microbatches. Planned on first use."""
         if num_microbatches not in self._plans:
-            self._plans[num_microbatches] = executed_plan(self.spec, self._plan_for(num_microbatches))
+            plan = self._plan_for(num_microbatches)
+            if self._has_pairs:
+                plan = paired(plan, self.spec, self._costs)
+            self._plans[num_microbatches] = executed_plan(self.spec, plan)
         return self._plans[num_microbatches]
 
     def replan(self, plan_for: Callable[[int], Plan], costs: CostModel | None = None) -> None:

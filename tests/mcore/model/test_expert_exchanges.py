@@ -29,12 +29,16 @@ from tests.support.ranks import RankPool
 
 @dataclass(frozen=True)
 class Overlapped(Case):
-    """A schedule with every legal pair of its order."""
+    """A schedule with every legal pair of its order, or with those that a run chooses."""
 
     overlap: bool = False
+    is_loaded: bool = True
+    """Whether both runs have the plan; else the one without overlap has that of its schedule."""
 
     @property
     def spec(self) -> ScheduleSpec:
+        if not self.is_loaded:
+            return super().spec
         return replace(super().spec, loaded_plan=paired(plan_of(super().spec, self.num_microbatches)))
 
 
@@ -160,6 +164,15 @@ def test_with_mtp_layers(four_ranks: RankPool, schedule: str) -> None:
     assert any(each.turns for each in seen)
 
 
+@pytest.mark.parametrize("schedule", ["zb-h1", "zbv"])
+@pytest.mark.sampled(0.5)
+def test_with_the_pairs_that_a_run_chooses(four_ranks: RankPool, schedule: str) -> None:
+    """In another order than that of the schedule, too."""
+    seen = four_ranks.run(_compare, replace(SCHEDULES[schedule], is_loaded=False, num_microbatches=8, shared=True))
+    assert [each.unequal for each in seen] == [()] * 4
+    assert all(each.turns for each in seen)
+
+
 CONFIG: dict[str, Any] = {
     "num_moe_experts": 8,
     "expert_model_parallel_size": 2,
@@ -194,7 +207,7 @@ def test_models_whose_passes_cannot_be_paired_are_named() -> None:
 
 
 def _line(rank: int, case: OverlappedMoe) -> list[str]:
-    with mock.patch("megatron.zerobubble.mcore.iteration_runner._log.warning") as warned:
+    with mock.patch("megatron.zerobubble.mcore.expert_pairs._log.warning") as warned:
         seen = _compare(rank, case)
     assert (seen.unequal, seen.turns) == ((), 0)
     return [call.args[0] % call.args[1:] for call in warned.call_args_list]

@@ -32,12 +32,13 @@ _METHODS = ("token_dispatch", "token_combine")
 """Methods of a dispatcher that send tokens, and compute nothing."""
 
 
-def why_exposed(config: Any, *, num_slices: int = 1) -> str | None:
+def why_exposed(config: Any, *, num_slices: int = 1, is_unequal: bool = False) -> str | None:
     """Why nothing can run beside the all-to-alls of a model's experts. It follows from what is the same on all ranks.
 
     Args:
         config: TransformerConfig of the model.
         num_slices: of each microbatch.
+        is_unequal: whether microbatches have lengths of their own.
 
     Returns:
         The reason; None if passes of this model can be paired.
@@ -61,6 +62,7 @@ def why_exposed(config: Any, *, num_slices: int = 1) -> str | None:
         ),
         "tp_comm_overlap has buffers that the layers share": bool(config.tp_comm_overlap),
         "CUDA graphs of layers replay their passes whole": getattr(config, "cuda_graph_impl", None) not in (None, "none"),
+        "microbatches have lengths of their own, and each iteration another plan": is_unequal,
         "microbatches are cut into slices, and the model knows one at a time": num_slices > 1,
     }
     return next((reason for reason, is_so in reasons.items() if is_so), None)
