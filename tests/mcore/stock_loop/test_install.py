@@ -360,6 +360,7 @@ def test_flags_that_choose_no_schedule_install_nothing() -> None:
             "save-plan /no/plan.json: /no is not a",
         ),
         (lambda: megatron.zerobubble.install(optimizer_post_validation=True), "no schedule to install"),
+        (lambda: megatron.zerobubble.install(schedule="stock", overlap_moe=True), "stock schedule has none: choose a schedule"),
         (
             lambda: megatron.zerobubble.install(ZeroBubbleConfig(zero_bubble_torch_attention=True)),
             "torch-attention needs a schedule of this package",
@@ -417,16 +418,19 @@ def test_configurations_are_not_kept() -> None:
 
 @pytest.mark.usefixtures("clean")
 @pytest.mark.skipif(not hasattr(TransformerConfig, "overlap_moe_expert_parallel_comm"), reason="a newer megatron-core has it")
-def test_a_recipe_with_overlapped_moe_communication_is_taken_without_it() -> None:
-    """Neither with the virtual stages that megatron-core wants for it, nor with what it wants off."""
+def test_a_recipe_with_overlapped_moe_communication_pairs_passes() -> None:
+    """Without the virtual stages that megatron-core wants for it."""
     sizes = {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2, "num_moe_experts": 4, "bf16": True}
     given = {"num_layers": 8, "hidden_size": 32, "num_attention_heads": 4, "add_bias_linear": False, **sizes}
     given |= {"pipeline_dtype": torch.bfloat16, "overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True}
     with pytest.raises(AssertionError, match="virtual_pipeline_model_parallel_size"):
         TransformerConfig(**given)
     megatron.zerobubble.install(schedule="zb-h1")
+    loop = installing._installed()
+    assert not loop._options_of_model.flags.zero_bubble_overlap_moe
     config = TransformerConfig(**given)
     assert (config.overlap_moe_expert_parallel_comm, config.delay_wgrad_compute) == (False, True)
+    assert loop._options_of_model.flags.zero_bubble_overlap_moe
 
 
 def test_a_missing_name_is_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
