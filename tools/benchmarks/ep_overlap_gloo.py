@@ -80,9 +80,15 @@ class Clock:
             self._stop(side)
             stop(pair, side, failure)
 
-        ExpertExchanges.__init__ = noted_make  # type: ignore[method-assign]
-        ExpertExchanges.begin, ExpertExchanges.end = noted_begin, noted_end  # type: ignore[method-assign]
-        Pair.wait, Pair.end = noted_wait, noted_stop  # type: ignore[method-assign]
+        replaced: list[tuple[Any, str, Any]] = [
+            (ExpertExchanges, "__init__", noted_make),
+            (ExpertExchanges, "begin", noted_begin),
+            (ExpertExchanges, "end", noted_end),
+            (Pair, "wait", noted_wait),
+            (Pair, "end", noted_stop),
+        ]
+        for owner, name, function in replaced:
+            setattr(owner, name, function)
 
     def _stop(self, side: Side) -> None:
         since = self._since.pop(side, None)
