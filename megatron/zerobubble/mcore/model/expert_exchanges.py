@@ -61,7 +61,8 @@ def why_exposed(config: Any, *, num_slices: int = 1, is_unequal: bool = False) -
             config.fp8 or getattr(config, "fp4", None)
         ),
         "tp_comm_overlap has buffers that the layers share": bool(config.tp_comm_overlap),
-        "CUDA graphs of layers replay their passes whole": getattr(config, "cuda_graph_impl", None) not in (None, "none"),
+        "CUDA graphs of layers fix the order in which their passes run": getattr(config, "cuda_graph_impl", None)
+        not in (None, "none"),
         "microbatches have lengths of their own, and each iteration another plan": is_unequal,
         "microbatches are cut into slices, and the model knows one at a time": num_slices > 1,
     }
@@ -75,13 +76,10 @@ class ExpertExchanges:
         dispatchers: the token dispatchers of its chunks, whose methods are replaced until `remove`.
         device: of the passes.
         fill: computes something that nothing waits for, if there is any, beside an all-to-all with no other pass.
-        turns: of the passes; for measurements.
     """
 
-    def __init__(
-        self, dispatchers: Sequence[Any], device: torch.device, fill: Callable[[], object], turns: Turns | None = None
-    ) -> None:
-        self.turns = turns or Turns(device)
+    def __init__(self, dispatchers: Sequence[Any], device: torch.device, fill: Callable[[], object]) -> None:
+        self.turns = Turns(device)
         self._dispatchers = list(dispatchers)
         self._device, self._fill = device, fill
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
