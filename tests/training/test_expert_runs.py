@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megatron.zerobubble.plan.ir import Plan
 from tests.support.tolerances import after_steps
 from tests.training.launch import LR, TINY_BATCH, TINY_MODEL, metrics, train
 
@@ -92,13 +93,29 @@ def test_a_checkpoint_continues_under_v(stock: tuple[Path, str], corpus: str, tm
         assert mine == pytest.approx(yours, rel=after_steps(done, LR))
 
 
+ON_FOUR: list[Any] = [
+    *(*JOB, "--zero-bubble-v-schedule", "--enable-optimizer-post-validation", "--tensor-model-parallel-size", 2),
+    *("--sequence-parallel", "--expert-tensor-parallel-size", 1, "--expert-model-parallel-size", 2),
+    *("--recompute-granularity", "selective", "--recompute-modules", "mla_up_proj"),
+]
+
+
+@pytest.mark.sampled(0.07, group="whole jobs")
+def test_hidden_all_to_alls_change_no_bit(corpus: str, tmp_path: Path) -> None:
+    """On four ranks with optimistic steps, of which some are redone, and pairs in the plan that runs."""
+    job = [*ON_FOUR, "--data-path", corpus, "--clip-grad", 0.5, "--zero-bubble-planning-seconds", 0]
+    for name, more in (("apart", []), ("beside", ["--zero-bubble-overlap-moe"])):
+        files = ["--metrics-jsonl", tmp_path / f"{name}.jsonl", "--zero-bubble-save-plan", tmp_path / f"{name}.json"]
+        train([*job, *more, *files], num_ranks=4)
+    assert _losses(tmp_path / "beside.jsonl") == _losses(tmp_path / "apart.jsonl")
+    assert [bool(Plan.from_json((tmp_path / f"{name}.json").read_text()).pairs) for name in ("apart", "beside")] == [False, True]
+
+
 @pytest.mark.slow
 def test_expert_and_tensor_parallel_on_four_ranks(corpus: str, tmp_path: Path) -> None:
     """Two ranks per stage share experts, and heads along with the sequence; optimistic steps under V. Saved, continued bit for
     bit, and continued on two ranks by ZB-H2 with all of the model on each."""
-    on_four = [*JOB, "--data-path", corpus, "--zero-bubble-v-schedule", "--enable-optimizer-post-validation"]
-    on_four += ["--tensor-model-parallel-size", 2, "--sequence-parallel", "--expert-tensor-parallel-size", 1]
-    on_four += ["--expert-model-parallel-size", 2, "--recompute-granularity", "selective", "--recompute-modules", "mla_up_proj"]
+    on_four = [*ON_FOUR, "--data-path", corpus]
     load = ["--load", tmp_path / "save", "--ckpt-step", 3]
     whole, again, other = (tmp_path / f"{name}.jsonl" for name in ("whole", "again", "other"))
     train([*on_four, "--save", tmp_path / "save", "--save-interval", 3, "--metrics-jsonl", whole], num_ranks=4)

@@ -9,7 +9,7 @@ Invariants: W only runs what B has put, once; an iteration ends with an empty st
 The store works while a B is open. A backward pass outside of any B, by a caller of its own, gets its weight gradients at once, as
 if nothing were split (ADR 43).
 
-A GEMM may run before its W, while a B waits for a collective (`run_ahead`). Each weight still adds its microbatches in
+A GEMM may run before its W, beside a collective of F or B (`run_ahead`). Each weight still adds its microbatches in
 ascending order, to the same bits, and its hooks are called in its W as always.
 """
 
@@ -206,14 +206,14 @@ class WeightGradStore:
     def run_ahead(self, most: int) -> bool:
         """Compute one deferred GEMM now, ahead of its W, which then has one less to compute.
 
-        Called from a B whose collective is in flight. It is the first GEMM of the oldest W that fits; if no W is deferred, and
-        this B's W comes right after it anyway, one that this B has put. A GEMM whose operands have to be gathered is left alone:
+        Called beside a collective of F or B. It is the first GEMM of the oldest W that fits; if no W is deferred, and the open B's
+        W comes right after it anyway, one that this B has put. A GEMM whose operands have to be gathered is left alone:
         the gather would queue behind that collective. The choice follows from the order of ops alone, so that all data-parallel
         replicas make the same one.
 
         Args:
-            most: largest weight, in elements, whose GEMM may run: B's gradient goes upstream later by the time that the GEMM
-                takes beyond the collective.
+            most: largest weight, in elements, whose GEMM may run: the pass takes longer by the time that the GEMM takes beyond
+                the collective.
 
         Returns:
             Whether a GEMM ran.
