@@ -206,8 +206,8 @@ class WeightGradStore:
     def run_ahead(self, most: int) -> bool:
         """Compute one deferred GEMM now, ahead of its W, which then has one less to compute.
 
-        Called beside a collective of F or B. It is the first GEMM of the oldest W that fits; if no W is deferred, and the open B's
-        W comes right after it anyway, one that this B has put. A GEMM whose operands have to be gathered is left alone:
+        Called beside a collective of F or B. It is the first GEMM of the oldest W that fits; if no W is deferred, and the W of
+        the open B comes right after it anyway, one that this B has put. A GEMM whose operands have to be gathered is left alone:
         the gather would queue behind that collective. The choice follows from the order of ops alone, so that all data-parallel
         replicas make the same one.
 
