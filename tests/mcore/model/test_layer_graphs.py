@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from megatron.zerobubble.errors import ConfigError, ExecutionError, SplitError
 from megatron.zerobubble.flags.loop_options import MicrobatchLengths, Seeds
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
-from megatron.zerobubble.mcore.model import graph_replays, layer_graphs
+from megatron.zerobubble.mcore.model import graph_replays, kept_in_b, layer_graphs, wgrad_split
 from megatron.zerobubble.mcore.model.graph_replays import LayerGraphs, _Graph
 from megatron.zerobubble.mcore.model.wgrad_split import split_weight_gradients
 from megatron.zerobubble.mcore.run_options import RunOptions
@@ -205,6 +205,25 @@ def test_a_module_in_a_capture_leaves_nothing_to_w() -> None:
         ),
     ):
         chunk["linear"](torch.ones(1, 4))
+
+
+def test_a_frozen_module_in_a_graph_has_no_w() -> None:
+    """A capture of W would ask its queue for operands, and there are none."""
+    chunk = nn.ModuleDict({"frozen": _Deferring(), "trained": _Deferring()})
+    chunk["frozen"].requires_grad_(False)
+    stores = {name: mock.Mock() for name in chunk}
+    for name, module in chunk.items():
+        vars(module)["wgrad_store"] = stores[name]
+    layer = SimpleNamespace(config=SimpleNamespace())
+    with (
+        _patched(kept_in_b, "kept_in_graphs", lambda _: []),
+        _patched(wgrad_split, "graphed_layers", lambda _: [layer]),
+        _patched(wgrad_split, "modules_in_graph", lambda _: list(chunk.values())),
+    ):
+        names = split_weight_gradients(chunk, WeightGradStore(WgradKernel(KernelKind.PLAIN, plain_accumulate)))
+    assert names == ["trained.weight"]
+    assert stores["frozen"].disable_delay_wgrad_compute.called
+    assert not stores["trained"].disable_delay_wgrad_compute.called
 
 
 def _refused(rank: int) -> tuple[str, str, str]:

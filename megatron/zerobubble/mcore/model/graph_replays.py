@@ -219,7 +219,7 @@ class LayerGraphs:
             return original(callables, sample_args, **options)  # an encoder's, which no plan of ours runs
         self._layers = [sorted(chunk, key=lambda layer: place[id(layer)]) for chunk in self._layers]
         self._modules = {id(layer): _trained_modules(layer) for layer in layers}
-        self.store.runs_ahead = False  # the parts of a tail depend on what is left
+        self.store.runs_ahead = not self._tail.parts  # which depend on what is left for each W
         self._fix_positions()
         self._order = list(self._sequence())
         self._replays = [number for number in self._order if number > 0 or number != int(number)]

@@ -99,7 +99,11 @@ def split_weight_gradients(chunk: nn.Module, store: WeightGradStore) -> list[str
     for module in chunk.modules():
         _hook_biases_of_frozen_weights_in_backward(module)
     layers = graphed_layers(chunk)
-    captured = {id(module) for layer in layers for module in modules_in_graph(layer)}
+    captured = {id(module): module for layer in layers for module in modules_in_graph(layer)}
+    deferring = {id(module) for _, module in deferring_modules(chunk)}
+    for module in captured.values():
+        if id(module) not in deferring and getattr(module, "wgrad_store", None) is not None:  # frozen: its queue stays empty
+            stop_deferring(module)
     for name, module in deferring_modules(chunk):
         mark_deferred_biases(module, defer=id(module) not in captured)  # a replay returns them in B
         deferred = {f"{name}.{key}": weight for key, weight in _own_parameters(module) if is_deferred(weight)}
