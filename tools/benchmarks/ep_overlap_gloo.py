@@ -4,7 +4,7 @@ A small model is trained twice, without --zero-bubble-overlap-moe and with it. E
 the network took that long; a pass that computes meanwhile does so on another thread. Each rank notes when it computes and when it
 communicates. Times of iterations are those of a CPU that four ranks share, and say nothing about GPUs.
 
-  python -m tools.benchmarks.ep_overlap_gloo --sleep-ms 8
+  python -m tools.benchmarks.ep_overlap_gloo --sleep-ms 4
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FORMAT = "zerobubble-ep-overlap-gloo/1"
 RANKS, ITERATIONS, WARM_UP = 4, 6, 2
 SCHEDULES = {"ZB-H1": "--enable-zero-bubble", "ZBV": "--zero-bubble-v-schedule"}
 JOB = (
-    "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --num-layers 4 --hidden-size 128 --num-attention-heads 4 "
+    "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --num-layers 4 --hidden-size 256 --num-attention-heads 4 "
     "--seq-length 128 --micro-batch-size 2 --global-batch-size 32 --num-experts 4 --moe-router-topk 2 --disable-bias-linear "
     "--moe-token-dispatcher-type alltoall --hidden-dropout 0 --attention-dropout 0 --lr 1e-3 --mock-data "
     "--tokenizer-type NullTokenizer --vocab-size 128 --zero-bubble-planning-seconds 0 --distributed-backend gloo --eval-iters 0 "
@@ -178,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_rank(sys.argv[1:] if argv is None else argv)
         return 0
     parser = Parser(prog="python -m tools.benchmarks.ep_overlap_gloo", description=__doc__)
-    parser.add_argument("--sleep-ms", type=float, default=8.0, help="time of each all-to-all (default %(default)s)")
+    parser.add_argument("--sleep-ms", type=float, default=4.0, help="time of each all-to-all (default %(default)s)")
     return run_report(parser, argv, FORMAT, measure, markdown)
 
 
