@@ -44,9 +44,10 @@ def dense(operand: Any) -> Tensor:
 
 
 def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | None = None) -> Any:
-    """`tensor` cast by `quantizer`, into `output` if given. Nothing happens where `noop` holds 1."""
-    if noop is not None and bool(noop.view(-1)[0] != 0):
-        return output
+    """`tensor` cast by `quantizer`, into `output` if given. Where `noop` holds 1, `output` stays as it is.
+
+    No value is read on the host, and what is there is written in place: a graph may hold it.
+    """
     kind = type(quantizer).__name__
     if kind not in ("Float8Quantizer", "Float8CurrentScalingQuantizer"):
         raise NotImplementedError(f"{kind} is not answered on the CPU: delayed and tensorwise scaling are")
@@ -58,21 +59,27 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
     dtype = torch_dtype(quantizer.dtype)
     amax = _amax(tensor, quantizer)
     if kind == "Float8Quantizer":
-        quantizer.amax.copy_(amax.view(quantizer.amax.shape))
+        _put(quantizer.amax, amax, noop)
         scale = quantizer.scale
     else:
         scale = _scale_of(amax, dtype, quantizer)
     limit = torch.finfo(dtype).max
     data = (tensor.float() * scale).clamp(-limit, limit).to(dtype).view(torch.uint8)
     if output._data is not None:
-        output._data.copy_(data.view(output._data.shape))
-    output._scale_inv.copy_(scale.reciprocal().view(output._scale_inv.shape))
-    if output._data is None or output._transpose is not None:
-        output._transpose = _transposed(data)
-    else:
-        output._transpose = _transposed(data) if quantizer.columnwise_usage else None
+        _put(output._data, data, noop)
+    _put(output._scale_inv, scale.reciprocal(), noop)
+    if output._data is None or output._transpose is not None or quantizer.columnwise_usage:
+        output._transpose = _put(output._transpose, _transposed(data), noop)
     output._transpose_invalid = output._transpose is None
     return output
+
+
+def _put(place: Tensor | None, value: Tensor, noop: Tensor | None) -> Tensor:
+    """Write `value` into `place`, unless `noop` holds 1; without a place, it is the value."""
+    if place is None or place.numel() != value.numel():
+        return value
+    value = value.view(place.shape)
+    return place.copy_(value if noop is None else torch.where(noop.view(-1)[0] != 0, place, value))
 
 
 def dequantize(tensor: Any, dtype: Any) -> Tensor:
