@@ -15,7 +15,7 @@ import pytest
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron.zerobubble.cli import layout as cli_layout
-from megatron.zerobubble.cli.layout import parse_bytes
+from megatron.zerobubble.cli.layouts import parse_bytes
 from megatron.zerobubble.cli.main import main
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.partition.joint import plan_layout

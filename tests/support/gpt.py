@@ -24,7 +24,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.zerobubble.mcore.attention.core_attention import core_attention
 from megatron.zerobubble.mcore.attention.sequence_parts import SequenceParts, slices
 from megatron.zerobubble.mcore.build import ModelChunks, build_chunks
-from megatron.zerobubble.mcore.compat import destroy_model_parallel
+from megatron.zerobubble.mcore.compat import destroy_model_parallel, router_loss_entries
 from megatron.zerobubble.mcore.cpu.device import HostDevice
 from megatron.zerobubble.mcore.ddp.zero2 import step_on_shards
 from megatron.zerobubble.mcore.model.stage_layout import embedding_ranks, pipeline_layout
@@ -199,6 +199,7 @@ class Trainer:
             chunk.grad_accs.clear()
         for part in self.optimizer.chained_optimizers:
             vars(part).clear()
+        router_loss_entries().clear()  # megatron-core's, one for the process: the next model has other layers
         case = self.case
         vars(self).clear()
         self.case = case

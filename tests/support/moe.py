@@ -10,7 +10,6 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-from megatron.zerobubble.mcore.compat import router_loss_entries
 from megatron.zerobubble.training.models.layer_specs import stage_layers
 from tests.support.gpt import Case, Trainer
 
@@ -64,7 +63,6 @@ class MoeTrainer(Trainer, trains=MoeCase):
                 dispatcher = getattr(module, "token_dispatcher", None)
                 if dispatcher is not None:
                     vars(dispatcher).clear()  # tensors of the last microbatch, with their graph
-        router_loss_entries().clear()
         super().close()
 
     def _parallel_sizes(self) -> dict[str, Any]:

@@ -42,7 +42,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
-from megatron.zerobubble.cli.layout import parse_bytes
+from megatron.zerobubble.cli.layouts import parse_bytes
 from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.cli.progress_bar import track
 from megatron.zerobubble.errors import ConfigError, PlanError

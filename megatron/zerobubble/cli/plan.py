@@ -21,7 +21,7 @@ from megatron.zerobubble.cli.cost_flags import (
     add_unequal_flags,
     read_request,
 )
-from megatron.zerobubble.cli.layout import add_layout_flags, run_layout
+from megatron.zerobubble.cli.layouts import add_layout_flags, run_layout
 from megatron.zerobubble.cli.output_files import columns, has_colors, write_text
 from megatron.zerobubble.cli.parser import add_objective, add_search_flags
 from megatron.zerobubble.cli.plan_files import run_export, run_import, run_show, write_pictures
