@@ -112,11 +112,9 @@ def install(
 
     Args:
         args: the flags: as a parser with `add_zero_bubble_args` has read them, or written as `ZeroBubbleConfig(...)`, where every
-            flag is a field (docs/flags.md). If they choose no schedule, nothing is installed. They exclude `schedule`,
-            `memory_limit`, `plan`, `optimizer_post_validation`, `overlap_moe` and the number of `slices`, short for flags.
+            flag is a field (docs/flags.md), in place of those below that are short for one. Without a schedule none is installed.
         schedule: zb-h1, zb-h2, zb, zbv, v-half, v-min, zb-interleaved, ..., or auto; see --zero-bubble-schedule.
-        memory_limit: per rank: a number, in units of 1F1B's activation memory on the first rank, or bytes such as "60GiB", or
-            "auto"; see --zero-bubble-memory-limit.
+        memory_limit: per rank: 1.0 is 1F1B's activation memory on its first; "60GiB", "auto"; see --zero-bubble-memory-limit.
         plan: path of a plan file to run.
         optimizer_post_validation: step before the global gradient norm is known, and redo a wrong step; see `settle`.
         overlap_moe: hide the all-to-alls of experts; see --zero-bubble-overlap-moe.
@@ -137,8 +135,7 @@ def install(
     launch = read_launch()
     if is_turned_off():
         return _turned_off(launch)
-    _check_arguments(unknown, slices, lengths, seeds)
-    slices = slices or Slices()
+    slices = _checked(unknown, slices, lengths, seeds)
     config = _config(
         args,
         zero_bubble_schedule=schedule,
@@ -192,8 +189,8 @@ def _config(args: argparse.Namespace | ZeroBubbleConfig | None, **words: Any) ->
     return config
 
 
-def _check_arguments(unknown: Mapping[str, Any], slices: object, lengths: object, seeds: object) -> None:
-    """Raise ConfigError for the first argument of `install` that it does not have, or that is no record."""
+def _checked(unknown: Mapping[str, Any], slices: Slices | None, lengths: object, seeds: object) -> Slices:
+    """The slices. Raises ConfigError for the first argument of `install` that it does not have, or that is no record."""
     own = list(inspect.signature(install).parameters)[1:-1]
     for name in unknown:
         field = name if name in _SUPPORTED else f"zero_bubble_{name}"
@@ -211,6 +208,7 @@ def _check_arguments(unknown: Mapping[str, Any], slices: object, lengths: object
         if not (value is None or isinstance(value, record)):
             example = f"{record.__name__}(weights={quoted(value)})" if record is Seeds else f"{record.__name__}({quoted(value)})"
             raise ConfigError(f"{name} is {quoted(value)}; write install({name}={example})")
+    return slices or Slices()
 
 
 def _check_slices(config: ZeroBubbleConfig, slices: Slices, *, knows_lengths: bool) -> None:

@@ -96,20 +96,13 @@ class Engine:
         if unequal is not None or (trains and flags.timed_iterations is not None):
             with refusing_together():
                 library()  # searches begin in the middle of the run
-        pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-        # Links of other backends have no such option, and a number that was given holds everywhere.
-        is_one_host = (
-            dist.get_backend() == "nccl"
-            and flags.zero_bubble_p2p_max_ctas is None
-            and is_on_one_host(pipeline, this_process().host)
-        )
         self.schedule = PipelineSchedule(
             spec,
             chunks,
             store=store,
             config=config,
             timeout=options.timeout,
-            p2p_max_ctas=chosen_ctas(flags.zero_bubble_p2p_max_ctas, is_one_host=is_one_host),
+            p2p_max_ctas=_p2p_max_ctas(flags.zero_bubble_p2p_max_ctas),
             batch_p2p_comm=flags.zero_bubble_batch_p2p_comm,
             overlap_moe=flags.zero_bubble_overlap_moe,
             unequal=unequal,
@@ -275,3 +268,11 @@ class Engine:
     def close(self) -> None:
         """Destroy process groups. Every rank of the world must call it."""
         self.schedule.close()
+
+
+def _p2p_max_ctas(given: int | None) -> int | None:
+    """Thread blocks per transfer. Links of other backends than NCCL have no such option, and a number that was given holds
+    everywhere."""
+    pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    asks = dist.get_backend() == "nccl" and given is None
+    return chosen_ctas(given, is_one_host=asks and is_on_one_host(pipeline, this_process().host))

@@ -3,7 +3,7 @@
 Execution is in order: an op starts when its rank is free and its inputs (`dependencies.requirements`) are computed, plus the
 time of the link if they come from another rank. Sends and receives take no time on the ranks. Both ops of a pair start when
 their rank is free and the inputs of both are there, and end after the time of both, less what of their all-to-alls is hidden
-(`CostModel.launch_ms`). Definitions:
+(`all_to_alls.launch_ms`). Definitions:
 
 - span: max over ranks of (end of the rank's last op - start of its first): the iteration time with post-validation, when the
   optimizer needs no global synchronization (arXiv 2401.10241, section 4);
@@ -32,6 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from megatron.zerobubble.plan.costs.all_to_alls import all_to_all_ms, exposed_ms, launch_ms
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.cost_table import CostTable
 from megatron.zerobubble.plan.costs.step_costs import StepCosts
@@ -92,8 +93,8 @@ class Simulation:
         """Per rank the time of its all-to-alls: exposed, while it does not compute, and hidden beside the other op of a pair."""
         costs, found = self.costs.of_plan(self.plan), []
         for row in self.plan.launches:
-            exposed = math.fsum(map(costs.exposed_ms, row))
-            found.append((exposed, math.fsum(costs.all_to_all_ms(op) for launch in row for op in launch) - exposed))
+            exposed = math.fsum(exposed_ms(costs, launch) for launch in row)
+            found.append((exposed, math.fsum(all_to_all_ms(costs, op) for launch in row for op in launch) - exposed))
         return tuple(found)
 
     def metrics(self) -> dict[str, Any]:
@@ -220,7 +221,7 @@ def run_in_order(
                 if need.stage != op.stage:  # else it is the rank's own
                     start = max(start, ready[need])
         together = costs is not None and len(launch) > 1
-        end = start + (costs.launch_ms(launch) if together and costs is not None else sum(map(duration_ms, launch)))
+        end = start + (launch_ms(costs, launch) if together and costs is not None else sum(map(duration_ms, launch)))
         if gathers is not None:
             end = max(gathers.end_ms(rank, op, start, end) for op in launch)
         for op in launch:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from megatron.zerobubble.plan.bounds.instance import Instance
 from megatron.zerobubble.plan.bounds.relaxations import arguments
+from megatron.zerobubble.plan.costs.all_to_alls import without_overlap
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.objective import PassTimes
@@ -72,10 +73,10 @@ def lower_bound(placement: Placement, num_microbatches: int, costs: CostModel, m
     # Plans keep a limit up to rounding, so the bound uses a slightly larger one.
     limit = math.inf if memory_limit is None else memory_limit * unit * (1 + 1e-9) + 1e-9
     span = makespan = 0.0
-    for each in costs.without_overlap:
+    for each in without_overlap(costs):
         for found in arguments(Instance(placement, each, num_microbatches, limit)):
             span, makespan = max(span, found.span_ms), max(makespan, found.makespan_ms)
-    instance = Instance(placement, costs.without_overlap[0], num_microbatches, limit)
+    instance = Instance(placement, without_overlap(costs)[0], num_microbatches, limit)
     busiest = max(instance.work(stages) for stages in placement.rank_to_stages)
     bubble_rate = max(0.0, span - busiest) / span if span > 0 else 0.0
     step = None

@@ -25,16 +25,13 @@ from megatron.zerobubble.plan.costs.cost_table import (
     KEY_LISTS,
     CostLists,
     CostTable,
+    check_largest,
     check_number,
     numbers_of_slices,
 )
 from megatron.zerobubble.plan.costs.links import Links, LinkTime, unequal_links
 from megatron.zerobubble.plan.costs.step_costs import StepCosts
-from megatron.zerobubble.plan.ir import Launch, Op, OpKind, Placement, Plan
-
-_SMALLEST = 1e-9
-"""Least of the largest time (ms), and of the largest activation memory. Below it quotients are no longer finite."""
-
+from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
 
 Activations = Mapping[str, tuple[Any, ...]]
 """Activation memory of one microbatch per stage: the last two lists of a `CostModel`, by the names of its fields. Of slices,
@@ -68,7 +65,7 @@ class CostModel:
         for name, share in zip(("F", "B"), self.all_to_all, strict=True):
             check_number(f"all_to_all of {name}", share, most=1.0)
         for names in (COST_LISTS[:3], COST_LISTS[3:]):
-            _check_largest(names, max(max(self.lists[name]) for name in names))
+            check_largest(names, max(max(self.lists[name]) for name in names))
         sizes, count = 1 if self.links is None else len(self.links.message_bytes), len(self.table.counts)
         if sizes > 1 and not self.table.is_alike and sizes != count:
             raise ConfigError(
@@ -244,7 +241,7 @@ class CostModel:
         whole = dict(zip(COST_LISTS, values, strict=True))
         for name, value in whole.items():
             check_number(name, value)
-        _check_largest(COST_LISTS[:3], max(values[:3]))  # before the division, which may make it 0
+        check_largest(COST_LISTS[:3], max(values[:3]))  # before the division, which may make it 0
         parts = [len(placement.rank_to_stages[rank]) for rank in placement.stage_to_rank]
         return CostModel.of_lists({name: [value / part for part in parts] for name, value in whole.items()}, comm_ms=comm_ms)
 
@@ -372,42 +369,6 @@ class CostModel:
         """Time of one op in milliseconds; the microbatch counts only if they are unequal."""
         return self.table.duration_ms(stage, kind, microbatch, slice)
 
-    def all_to_all_ms(self, op: Op) -> float:
-        """Time in an op in which tokens travel to their experts and back, in milliseconds."""
-        if op.kind is OpKind.W or not any(self.all_to_all):
-            return 0.0
-        is_forward = op.kind is OpKind.F
-        kind = OpKind.F if is_forward else OpKind.B
-        return self.all_to_all[not is_forward] * self.duration_ms(op.stage, kind, op.microbatch, op.slice)
-
-    def launch_ms(self, launch: Launch) -> float:
-        """Time of an op, or of a pair: a rank computes for one op at a time and communicates for one, and each takes at least as
-        long as alone. It is what many layers come close to, whose parts alternate."""
-        own = [self.duration_ms(*op) for op in launch]
-        whole, communicates = sum(own), sum(map(self.all_to_all_ms, launch))
-        return whole if len(own) == 1 else max(*own, communicates, whole - communicates)
-
-    def exposed_ms(self, launch: Launch) -> float:
-        """The part of its time in which a rank communicates and does not compute."""
-        communicates = sum(map(self.all_to_all_ms, launch))
-        if len(launch) == 1 or not communicates:
-            return communicates
-        return max(0.0, self.launch_ms(launch) - (sum(self.duration_ms(*op) for op in launch) - communicates))
-
-    @property
-    def without_overlap(self) -> tuple[CostModel, ...]:
-        """Costs of single ops that no order of pairs is faster than: those of computation alone, and those of communication."""
-        if not any(self.all_to_all):
-            return (self,)
-        found = []
-        for shares, wgrad in (([1 - share for share in self.all_to_all], 1.0), (self.all_to_all, 0.0)):
-            rows = {
-                name: tuple(tuple(factor * value for value in row) for row in getattr(self.table, name))
-                for name, factor in zip(COST_LISTS[:3], (*shares, wgrad), strict=True)
-            }
-            found.append(replace(self, table=replace(self.table, **rows), all_to_all=(0.0, 0.0)))  # type: ignore[arg-type]
-        return tuple(found)
-
     def link_ms(self, source: int, target: int, microbatch: int = 0) -> float:
         """Time of a message between two ranks in milliseconds; 0 within a rank."""
         if source == target:
@@ -483,10 +444,3 @@ class CostModel:
 
 def _brief(times: tuple[float, ...]) -> str:
     return " ".join(f"{value:.1f}" for value in times) if len(times) <= 8 else f"{min(times):.1f}..{max(times):.1f}"
-
-
-def _check_largest(names: Sequence[str], largest: float) -> None:
-    if 0 < largest < _SMALLEST:
-        raise ConfigError(
-            f"costs: the largest value of {', '.join(names)} is {largest}; it must be at least {_SMALLEST:g}, or all are 0"
-        )

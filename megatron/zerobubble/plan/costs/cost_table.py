@@ -20,6 +20,8 @@ from megatron.zerobubble.plan.ir import OpKind, Passes
 
 LARGEST = 1e12
 """Largest time (ms) or activation memory. Beyond it sums of an iteration are no longer finite."""
+_SMALLEST = 1e-9
+"""Least of the largest time (ms), and of the largest activation memory. Below it quotients are no longer finite."""
 COST_LISTS = ("forward_ms", "backward_ms", "wgrad_ms", "activation", "activation_after_backward")
 """The lists of costs, by their names in a plan file."""
 KEY_LISTS = ("keys", "key_gradients")
@@ -359,6 +361,14 @@ def check_number(name: str, value: object, subject: str = "costs", *, most: floa
     """Raise ConfigError, which begins with its subject, unless a cost is a number from 0 to `most`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
         raise ConfigError(f"{subject}: {name} is {quoted(value)}; it must be a finite number from 0 to {most:g}")
+
+
+def check_largest(names: Sequence[str], largest: float) -> None:
+    """Raise ConfigError if the largest of some costs is so small that quotients of them are not finite."""
+    if 0 < largest < _SMALLEST:
+        raise ConfigError(
+            f"costs: the largest value of {', '.join(names)} is {largest}; it must be at least {_SMALLEST:g}, or all are 0"
+        )
 
 
 def check_tokens(tokens: Sequence[object]) -> None:

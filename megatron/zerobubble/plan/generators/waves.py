@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
+from megatron.zerobubble.plan.costs.all_to_alls import launch_ms
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.dependencies import requirements, result_of
 from megatron.zerobubble.plan.ir import Launch, Op, OpKind, Placement, Plan
@@ -60,7 +61,7 @@ class Walk:
 
     def launch_ms(self, launch: Launch) -> float:
         """The time of an op, or of a pair."""
-        return self._costs.launch_ms(launch)
+        return launch_ms(self._costs, launch)
 
     def run(self, rank: int, launch: Launch) -> None:
         """Let a rank run something next, as early as it can."""
