@@ -55,7 +55,7 @@ class _Asked(NamedTuple):
     """The device of estimated times; None: they are from --layers."""
 
 
-class _Found(NamedTuple):
+class _Compared(NamedTuple):
     """What `layout` compares: the best layout of the schedule, the even split, and the best of all schedules."""
 
     best: LayoutResult
@@ -127,13 +127,13 @@ def run_layout(args: argparse.Namespace) -> None:
     if args.save_layers is not None:
         write_text(args.save_layers, json.dumps({"assumed": asked.assumed} | asked.model.to_json(), indent=1))
 
-    def search(progress: Progress) -> _Found:
+    def search(progress: Progress) -> _Compared:
         options = replace(asked.options, progress=progress)
         best, sizes = _fastest(args, asked, options)
         simulation = best.result.simulation
         size = simulation.plan.num_ranks, simulation.plan.num_microbatches
         ours = best if args.schedule == AUTO else _layout_of(args, asked, size, options, schedule=AUTO, num_chunks=None)
-        return _Found(best, sizes, _even_ms(best, size[1], options), ours)
+        return _Compared(best, sizes, _even_ms(best, size[1], options), ours)
 
     ranks = " or ".join(f"{size} pipeline ranks (PP)" for size, _ in asked.sizes)
     what = f"planning the layout of {asked.model.num_layers} layers, {ranks}"
@@ -306,7 +306,7 @@ def _bounds(bound: TimeBound, simulation: Simulation) -> str:
     )
 
 
-def _report(found: _Found, asked: _Asked, width: int) -> str:
+def _report(found: _Compared, asked: _Asked, width: int) -> str:
     """The layout as a flag, the timeline in `width` columns, times, bounds, the memory of every rank, and what others take."""
     best, ours, simulation = found.best, found.ours, found.best.result.simulation
     work = zip(*(best.layout.ranks(name) for name in ("forward_ms", "backward_ms", "wgrad_ms")), strict=True)
