@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from megatron.zerobubble.cli import layout as cli_layout
+from megatron.zerobubble.cli import layouts
 from megatron.zerobubble.cli.layouts import parse_bytes
 from megatron.zerobubble.cli.main import main
 from megatron.zerobubble.plan.ir import Plan
@@ -94,7 +94,7 @@ def test_ctrl_c_takes_the_best_layout_so_far(
         return plan_layout(*args, **kwargs)
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
-    monkeypatch.setattr(cli_layout, "plan_layout", interrupted)
+    monkeypatch.setattr(layouts, "plan_layout", interrupted)
     file = tmp_path / "layout.json"
     words = ["layout", "--layers", layers, *ANY, *sizes, "--effort", "max", "--json", str(file)]
     assert main(words) == 0

@@ -119,7 +119,7 @@ def test_the_program_of_single_ops_has_the_same_order_on_every_link(p: Placement
 
 
 def test_what_a_pair_sends_and_takes() -> None:
-    """Messages come in the order of the ops: the activation, then the gradient. Each op says whether it is the last of its kind."""
+    """Messages come in the order of the ops: the activation, then the gradient. Each op says whether it is its kind's last."""
     row = place_communication(ONE_F_ONE_B).steps[1]
     step = next(step for step in row if len(step.ops) == 2)
     assert [message.payload for message in step.take] == [Payload.ACTIVATION, Payload.GRADIENT]
