@@ -116,7 +116,7 @@ def test_what_cannot_be_written_is_refused_before_a_search(
     words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("best", "searched"):
+    for name in ("best", "pareto"):
         monkeypatch.setattr(f"megatron.zerobubble.cli.plan.{name}", lambda *given, **more: pytest.fail("it searched"))
     assert main([*words, "--num-ranks", "2", "--num-microbatches", "4"]) == 2
     assert message.replace("none is", f"{tmp_path / 'none'} is") in capsys.readouterr().err

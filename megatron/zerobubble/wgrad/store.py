@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -81,8 +82,8 @@ class WeightGradStore:
         self._modules: dict[WgradKey, list[DeferringModule]] = {}
         """Modules that defer weight gradients in a queue of their own, by W."""
         self._fused = self._at_once = False
-        self.first: dict[int, tuple[tuple[SplitWeight, ...], tuple[DeferringModule, ...]]] = {}
-        """By chunk, the weights and the modules that its first B has left to W, in its order and as often as it used them."""
+        self._first: dict[int, tuple[list[ref[SplitWeight]], list[ref[DeferringModule]]]] = {}
+        """By chunk, see `first`. They hold hooks of the model, which may be gone before the store."""
         self._ahead: dict[WgradKey, list[SplitWeight]] = {}
         """Weights a GEMM of which has run before its W, by W."""
         self._outside: dict[int, SplitWeight] = {}
@@ -139,8 +140,14 @@ class WeightGradStore:
         else:
             self._entries[key] = entries
             self._modules[key] = modules
-            if key.chunk not in self.first:
-                self.first[key.chunk] = (*self._ahead.get(key, ()), *(entry.split for entry in entries)), tuple(modules)
+            if key.chunk not in self._first:
+                splits = [*self._ahead.get(key, ()), *(entry.split for entry in entries)]
+                self._first[key.chunk] = [ref(split) for split in splits], [ref(module) for module in modules]
+
+    def first(self, chunk: int) -> tuple[list[SplitWeight], list[DeferringModule]]:
+        """The weights and the modules that the first B of a chunk has left to W, in its order and as often as it used them."""
+        splits, modules = self._first.get(chunk, ((), ()))
+        return [split for each in splits if (split := each()) is not None], [m for each in modules if (m := each()) is not None]
 
     @property
     def defers(self) -> bool:
@@ -183,8 +190,8 @@ class WeightGradStore:
                 "one: its gradient was reported before it was complete. Use it equally often in every microbatch, or turn "
                 "overlap_grad_reduce off"
             )
-        first, _ = self.first.get(self._open_key.chunk, ((), ()))
-        split.is_due = first.count(split) == 1
+        splits, _ = self._first.get(self._open_key.chunk, ((), ()))
+        split.is_due = splits.count(ref(split)) == 1
 
     def defer(self, module: DeferringModule) -> None:
         """Queue a module that stores its own weight-gradient inputs; its W runs with the others of this microbatch.

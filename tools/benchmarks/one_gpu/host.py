@@ -322,7 +322,7 @@ def lines(row: Row) -> list[str]:
             for case in ("eager", "replay"):
                 sums = [_ms(sum(each[case][name][clock] for name in NAMES)) for clock in ("host_ms", "device_ms")]
                 cells += [" / ".join(sums), _ms(each[case]["in_a_row_ms"])]
-            cells += [f"{each[name]:.1e}" for name in ("gradient", "planned")]
+            cells += [f"{each[name]:.1e}" if name in each else "not run" for name in ("gradient", "planned")]
         else:
             cells = [each["graph"], "", "", "", "", ""]
         table.append([each["layer"], f"{each['tokens']:,}", *cells])

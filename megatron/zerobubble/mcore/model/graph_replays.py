@@ -264,7 +264,7 @@ class LayerGraphs:
         """Ws in one part of a group: the first module of a layer replays for all."""
         if part == 0:
             keys = [WgradKey(chunk, op.microbatch) for op in ops]
-            splits, modules = self.store.first[chunk]
+            splits, modules = self.store.first(chunk)
             nothing = torch.empty(0)
             gemms = [DeferredGemm(split, nothing, nothing) for split in splits]
             layers = {module: layer for layer, each in enumerate(self._layers[chunk]) for module in self._modules[id(each)]}
@@ -280,7 +280,7 @@ class LayerGraphs:
         """Give every weight and module of the tail a place of its own: in a replay, modules come in another order than in B."""
         if not self._tail.parts:
             return
-        for splits, modules in self.store.first.values():
+        for splits, modules in map(self.store.first, range(len(self._layers))):
             units: dict[FinalGradient, None] = dict.fromkeys((*splits, *modules))
             for position, unit in enumerate(sorted(units, key=lambda unit: unit.position)):
                 unit.position = position
