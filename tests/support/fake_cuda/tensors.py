@@ -53,7 +53,8 @@ class DeviceMemory:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.allocated = self.peak = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        """Reentrant: where memory is added the garbage collector may run, and free some."""
         self._device: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._pinned: dict[int, weakref.ref[Any]] = {}
 
