@@ -106,6 +106,16 @@ def test_the_verdict_names_the_fastest_with_its_memory() -> None:
     assert table(base, slow, fast).verdict() == f"{wanted}. use: --zero-bubble-schedule zbv"
 
 
+def test_a_gain_that_is_proven_counts_more_than_a_larger_one_that_is_not() -> None:
+    base, noisy = (
+        outcome("stock-1f1b", *QUIET),
+        outcome("zb-h1", *(each / by for each, by in zip(QUIET, (1.02, 1.15, 1.22), strict=True))),
+    )
+    proven = outcome("zbv", *(each / 1.05 for each in QUIET))
+    assert table(base, noisy).verdict().startswith("zb-h1 was 1.13 times as fast as stock-1f1b, but the interval contains 1")
+    assert table(base, noisy, proven).verdict() == "zbv is 1.05 times as fast as stock-1f1b."
+
+
 def test_the_verdict_is_also_over_1f1b_without_its_wait() -> None:
     base, fast = outcome("stock-1f1b", *QUIET), outcome("zbv", *(each / 1.25 for each in QUIET))
     fair = outcome("stock-1f1b:no-sync", *(each / 1.05 for each in QUIET))

@@ -123,6 +123,6 @@ def test_while_a_pass_waits_for_the_other_one_of_its_pair_that_ones_call_counts(
     lock.acquire()
     watcher = threading.Thread(target=watch)
     watcher.start()
-    pair.run(backward, lambda: None)
+    pair.run(lambda: None, backward)
     watcher.join()
     assert seen == [True, False]

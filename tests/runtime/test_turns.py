@@ -1,4 +1,4 @@
-"""Two passes that take turns at their communications, on threads, with delays that nobody chose."""
+"""Two passes that take turns at their collectives, on threads, with random delays."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Log:
         self._computing.release()
 
     def communicate(self, what: str) -> None:
-        assert self._communicating.acquire(blocking=False), f"{what} beside other communication"
+        assert self._communicating.acquire(blocking=False), f"{what} beside another collective"
         self.events.append(what)
         self._sleep()
         self._communicating.release()
@@ -60,7 +60,7 @@ def _pass(turns: Turns, side: Side, log: _Log, ops: Sequence[str], *, blocks: bo
 @pytest.mark.parametrize("blocks", [True, False], ids=["blocking", "issued"])
 @pytest.mark.parametrize(("backward", "forward"), [("CeDaCeDa", "aDeCaDeC"), ("aCeDa", "aDe"), ("a", "aDeC"), ("CCe", "DDDa")])
 def test_who_computes_follows_from_the_passes_alone(backward: str, forward: str, blocks: bool) -> None:
-    """Whatever each step takes, the order of communications is the same; one pass computes at a time, and one communicates."""
+    """Collectives come in one order, however long anything takes; one pass computes at a time, and one is in a collective."""
     orders = []
     for seed in range(4):
         log, turns = _Log(seed), Turns(CPU)
@@ -68,7 +68,7 @@ def test_who_computes_follows_from_the_passes_alone(backward: str, forward: str,
         ops = [[op.upper() if op[1].isupper() else op for op in row] for row in ops]
         sides = zip((Side.BACKWARD, Side.FORWARD), ops, strict=True)
         first, second = (_pass(turns, side, log, row, blocks=blocks) for side, row in sides)
-        assert turns.run(first, second) == ("backward", "forward")
+        assert turns.run(second, first) == ("forward", "backward")
         orders.append([each for each in log.events if each.isupper()])
         for row in ops:
             assert [each for each in log.events if each[0].lower() == row[0][0].lower()] == row
@@ -79,7 +79,7 @@ def test_passes_alternate_as_drawn() -> None:
     log, turns = _Log(0), Turns(CPU)
     backward = _pass(turns, Side.BACKWARD, log, ["b0", "COMBINE", "b1", "DISPATCH", "b2"], blocks=False)
     forward = _pass(turns, Side.FORWARD, log, ["f0", "DISPATCH'", "f1", "COMBINE'", "f2"], blocks=False)
-    turns.run(backward, forward)
+    turns.run(forward, backward)
     assert log.events == ["b0", "COMBINE", "f0", "DISPATCH'", "b1", "DISPATCH", "f1", "COMBINE'", "b2", "f2"]
 
 
@@ -91,7 +91,7 @@ def test_outside_of_a_pair_a_pass_keeps_its_turn() -> None:
 
 
 @pytest.mark.parametrize("side", Side)
-def test_the_error_of_either_pass_ends_the_other_at_its_next_communication(side: Side) -> None:
+def test_the_error_of_either_pass_ends_the_other_at_its_next_collective(side: Side) -> None:
     turns, reached = Turns(CPU), []
 
     def fails() -> None:
@@ -105,9 +105,9 @@ def test_the_error_of_either_pass_ends_the_other_at_its_next_communication(side:
 
     passes = (fails, goes_on) if side is Side.BACKWARD else (goes_on, fails)
     with pytest.raises(ValueError, match="the first error"):
-        turns.run(*passes)
+        turns.run(*passes[::-1])
     assert len(reached) < 9
-    assert turns.run(lambda: 1, lambda: 2) == (1, 2)
+    assert turns.run(lambda: 2, lambda: 1) == (2, 1)
 
 
 def test_a_worker_computes_with_the_threads_of_its_maker_and_ends_with_its_owner() -> None:

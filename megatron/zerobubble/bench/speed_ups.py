@@ -312,7 +312,8 @@ class Table:
         base = next((row for row in ran if row.outcome.name == self.baseline), None)
         if base is None:
             return f"The baseline {self.baseline} did not run; there are no speed-ups."
-        best = max((row for row in ran if row.speed_up is not None), key=lambda row: row.speed_up.value if row.speed_up else 0.0)
+        with_ratio = ((row.speed_up, row) for row in ran if row.speed_up is not None)
+        _, best = max(with_ratio, key=lambda each: (each[0].is_above_one, each[0].value))
         if best is base or best.speed_up is None or not best.speed_up.is_above_one:
             return self._no_gain(base, best)
         mine, theirs = best.outcome.peak_bytes, base.outcome.peak_bytes

@@ -150,16 +150,11 @@ class ChunkWork(StageWork):
         self.failure: Exception | None = None
         """The first error of the last stage's forward pass or loss function, where there are forward passes only."""
 
-    def run(self, passes: Sequence[Pass]) -> list[Tensor | None]:
-        """Run an op, or the two of a pair, which compute beside each other's all-to-alls of experts where they can."""
-        if len(passes) == 1 or self._exchanges is None:
-            return super().run(passes)
-        forward, backward = passes  # F is the first of a pair
-        gradient, activation = self._exchanges.turns.run(
-            partial(self.backward, *backward),
-            partial(self.forward, *forward),
-        )
-        return [activation, gradient]
+    def pair(self, forward: Pass, backward: Pass) -> tuple[Tensor | None, Tensor | None]:
+        """Run both passes of a pair, which compute beside each other's all-to-alls of experts where they can."""
+        if self._exchanges is None:
+            return super().pair(forward, backward)
+        return self._exchanges.turns.run(partial(self.forward, *forward), partial(self.backward, *backward))
 
     def buffer(self, message: Message) -> Tensor:
         """An uninitialized receive buffer for an activation or a gradient, in the pipeline's dtype."""

@@ -2,16 +2,15 @@
 
 It depends on ops and messages only, not on a schedule, a model or an optimizer. `StageWork` computes an op, `P2PLinks` transfers
 tensors. The executor owns received buffers until their op takes them, tensors being sent until they have arrived, and tensors
-handed from one stage to the next on the same rank. The two ops of a pair are run at once: both have their inputs before, and both
-results are sent after. All three are empty when `run` returns. An exception of an op has a note that
-names it.
+handed from one stage to the next on the same rank. All three are empty when `run` returns. Both ops of a pair have their inputs
+before it, and both results are sent after it. An exception of an op has a note that names it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -21,31 +20,16 @@ from megatron.zerobubble.plan.ir import Op, OpKind
 from megatron.zerobubble.runtime.p2p import Handle, P2PLinks
 from megatron.zerobubble.runtime.recording import RecordedLinks, Recorder, op_text
 
-
-class Pass(NamedTuple):
-    """An op with what it is computed from."""
-
-    op: Op
-    tensor: Tensor | None
-    """F: the previous stage's output; B or BW: the gradient of this stage's output. None: the op takes nothing."""
-    last: bool
-    """Whether it is the rank's last op of its kind in the iteration."""
+Pass = tuple[Op, Tensor | None, bool]
+"""The arguments with which `StageWork` computes an op."""
 
 
 class StageWork(Protocol):
-    """Computes the ops of one rank's stages. The arguments of each op are those of a `Pass`."""
+    """Computes the ops of one rank's stages. `last` is True for the rank's last op of its kind in the iteration."""
 
-    def run(self, passes: Sequence[Pass]) -> list[Tensor | None]:
-        """Run an op, or the two ops of a pair, and return their results in the same order. Here one after the other."""
-        return [self._one(*each) for each in passes]
-
-    def _one(self, op: Op, tensor: Tensor | None, last: bool) -> Tensor | None:
-        if op.kind is OpKind.F:
-            return self.forward(op, tensor, last)
-        if op.kind is OpKind.W:
-            self.weight_gradient(op, last)
-            return None
-        return self.backward(op, tensor, last)
+    def pair(self, forward: Pass, backward: Pass) -> tuple[Tensor | None, Tensor | None]:
+        """Run the F and the B or BW of a pair, here one after the other, and return the results of both."""
+        return self.forward(*forward), self.backward(*backward)
 
     def forward(self, op: Op, activation: Tensor | None, last: bool) -> Tensor | None:
         """Run F: takes the previous stage's output (None for the first stage), returns the next stage's input."""
@@ -131,21 +115,43 @@ class Executor:
     def _run_step(self, step: Step) -> None:
         for message in step.post:
             self._post(message)
-        self._take(step)
+        tensor = self._take(step)
         for message in step.retire:
             self._sending.pop(message).wait()
-        passes = [Pass(op, self._input(op), last) for op, last in zip(step.ops, step.last_of_kind, strict=True)]
+        op, last = step.ops[0], step.last_of_kind[0]
+        if len(step.ops) > 1:
+            self._run_pair(step, (op, tensor, last))
+            return
+        if self._recorder is not None:
+            self._recorder.start(op)
+        if op.kind is OpKind.F:
+            result = self._work.forward(op, tensor, last)
+        elif op.kind is OpKind.W:
+            self._work.weight_gradient(op, last)
+            result = None
+        else:
+            result = self._work.backward(op, tensor, last)
+        if self._recorder is not None:
+            self._recorder.end(op)
+        if op.kind is not OpKind.W:
+            self._give(step, op, result)
+        if self._recorder is not None:
+            del tensor, result  # from here on only what the plan counts as activation memory is held
+            self._recorder.settled(op, self._in_transit)
+
+    def _run_pair(self, step: Step, forward: Pass) -> None:
+        backward = step.ops[1], self._kept(step.ops[1]), step.last_of_kind[1]
         if self._recorder is not None:
             for op in step.ops:
                 self._recorder.start(op)
-        results = self._work.run(passes)
-        del passes
+        results = self._work.pair(forward, backward)
         if self._recorder is not None:
             for op in step.ops:
                 self._recorder.end(op)
-        for op in step.ops:
-            self._give(op, step, results.pop(0))
-        if self._recorder is not None:  # from here on only what the plan counts as activation memory is held
+        for op, result in zip(step.ops, results, strict=True):
+            self._give(step, op, result)
+        del forward, backward, results, result
+        if self._recorder is not None:
             for op in step.ops:
                 self._recorder.settled(op, self._in_transit)
 
@@ -158,21 +164,27 @@ class Executor:
         assert self._recorded is not None
         return self._recorded.in_transit_bytes + sum(tensor.nbytes for tensor in self._local.values())
 
-    def _take(self, step: Step) -> None:
+    def _take(self, step: Step) -> Tensor | None:
+        """What the step's first op takes. What is taken for another op is kept for it."""
+        op, tensor = step.ops[0], None
         for message in step.take:
-            buffer, handle = self._receiving.pop(message)
-            handle.wait()
-            self._local[message.payload, message.stage, message.microbatch, message.slice] = buffer
+            received = self._received_of(message)
+            if (message.payload is Payload.ACTIVATION) is (op.kind is OpKind.F):
+                tensor = received
+            else:
+                self._local[message.payload, message.stage, message.microbatch, message.slice] = received
+        return self._kept(op) if tensor is None and op.kind is not OpKind.W else tensor
 
-    def _input(self, op: Op) -> Tensor | None:
-        if op.kind is OpKind.W:
-            return None
+    def _received_of(self, message: Message) -> Tensor:
+        tensor, handle = self._receiving.pop(message)
+        handle.wait()
+        return tensor
+
+    def _kept(self, op: Op) -> Tensor | None:
         payload = Payload.ACTIVATION if op.kind is OpKind.F else Payload.GRADIENT
         return self._local.pop((payload, op.stage, op.microbatch, op.slice), None)
 
-    def _give(self, op: Op, step: Step, result: Tensor | None) -> None:
-        if op.kind is OpKind.W:
-            return
+    def _give(self, step: Step, op: Op, result: Tensor | None) -> None:
         payload, stage = (Payload.ACTIVATION, op.stage + 1) if op.kind is OpKind.F else (Payload.GRADIENT, op.stage - 1)
         if not 0 <= stage < len(self._stage_to_rank):
             return
@@ -204,10 +216,12 @@ class BatchedExecutor(Executor):
         super().begin(count)
         self._end_batch()
 
-    def _take(self, step: Step) -> None:
+    def _take(self, step: Step) -> Tensor | None:
         self._end_batch()
-        for message in step.take:
-            self._local[message.payload, message.stage, message.microbatch, message.slice] = self._received.pop(message)
+        return super()._take(step)
+
+    def _received_of(self, message: Message) -> Tensor:
+        return self._received.pop(message)
 
     def _end_batch(self) -> None:
         for handle in self._sending.values():

@@ -5,7 +5,7 @@
 
 Each pass gives up its turn where it communicates, and takes it back when the other one does, or has ended. So who computes next
 follows from the passes alone, and not from how long anything takes: all replicas that run the same pair issue the same
-collectives in the same order. Communications of the two passes never overlap with each other: on one process group that would be
+collectives in the same order. Those of the two passes never overlap with each other: on one process group that would be
 another order on another rank.
 
 Where a collective blocks the host (gloo), it runs on the thread of its pass while the other pass computes (`leave`, `come_back`).
@@ -51,7 +51,7 @@ class Side(enum.Enum):
 
 
 class Pair:
-    """Two passes that run now: whose turn it is, and how many communications have begun and are over."""
+    """Two passes that run now: whose turn it is, and how many collectives have begun and are over."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -67,7 +67,7 @@ class Pair:
         return len(self._running) == 2
 
     def leave(self, side: Side) -> None:
-        """Give the turn away, and wait until the communications of both passes so far are over."""
+        """Give the turn away, and wait until the collectives of both passes so far are over."""
         with self._changed:
             number = self._begun
             self._begun += 1
@@ -77,7 +77,7 @@ class Pair:
             self.communicating.add(side)
 
     def come_back(self, side: Side) -> None:
-        """A communication of this pass is over: wait for its turn."""
+        """A collective of this pass is over: wait for its turn."""
         with self._changed:
             self.communicating.discard(side)
             self._over += 1
@@ -124,11 +124,11 @@ class Turns:
         self._pair: Pair | None = None
         self._worker: Worker | None = None
 
-    def run(self, backward: Callable[[], _B], forward: Callable[[], _F]) -> tuple[_B, _F]:
+    def run(self, forward: Callable[[], _F], backward: Callable[[], _B]) -> tuple[_F, _B]:
         """Run both passes; the backward pass begins, on a thread of its own.
 
         Raises:
-            BaseException: that of the pass that failed first. The other one ends at its next communication. A backward pass in a
+            BaseException: that of the pass that failed first. The other one ends at its next collective. A backward pass in a
                 collective that blocks is not waited for: that may never end.
         """
         if self._pair is not None:
@@ -139,7 +139,7 @@ class Turns:
         done = worker.submit(partial(_run, pair, Side.BACKWARD, backward, stream))
         try:
             result = _run(pair, Side.FORWARD, forward, stream)
-            return done.result(), result
+            return result, done.result()
         except BaseException:
             if Side.BACKWARD in pair.communicating:
                 self._worker = None
@@ -150,10 +150,10 @@ class Turns:
             self._pair = None
 
     def leave(self, side: Side) -> Pair | None:
-        """Call before a communication that blocks the host: the other pass computes until it communicates, too.
+        """Call before a collective that blocks the host: the other pass computes until its next one.
 
         Returns:
-            What to `come_back` to when the communication is over; None if there is no other pass.
+            What to `come_back` to when the collective is over; None if there is no other pass.
         """
         pair = self._pair
         if pair is None or not pair.has_both():
@@ -162,7 +162,7 @@ class Turns:
         return pair
 
     def switch(self, side: Side) -> bool:
-        """Call after a communication was issued to a stream, and before anything waits for it.
+        """Call after a collective was issued to a stream, and before anything waits for it.
 
         Returns:
             Whether there is another pass, which has had its turn.

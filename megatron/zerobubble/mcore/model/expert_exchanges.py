@@ -3,7 +3,7 @@
 A dispatcher of megatron-core sends tokens in `token_dispatch` and `token_combine`, in every release. Each instance gets others,
 which run the same methods between two autograd functions that return what they get:
 
-    F:  _Arrives -> the all-to-all -> _Departs        B:  _Departs -> the all-to-all's own backward -> _Arrives
+    F:  border -> the all-to-all -> border        B:  border: begin -> the all-to-all's own backward -> border: end
 
 So the graph, and the order of every sum, are those of the pass alone, and a pair has the bits of its two passes.
 
@@ -159,32 +159,22 @@ class _Exchange:
         exchanges = self._exchanges
         exchanges.hold(tensors, on_passes=False)
         with exchanges.in_forward():
-            result = self._method(*_Arrives.apply(exchanges, *tensors), **others)
+            result = self._method(*_Border.apply(exchanges.end, *tensors), **others)
         results = result if isinstance(result, tuple) else (result,)
         exchanges.hold([*results, *vars(self._dispatcher).values()], on_passes=True)
-        results = _Departs.apply(exchanges, *results)
+        results = _Border.apply(exchanges.begin, *results)
         return results if isinstance(result, tuple) else results[0]
 
 
-class _Arrives(torch.autograd.Function):
+class _Border(torch.autograd.Function):
+    """Returns what it gets; its backward calls `in_backward`."""
+
     @staticmethod
-    def forward(ctx: Any, exchanges: ExpertExchanges, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchanges = exchanges
+    def forward(ctx: Any, in_backward: Callable[[Side], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.in_backward = in_backward
         return tuple(each.detach() for each in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        ctx.exchanges.end(Side.BACKWARD)
-        return None, *gradients
-
-
-class _Departs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, exchanges: ExpertExchanges, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchanges = exchanges
-        return tuple(each.detach() for each in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        ctx.exchanges.begin(Side.BACKWARD)
+        ctx.in_backward(Side.BACKWARD)
         return None, *gradients
