@@ -22,6 +22,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer import multi_token_prediction as mtp
@@ -32,11 +33,10 @@ from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.flags.require import refuse
 from megatron.zerobubble.mcore.attention.torch_attention import use_torch_attention
 from megatron.zerobubble.mcore.compat import with_arguments
-from megatron.zerobubble.overlay import add_zero_bubble_args, flags_of
-from megatron.zerobubble.training.data import data_flags
-from megatron.zerobubble.training.data.samples import packed_sequences
+from megatron.zerobubble.overlay import add_zero_bubble_args
 
 _ON_CPU = (
     "--transformer-impl local --distributed-backend gloo --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
@@ -68,7 +68,7 @@ def main(zero_bubble: argparse.Namespace) -> None:
     if not (Path(dataset_tools.__file__).parent / "Makefile").is_file():  # a wheel has the compiled helpers instead
         dataset_tools.compile_helpers = lambda: None
     flags = partial(_add_flags, zero_bubble)
-    data_flags.check_flags(arguments.parse_args(flags), flags_of(zero_bubble))
+    _check_packing(arguments.parse_args(flags))
     provided = {"extra_args_provider": flags, "args_defaults": {"tokenizer_type": "GPT2BPETokenizer"}}
     ours = {"model_provider": model, "forward_step_func": forward_step, "get_embedding_ranks": embedding_ranks}
     if "cfg_container" in inspect.signature(training.pretrain).parameters:  # from 0.18 on
@@ -81,7 +81,6 @@ def main(zero_bubble: argparse.Namespace) -> None:
 
 def _add_flags(zero_bubble: argparse.Namespace, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     known = {action.dest for action in add_zero_bubble_args(parser)._actions}
-    data_flags.add_flags(parser)
     parser.set_defaults(**{name: value for name, value in vars(zero_bubble).items() if name in known})
     for action in parser._actions:  # 0.19 has a text with a bare percent sign, with which --help fails
         if action.help and "%(" not in action.help:
@@ -92,6 +91,30 @@ def _add_flags(zero_bubble: argparse.Namespace, parser: argparse.ArgumentParser)
 
 def _refuse(message: str) -> NoReturn:
     raise ConfigError(f"{message} (--help lists all flags)")
+
+
+def _packing_flag(args: argparse.Namespace) -> str | None:
+    """The flag that packs sequences, which do not attend to each other, into rows of --seq-length tokens."""
+    if getattr(args, "dataloader_inter_document_masking", False):  # from 0.19 on
+        return "--dataloader-inter-document-masking"
+    return "--sft" if args.sft else None
+
+
+def _check_packing(args: argparse.Namespace) -> None:
+    """Raise ConfigError for flags that packed sequences do not go with."""
+    flag, context = _packing_flag(args), args.context_parallel_size
+    if flag is None:
+        return
+    if args.micro_batch_size != 1:
+        raise ConfigError(f"{flag} puts several sequences into one row: give --micro-batch-size 1, not {args.micro_batch_size}")
+    problems = {
+        f"--context-parallel-size {context}: ranks share one sequence, not several": context > 1,
+        "--multi-latent-attention": args.multi_latent_attention,
+        "--mtp-num-layers": args.mtp_num_layers,
+        "--hybrid-layer-pattern": args.hybrid_layer_pattern is not None,
+        "--attention-backend local, which has no packed sequences; choose auto": args.attention_backend.name == "local",
+    }
+    refuse(f"{flag} does not go with", problems)
 
 
 def model(config: Any = None, vp_stage: int | None = None, **place: Any) -> Any:
@@ -115,7 +138,7 @@ def model(config: Any = None, vp_stage: int | None = None, **place: Any) -> Any:
         return with_arguments(HybridModel, vars(args) | named)(hybrid_stack_spec=spec)
     layers, mtp_layers = layer_specs(config, vp_stage)
     chunk = with_arguments(GPTModel, vars(args) | named)(transformer_layer_spec=spec or layers, mtp_block_spec=mtp_layers)
-    if data_flags.packs(args):
+    if _packing_flag(args):
         use_torch_attention(chunk)  # megatron-core's own has no packed sequences; Transformer Engine's stays
     return chunk
 
@@ -125,9 +148,7 @@ def model_config() -> Any:
     args = get_args()
     if args.yaml_cfg:
         return yaml_arguments.core_transformer_config_from_yaml(args, "language_model")
-    config = arguments.core_transformer_config_from_args(args)
-    config.variable_seq_lengths = data_flags.has_own_lengths(args)
-    return config
+    return arguments.core_transformer_config_from_args(args)
 
 
 def layer_specs(config: Any, vp_stage: int | None) -> tuple[Any, Any]:
@@ -155,10 +176,7 @@ def samples(sizes: Sequence[int], vp_stage: int | None = None) -> tuple[Any, ...
     args, config = get_args(), model_config()
     asked = {"config": config, "layout": config.pipeline_model_parallel_layout, "mtp_num_layers": config.mtp_num_layers}
     has_mtp = with_arguments(mtp.mtp_on_this_rank, asked)(ignore_virtual=False, vp_stage=vp_stage)
-    reads, tokenizer = is_first_or_last_pipeline_stage(vp_stage) or has_mtp or data_flags.packs(args), build_tokenizer(args)
-    documents = data_flags.document_samples(args, sizes, tokenizer)
-    if documents is not None:
-        return documents if reads else (None, None, None)
+    reads = is_first_or_last_pipeline_stage(vp_stage) or has_mtp or _packing_flag(args) is not None
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     per_dataset = args.per_dataset_sequences_path
     settings = vars(args) | {
@@ -173,7 +191,7 @@ def samples(sizes: Sequence[int], vp_stage: int | None = None) -> tuple[Any, ...
         "sequence_parallel_size": args.tensor_model_parallel_size * args.sequence_parallel,
         "sequences_per_dataset": json.loads(Path(per_dataset).read_text("utf-8")) if per_dataset else None,
         "inter_document_masking": getattr(args, "dataloader_inter_document_masking", False),
-        "tokenizer": tokenizer,
+        "tokenizer": build_tokenizer(args),
     }
     fields = {field.name for field in dataclasses.fields(GPTDatasetConfig) if field.init}
     given = GPTDatasetConfig(**{name: settings[name] for name in fields & settings.keys()})
@@ -192,8 +210,22 @@ def batch(data: Iterator[dict[str, torch.Tensor]] | None) -> dict[str, Any]:
     group = parallel_state.get_context_parallel_group()
     found = with_arguments(get_batch_on_this_cp_rank, {"is_hybrid_cp": False})(found, cp_group=group)
     if "cu_seqlens" in read:
-        found["packed_seq_params"] = packed_sequences(read["cu_seqlens"], torch.cuda.current_device())
+        found["packed_seq_params"] = _packed_sequences(read["cu_seqlens"])
     return found
+
+
+def _packed_sequences(cu_seqlens: torch.Tensor) -> PackedSeqParams:
+    """What attention needs to keep the sequences of a packed row apart.
+
+    Args:
+        cu_seqlens: [1, k + 1] int32, on the host: where each sequence of the row begins, and s, which may be repeated.
+    """
+    begins = cu_seqlens[0].unique_consecutive()
+    longest = int(begins.diff().max())  # on the host: nothing waits for the device
+    on_device = begins.cuda(non_blocking=True)
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=on_device, cu_seqlens_kv=on_device, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
 
 
 def loss(mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from megatron.zerobubble.bench.contenders import WARM_UP
-from tests.support.datasets import random_documents, write_documents
 from tests.support.megatron_lm import LR, MISSING, SMALL, WITHOUT_KERNELS, logged
 from tests.support.tolerances import after_steps
 from tests.training.launch import ROOT, environment, launch_warm
@@ -109,24 +108,6 @@ def test_what_is_measured_and_predicted(done: tuple[subprocess.CompletedProcess[
     uses = [found[name]["use"] for name in ("stock-1f1b", "auto", "interleaved-1f1b:8")]
     assert uses == ["", "--zero-bubble-schedule auto", ""], "nothing is added, or it cannot run"
     assert found["interleaved-1f1b:8"]["failure"].startswith("--num-layers 8")
-
-
-@pytest.mark.sampled(0.07, group="whole jobs")
-def test_of_documents_nothing_is_claimed_that_differs_by_iteration(tmp_path: Path) -> None:
-    """Tokens and passes of --seq-length would be too many."""
-    documents = write_documents(tmp_path / "some", random_documents([2, 5, 9, 17, 32, 33, 12, 7]))
-    flags = ["--data-path", documents, "--split", "1,1,0", "--variable-seq-lengths", "--calculate-per-token-loss"]
-    options = ["--contenders", "stock-1f1b,zbv", "--rounds", "1", "--timed-iters", "1", "--bench-dir", tmp_path / "bench"]
-    model = [each for each in MODEL if each not in ("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "64")]
-    done = launch_warm([*model, *flags, *options], num_ranks=2, script=BENCH)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = rows(tmp_path / "bench")
-    expected = pytest.approx(found["stock-1f1b"]["losses"]["0"], rel=after_steps(WARM_UP, LR))  # another order of microbatches
-    for row in found.values():
-        assert row["bubble"] is not None
-        assert row["losses"]["0"] == expected
-        for name in ("tokens_per_s", "tokens_per_s_per_rank", "predicted_ms", "predicted_bubble"):
-            assert row[name] is None, name
 
 
 _SCRIPT: list[Any] = [

@@ -45,7 +45,7 @@ def test_passes_take_the_median_of_all_blocks(later: tuple[float, ...], expected
 @pytest.mark.parametrize("has_slices", [False, True])
 def test_beside_slices_every_contender_has_its_own_times(has_slices: bool) -> None:
     """Whole microbatches that ran alone were faster than what all blocks together say; without slices all have the same times."""
-    job: Any = SimpleNamespace(costs_of=lambda costs, *_: lambda placement: costs, has_unequal_lengths=False)
+    job: Any = SimpleNamespace(costs_of=lambda costs, *_: lambda placement: costs)
     blocks = [_block(4.0, (4.0,), 1), _block(1.0, (1.0,), 1), _block(5.0, (5.0,), 2 if has_slices else 1)]
     for number, block in enumerate(blocks):
         own = {"contender": SimpleNamespace(text=str(number)), "program": None}

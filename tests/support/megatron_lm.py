@@ -22,7 +22,7 @@ from unittest import mock
 import numpy as np
 
 import megatron.zerobubble
-from megatron.zerobubble.cli.run import _UNEQUAL, _parse
+from megatron.zerobubble.cli.run import _PACKING, _parse
 from megatron.zerobubble.flags.fork_flags import in_our_flags
 from megatron.zerobubble.flags.loop_options import MicrobatchLengths
 from megatron.zerobubble.flags.virtual_stages import with_chunks
@@ -90,7 +90,7 @@ def pretrain_gpt(rank: int, flags: str, *, has_same_weights: bool = False) -> st
     chunks = chunks_of(zero_bubble)
     if chunks is not None:
         own, _ = with_chunks(own, chunks, "")
-    lengths = MicrobatchLengths("thd") if set(_UNEQUAL) & set(own) else None
+    lengths = MicrobatchLengths("thd") if set(_PACKING) & set(own) else None
     main = partial(_main_of_gpt, has_same_weights=has_same_weights)
     return _run(rank, ["pretrain_gpt.py", *own], zero_bubble, main, lengths)
 

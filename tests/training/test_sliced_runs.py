@@ -12,9 +12,8 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.training.check import check_settings
-from tests.support.datasets import random_documents, write_documents
 from tests.support.traces import check_trace_files
-from tests.training.test_arguments import BASE, settings
+from tests.training.test_arguments import settings
 from tests.training.test_runs import LAYER, NO_DROPOUT, Job, close
 
 pytestmark = pytest.mark.claims(
@@ -131,12 +130,3 @@ REFUSED = [
 def test_what_slices_do_not_go_with_is_refused_at_the_start(flags: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_settings(settings(flags, world_size=4))
-
-
-def test_no_number_is_chosen_for_sequences_of_unequal_lengths(tmp_path: Path) -> None:
-    path = write_documents(tmp_path / "some", random_documents([9] * 40))
-    documents = f"--data-path {path} --variable-seq-lengths --calculate-per-token-loss"
-    base = BASE.replace("--mock-data", documents)
-    check_settings(settings(f"{P2} 4", base=base))
-    with pytest.raises(ConfigError, match="--variable-seq-lengths: it measures slices of sequences of one length"):
-        check_settings(settings(f"{P2} auto", base=base))

@@ -140,7 +140,7 @@ class _Comparison:
         return Table(
             outcomes=list(self._outcomes.values()),
             baseline=self._options.baseline,
-            tokens=sizes.tokens if sizes is not None and job.has_full_sequences else None,
+            tokens=sizes.tokens if sizes is not None else None,
             num_ranks=self._launch.world_size,
             num_cores=os.cpu_count() if self._device() == "CPU" else None,
             pipeline_size=1 if sizes is None else sizes.pipeline,

@@ -121,16 +121,6 @@ class TrainerJob:
         others = costs_of_placements(Model.measured(("layer",) * held.num_layers, held, costs), layers, links=costs.links)
         return lambda placement: costs if placement == own else others(placement)
 
-    @property
-    def has_unequal_lengths(self) -> bool:
-        """Whether every iteration has other lengths, for which nothing is predicted: a block profiles passes of several."""
-        return self.settings.data.variable_seq_lengths or self.settings.data.pack_sequences
-
-    @property
-    def has_full_sequences(self) -> bool:
-        """Whether all microbatches have --seq-length tokens."""
-        return not self.settings.data.reads_documents
-
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptJob:
@@ -156,8 +146,6 @@ class ScriptJob:
 
     loss_causes = "Not compared: the script has dropout (try its flags for 0), or draws its own weights."
     has_one_dropout = False
-    has_unequal_lengths = False
-    has_full_sequences = True
 
     @property
     def name(self) -> str:

@@ -109,7 +109,7 @@ def predict(blocks: Sequence[FirstBlock], outcomes: Mapping[str, Outcome], job: 
         if block.timeline is not None:
             found = report(block.timeline)
             outcome.bubble, outcome.idle = block.objective.bubble_of(found), _idle(found, block.objective)
-        simulation = None if job.has_unequal_lengths else _simulated(block, blocks, job)
+        simulation = _simulated(block, blocks, job)
         if simulation is None:
             continue
         outcome.predicted_bubble = block.objective.bubble_of(simulation)
@@ -126,7 +126,7 @@ def interleaved_ms(blocks: Sequence[FirstBlock], job: Job) -> dict[int, float]:
     source, around = _source(blocks), _around_ms(blocks, job)
     tried = {each.contender.num_chunks for each in blocks if each.contender.is_stock}
     found: dict[int, float] = {}
-    if job.has_unequal_lengths or not blocks:
+    if not blocks:
         return found
     p, m = blocks[0].result.sizes.pipeline, blocks[0].result.sizes.num_microbatches
     for v in _VIRTUAL_SIZES:
@@ -142,8 +142,8 @@ def interleaved_ms(blocks: Sequence[FirstBlock], job: Job) -> dict[int, float]:
 
 
 def measured_costs(blocks: Sequence[FirstBlock], job: Job) -> CostModel | None:
-    """The pass times that all predictions use; None if nothing was profiled, or microbatches are unequal."""
-    source = None if job.has_unequal_lengths else _source(blocks)
+    """The pass times that all predictions use; None if nothing was profiled."""
+    source = _source(blocks)
     return None if source is None else source[0]
 
 

@@ -46,7 +46,7 @@ __all__ = ["build_parser", "main", "run_itself"]
 
 _PROG = "zerobubble run"
 _MODULE = "megatron.zerobubble.run"
-_UNEQUAL = ("--variable-seq-lengths", "--pack-sequences", "--sft", "--dataloader-inter-document-masking")  # of pretrain_gpt.py
+_PACKING = ("--sft", "--dataloader-inter-document-masking")  # of pretrain_gpt.py
 _OURS = ("--zero-bubble-", "--enable-zero-bubble", "--enable-optimizer-post-validation")
 
 
@@ -98,7 +98,7 @@ def run_itself(script: str, argv: Sequence[str] | None = None) -> None:
         launch = read_launch()
         args = _parse([script, *(sys.argv[1:] if argv is None else argv)], is_ours=True)
         args.cpu = _wants_gloo(args.arguments) or not _sees_gpu()
-        args.microbatch_tokens = "thd" if set(_UNEQUAL) & set(args.arguments) else None
+        args.microbatch_tokens = "thd" if set(_PACKING) & set(args.arguments) else None
         _run(args, launch)
     except UserError as error:
         _exit(error, launch, prog=prog)

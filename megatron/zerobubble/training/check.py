@@ -6,7 +6,7 @@ from megatron.zerobubble.errors import DataError
 from megatron.zerobubble.flags.targets import Target, check_targets
 from megatron.zerobubble.training.config import schedule
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.data.index import DatasetIndex, check_dataset, split_documents
+from megatron.zerobubble.training.data.index import check_dataset, split_documents
 
 __all__ = ["check_settings"]
 
@@ -24,7 +24,7 @@ def check_settings(settings: Settings, *, is_first: bool = True) -> None:
         DataError: the dataset is missing or damaged, or has a split without documents.
         CheckpointError: the checkpoint to load does not exist.
     """
-    model, parallel, zero_bubble, data = settings.model, settings.parallel, settings.zero_bubble, settings.data
+    model, parallel, zero_bubble = settings.model, settings.parallel, settings.zero_bubble
     parallel.check(world_size=settings.world_size)
     schedule.check_schedule(settings)
     model.check(parallel, zero_bubble)
@@ -36,10 +36,6 @@ def check_settings(settings: Settings, *, is_first: bool = True) -> None:
     settings.mla.check(model, parallel)
     settings.moe.check(model, parallel, zero_bubble, world_size=settings.world_size)
     settings.fp8.check(model, settings.precision)
-    data.check_documents(settings.optim)
-    data.check_lengths(settings.moe, parallel, zero_bubble)
-    if data.pack_sequences:
-        data.check_packing(model, settings.mla, parallel)
     settings.optim.check(parallel, settings.run)
     schedule.check_length(settings)
     settings.optim.check_sharding(parallel, model, zero_bubble, ranks=settings.gradient_reduction_size)
@@ -70,22 +66,7 @@ def check_data(settings: Settings, *, reads_all: bool) -> None:
     if prefix is None:
         return
     index = check_dataset(prefix, reads_all=reads_all)
-    splits = split_documents(index.num_sequences, settings.data.split_weights)
-    _check_splits(settings, prefix, splits)
-    if reads_all and settings.data.reads_documents:
-        _check_labels(settings, index, splits)
-
-
-def _check_labels(settings: Settings, index: DatasetIndex, splits: tuple[range, ...]) -> None:
-    """Raise if the documents of a split that the run reads have one token each: there is nothing to predict."""
-    lengths, _, _ = index.entries()
-    for name, documents in zip(("train", *["valid"] * (settings.run.eval_iters > 0)), splits, strict=False):
-        own = lengths[documents.start : documents.stop]
-        if len(own) and own.max() < 2:
-            raise DataError(
-                f"{index.prefix}: none of the {len(own)} document(s) for {name} has a second token, to predict from the first; "
-                "give more documents"
-            )
+    _check_splits(settings, prefix, split_documents(index.num_sequences, settings.data.split_weights))
 
 
 def _check_splits(settings: Settings, prefix: str, splits: tuple[range, ...]) -> None:

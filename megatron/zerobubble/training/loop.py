@@ -33,7 +33,6 @@ from megatron.zerobubble.training.checkpoint.save_lock import hold_save_director
 from megatron.zerobubble.training.checkpoint.shared import check_save_directory
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer
-from megatron.zerobubble.training.data.microbatch_lengths import num_tokens
 from megatron.zerobubble.training.data.samples import Datasets, build_datasets, chunk_iterators, chunk_reads
 from megatron.zerobubble.training.data.token_ids import check_small_dataset
 from megatron.zerobubble.training.early_exit import EarlyExit
@@ -161,7 +160,7 @@ class _Run:
         self.marks = Marks(training_state.device)
         self.settings = training_state.settings
         self.job = job
-        self.reads_by_chunk = [chunk_reads(chunk, training_state.settings) for chunk in training_state.chunks]
+        self.reads_by_chunk = [chunk_reads(chunk) for chunk in training_state.chunks]
         self.datasets: Datasets = build_datasets(self.settings, tokenizer, reads=any(self.reads_by_chunk))
         run = self.settings.run
         self.early_exit = EarlyExit(job.store, handles_signal=run.exit_signal_handler, after_minutes=run.exit_duration_in_mins)
@@ -221,8 +220,7 @@ class _Run:
         begin = self.marks.now()
         results = self.trainer.iterate(data_iterator)
         end = self.marks.now()
-        samples, consumed = self.settings.global_batch_size, self.progress.consumed_samples
-        tokens = num_tokens(self.datasets.train, self.settings, consumed=consumed, samples=samples)
+        samples = settings.global_batch_size
         self.progress.iteration += 1
         self.progress.consumed_samples += samples
         progress = self.progress
@@ -231,7 +229,7 @@ class _Run:
                 IterationRecord,
                 iteration=progress.iteration,
                 consumed_samples=progress.consumed_samples,
-                tokens=tokens,
+                tokens=samples * settings.model.seq_length,
                 elapsed_ms=partial(self.marks.elapsed_ms, begin, end),
             )
         )

@@ -15,7 +15,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer import get_megatron_optimizer
 
-from megatron.zerobubble.flags.loop_options import MicrobatchLengths, Seeds
+from megatron.zerobubble.flags.loop_options import Seeds
 from megatron.zerobubble.mcore.build import ModelChunks, build_chunks
 from megatron.zerobubble.mcore.ddp.zero2 import step_on_shards
 from megatron.zerobubble.mcore.engine import Engine
@@ -112,11 +112,10 @@ def _post_validation(settings: Settings, job: Job, optimizer: Any) -> PostValida
 
 
 def _engine(settings: Settings, job: Job, built: ModelChunks, config: Any, optimizer: Any) -> Engine:
-    run, data, tokens = settings.run, settings.data, settings.model.seq_length
+    run = settings.run
     engine = Engine(
         RunOptions(
             flags=settings.zero_bubble,
-            lengths=MicrobatchLengths("thd") if data.variable_seq_lengths or data.pack_sequences else None,
             seeds=Seeds(dropout=run.seed if run.layout_independent_dropout else None),
             search_seed=run.seed,
             timeout=_timeout(settings),
@@ -128,7 +127,7 @@ def _engine(settings: Settings, job: Job, built: ModelChunks, config: Any, optim
         store=built.store,
         config=config,
         num_microbatches=settings.num_microbatches,
-        usual_tokens=tokens,
+        usual_tokens=settings.model.seq_length,
         state_bytes=partial(state_bytes, built.chunks, optimizer),
     )
     pipeline = torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())

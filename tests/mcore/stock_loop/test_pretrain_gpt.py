@@ -90,12 +90,9 @@ def test_stages_of_other_chunks_are_merged_and_cut(four_ranks: RankPool, run: Ru
     assert float(in_v[0][0]) == pytest.approx(float(expected[0][0]), rel=0.02)
 
 
-UNEQUAL = {
+PACKED = {
     "conversations": "--sft --no-create-attention-mask-in-dataloader --micro-batch-size 1",
-    "documents": "--variable-seq-lengths --micro-batch-size 2",
-    "packed documents": "--variable-seq-lengths --pack-sequences --micro-batch-size 1",
-    "rows of packed documents": "--pack-sequences --micro-batch-size 1",
-    "Megatron-LM's rows": "--dataloader-inter-document-masking --micro-batch-size 1",
+    "documents": "--dataloader-inter-document-masking --micro-batch-size 1",
 }
 
 
@@ -119,23 +116,21 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.claims(
     "Your own script",
-    "sequences of unequal length by flags of `pretrain_gpt.py` in Megatron-LM's loop: documents, packed or not, `--sft`, "
+    "rows of packed sequences by flags of `pretrain_gpt.py` in Megatron-LM's loop: `--sft` and "
     "`--dataloader-inter-document-masking`, under ZB-H1 and ZBV against megatron-core's 1F1B (`make test MCORE=0.19.2`)",
     "works, up to the order of sums; not run on a GPU",
 )
-@pytest.mark.parametrize("name", UNEQUAL)
-@pytest.mark.sampled(0.3)
-def test_microbatches_of_unequal_length_train_as_under_1f1b(
-    four_ranks: RankPool, documents: str, conversations: str, name: str
-) -> None:
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.sampled(0.5)
+def test_packed_sequences_train_as_under_1f1b(four_ranks: RankPool, documents: str, conversations: str, name: str) -> None:
     """They run in another order, so gradients are summed in another one."""
-    if "inter-document" in UNEQUAL[name] and not hasattr(GPTDatasetConfig, "inter_document_masking"):
+    if "inter-document" in PACKED[name] and not hasattr(GPTDatasetConfig, "inter_document_masking"):
         pytest.skip("megatron-core has this from 0.19 on")
-    if "--sft" in UNEQUAL[name]:
+    if "--sft" in PACKED[name]:
         documents = conversations
     line = (
         f"{SMALL.replace('--mock-data', f'--data-path {documents} --split 90,10,0')} --pipeline-model-parallel-size 2 "
-        f"--train-iters 10 --eval-interval 1000 --position-embedding-type rope --calculate-per-token-loss {UNEQUAL[name]}"
+        f"--train-iters 10 --eval-interval 1000 --position-embedding-type rope --calculate-per-token-loss {PACKED[name]}"
     )
     expected = losses(four_ranks, line, "stock", SAME_WEIGHTS)
     for flag, schedule in (("--enable-zero-bubble", "zb-h1"), ("--zero-bubble-v-schedule", "zbv")):
@@ -255,8 +250,7 @@ def test_it_is_started_by_torchrun_on_real_text(corpus: str) -> None:
             "error: --inprocess-restart, --fim-data: not in this script. Megatron-LM's own ",
         ),
         ("--allow-padding-num-layers", "error: --allow-padding-num-layers: not in this script. "),
-        ("--sft --micro-batch-size 2", "error: --sft puts several documents into one row: give --micro-batch-size 1, not 2"),
-        ("--pack-sequences", "error: --pack-sequences reads documents, and --mock-data has none; give --data-path"),
+        ("--sft --micro-batch-size 2", "error: --sft puts several sequences into one row: give --micro-batch-size 1, not 2"),
         ("--enable-zero-buble", "error: unrecognized arguments: --enable-zero-buble (--help lists all flags)"),
     ],
 )

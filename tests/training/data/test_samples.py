@@ -21,8 +21,7 @@ with quiet_third_parties():
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer
-    from megatron.zerobubble.training.data.microbatch_lengths import ConsumedSamples
-    from megatron.zerobubble.training.data.samples import Batch, build_datasets, chunk_iterators, next_batch
+    from megatron.zerobubble.training.data.samples import Batch, ConsumedSamples, build_datasets, chunk_iterators, next_batch
     from megatron.zerobubble.training.data.token_ids import check_small_dataset
 
 

@@ -170,7 +170,7 @@ class Alone:
         self.state, self.schedule = state, state.schedule
         self.schedule._config.batch_p2p_sync = sync
         self._trainer = Trainer(state)
-        iterators = [self._samples() if chunk_reads(chunk, settings) else None for chunk in state.chunks]
+        iterators = [self._samples() if chunk_reads(chunk) else None for chunk in state.chunks]
         self._data = iterators if len(iterators) > 1 else iterators[0]
 
     def _samples(self) -> Iterator[dict[str, Tensor]]:

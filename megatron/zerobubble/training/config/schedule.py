@@ -140,13 +140,9 @@ def check_slices(settings: Settings) -> None:
 
 def _unsliced(settings: Settings) -> Iterator[tuple[str, str]]:
     """(flag, why) of each flag that slices do not go with."""
-    parallel, data, moe, model = settings.parallel, settings.data, settings.moe, settings.model
+    parallel, moe, model = settings.parallel, settings.moe, settings.model
     if parallel.context_parallel_size > 1:
         yield "--context-parallel-size above 1", "both cut sequences, and each rank would hold parts of a slice"
-    if data.pack_sequences:
-        yield "--pack-sequences", "the attention of a packed sequence begins anew inside of a slice"
-    if data.variable_seq_lengths and settings.zero_bubble.chooses_slices:
-        yield "--variable-seq-lengths", "it measures slices of sequences of one length (or give a number of slices)"
     if model.mtp_num_layers and settings.optim.calculate_per_token_loss:
         yield "--calculate-per-token-loss with --mtp-num-layers", "MTP losses would be weighted by the tokens of a slice"
     if settings.fp8.fp8_format is not None:

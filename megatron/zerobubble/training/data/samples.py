@@ -1,4 +1,4 @@
-"""Samples: megatron-core's GPT datasets, or documents, in an order that depends only on the number of consumed samples.
+"""Samples: megatron-core's GPT datasets, in an order that depends only on the number of consumed samples.
 
 Every rank that needs a batch reads it itself: the sampler is a pure function of (consumed samples, data-parallel rank), so
 the ranks of a tensor-parallel group, and the first and last stage of a pipeline, read the same samples without a broadcast.
@@ -19,25 +19,21 @@ from typing import Any
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.datasets.utils import Split
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import get_attr_wrapped_model
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from megatron.zerobubble.mcore.attention.sequence_parts import WHOLE, SequenceParts, slices
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.data.documents import PaddedDocuments, document_dataset
-from megatron.zerobubble.training.data.microbatch_lengths import ConsumedSamples, length_multiple
 from megatron.zerobubble.training.data.token_ids import checked_batches, vocabulary_size
 
-__all__ = ["Batch", "Datasets", "build_datasets", "chunk_iterators", "chunk_reads", "next_batch", "packed_sequences"]
+__all__ = ["Batch", "ConsumedSamples", "Datasets", "build_datasets", "chunk_iterators", "chunk_reads", "next_batch"]
 
 DataIterator = Iterator[dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class Datasets:
-    """Training and validation samples; None on ranks that read none, unless they are documents, whose lengths all know."""
+    """Training and validation samples; None on ranks that read none."""
 
     train: Any | None
     """Samples of --train-iters global batches."""
@@ -57,8 +53,32 @@ class Batch:
     """[b, s], int64: the next token ids, for the stage that computes the loss."""
     loss_mask: torch.Tensor | None = None
     """[b, s], float32: 1 for tokens whose loss counts, else 0."""
-    packed_seq_params: PackedSeqParams | None = None
-    """With --pack-sequences: where each sequence begins in the row, in `thd` format."""
+
+
+class ConsumedSamples(Sampler[list[int]]):
+    """Yields the sample indices of each microbatch of one data-parallel rank, after the consumed samples.
+
+    Microbatch k of rank r of dp has the b samples from ``consumed + (k * dp + r) * b`` on, so a global batch is the same set of
+    samples for every data-parallel size.
+
+    Args:
+        consumed: samples consumed so far by all ranks together.
+        total: samples of the dataset.
+        micro_batch_size: samples per microbatch, b.
+        rank: data-parallel rank, r.
+        num_ranks: data-parallel size, dp.
+    """
+
+    def __init__(self, *, consumed: int, total: int, micro_batch_size: int, rank: int, num_ranks: int) -> None:
+        self._starts = range(consumed + rank * micro_batch_size, total - micro_batch_size + 1, micro_batch_size * num_ranks)
+        self._micro_batch_size = micro_batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for start in self._starts:
+            yield list(range(start, start + self._micro_batch_size))
+
+    def __len__(self) -> int:
+        return len(self._starts)
 
 
 def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool) -> Datasets:
@@ -71,10 +91,6 @@ def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool) -> Datase
     """
     data, run = settings.data, settings.run
     sizes = [max(1, samples) for samples in (settings.train_samples, run.eval_iters * settings.global_batch_size)]
-    if data.reads_documents:
-        of = {"seq_length": settings.model.seq_length, "seed": run.seed, "tokenizer": tokenizer}
-        train = document_dataset(data, Split.train, sizes[0], **of)
-        return Datasets(train, document_dataset(data, Split.valid, sizes[1], **of) if run.eval_iters > 0 else None)
     config = GPTDatasetConfig(
         random_seed=run.seed,
         sequence_length=settings.model.seq_length,
@@ -101,13 +117,10 @@ def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool) -> Datase
     return Datasets(built[0], built[1])
 
 
-def chunk_reads(chunk: Any, settings: Settings) -> bool:
-    """Whether a chunk reads samples.
-
-    The first stage reads tokens, the last one labels, and all stages where packed documents begin.
-    """
+def chunk_reads(chunk: Any) -> bool:
+    """Whether a chunk reads samples: the first stage reads tokens, the last one labels."""
     stage = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
-    return bool(stage.pre_process or stage.post_process or settings.data.pack_sequences)
+    return bool(stage.pre_process or stage.post_process)
 
 
 def chunk_iterators(
@@ -136,26 +149,16 @@ def chunk_iterators(
 
     def iterate() -> DataIterator:
         assert dataset is not None
-        micro_batch_size, length = settings.data.micro_batch_size, settings.model.seq_length
-        rows = dataset
-        if settings.data.reads_documents:
-            rows = PaddedDocuments(
-                dataset,
-                micro_batch_size=micro_batch_size,
-                first=consumed,
-                length=None if settings.data.variable_seq_lengths else length,
-                multiple=length_multiple(settings.parallel),
-            )
         sampler = ConsumedSamples(
             consumed=consumed,
             total=len(dataset),
-            micro_batch_size=micro_batch_size,
+            micro_batch_size=settings.data.micro_batch_size,
             rank=rank,
             num_ranks=settings.data_parallel_size,
         )
         loader = iter(
             DataLoader(
-                rows,
+                dataset,
                 batch_sampler=sampler,
                 num_workers=settings.data.num_workers,
                 pin_memory=on_gpu,
@@ -197,20 +200,4 @@ def next_batch(
     if is_last_stage:
         wanted += ["labels", "loss_mask"]
     own = {name: slices(sample[name], parts, dim=1) for name in wanted}
-    packed = packed_sequences(sample["cu_seqlens"], device) if "cu_seqlens" in sample else None
-    return Batch(**{name: tensor.to(device, non_blocking=True) for name, tensor in own.items()}, packed_seq_params=packed)
-
-
-def packed_sequences(cu_seqlens: torch.Tensor, device: torch.device | int) -> PackedSeqParams:
-    """What attention needs to keep the sequences of a packed row apart.
-
-    Args:
-        cu_seqlens: [1, k + 1] int32, on the host: where each sequence of the row begins, and s, which may be repeated.
-        device: for the copy.
-    """
-    begins = cu_seqlens[0].unique_consecutive()
-    longest = int(begins.diff().max())  # on the host: nothing waits for the device
-    on_device = begins.to(device, non_blocking=True)
-    return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=on_device, cu_seqlens_kv=on_device, max_seqlen_q=longest, max_seqlen_kv=longest
-    )
+    return Batch(**{name: tensor.to(device, non_blocking=True) for name, tensor in own.items()})

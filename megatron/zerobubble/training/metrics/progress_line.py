@@ -35,8 +35,7 @@ def description(settings: Settings, *, on_cpu: bool) -> str:
         f"{settings.parallel.tensor_model_parallel_size} tensor x {f'{context} context x ' if context > 1 else ''}"
         f"{settings.data_parallel_size} data, "
         f"{settings.num_microbatches} microbatches of {settings.data.micro_batch_size} x "
-        f"{'at most ' if settings.data.variable_seq_lengths else ''}{settings.model.seq_length} "
-        f"tokens{slices}, {settings.precision.name} on "
+        f"{settings.model.seq_length} tokens{slices}, {settings.precision.name} on "
         f"{'CPU' if on_cpu else 'GPU'}"
     )
 

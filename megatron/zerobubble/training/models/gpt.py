@@ -75,8 +75,7 @@ def forward_step_provider(setup: ModelSetup) -> ForwardStep:
             is_last_stage=stage.post_process,
             parts=parts,
         )
-        packed = {} if batch.packed_seq_params is None else {"packed_seq_params": batch.packed_seq_params}
-        output = chunk(batch.tokens, batch.position_ids, None, labels=batch.labels, loss_mask=batch.loss_mask, **packed)
+        output = chunk(batch.tokens, batch.position_ids, None, labels=batch.labels, loss_mask=batch.loss_mask)
         return output, partial(loss_function, batch.loss_mask, shared_over=shared)
 
     return forward_step

@@ -69,7 +69,6 @@ def transformer_config(settings: Settings, *, on_gpu: bool, layout: Any | None) 
         | _experts(settings)
         | settings.fp8.model_options()
         | _kernels(model, on_gpu=on_gpu, is_latent=settings.mla.multi_latent_attention)
-        | _lengths(settings)
     )
 
 
@@ -78,16 +77,6 @@ def _same_named(target: Any, *groups: Any) -> dict[str, Any]:
     names = {field.name for field in dataclasses.fields(target)}
     fields = [(group, field.name) for group in groups for field in dataclasses.fields(group) if field.name in names]
     return {name: getattr(group, name) for group, name in fields}
-
-
-def _lengths(settings: Settings) -> dict[str, Any]:
-    """Makes megatron-core's own schedules send a shape in front of every tensor."""
-    sends_shapes = settings.data.variable_seq_lengths and settings.pipeline_size > 1 and settings.zero_bubble.schedule == "stock"
-    if not sends_shapes:
-        return {}
-    # megatron-core refuses its default dispatcher, even where nothing is dispatched.
-    others = {} if settings.moe.num_experts is not None else {"moe_token_dispatcher_type": "alltoall"}
-    return {"variable_seq_lengths": True, **others}
 
 
 def _latent_attention(settings: Settings) -> dict[str, Any]:
