@@ -120,7 +120,7 @@ def test_other_data_of_one_name_is_refused_and_the_same_data_of_another_name_is_
     with (tmp_path / "c" / "text.bin").open("ab") as tokens:
         tokens.write(b"\0")
     own, other_index, other_tokens = ([*BASE, "--data-path", str(tmp_path / host / "text")] for host in "abc")
-    with mock.patch("megatron.zerobubble.training.check.check_data"):  # which may see that these two are damaged
+    with mock.patch("megatron.zerobubble.training.check._check_splits"):  # which may see that these two are damaged
         name = r"\S+xt \([0-9a-f]{8}, \d+ B\)"
         assert_named(compared(own, other_index), "--data-path", name, name)
         assert_named(compared(own, other_tokens), "--data-path", name, name)

@@ -16,8 +16,8 @@ def check_settings(settings: Settings, *, is_first: bool = True) -> None:
 
     Args:
         settings: the flags.
-        is_first: whether to do, too, what takes longer and one rank of a job does for all: read the whole index of the dataset,
-            and try to write where the run will write.
+        is_first: whether to do, too, what one rank of a job does for all: read the index of the dataset, and try to write where
+            the run will write.
 
     Raises:
         ConfigError: flags contradict each other, do not fit the number of ranks, or name a file that cannot be written.
@@ -39,7 +39,8 @@ def check_settings(settings: Settings, *, is_first: bool = True) -> None:
     settings.optim.check(parallel, settings.run)
     schedule.check_length(settings)
     settings.optim.check_sharding(parallel, model, zero_bubble, ranks=settings.gradient_reduction_size)
-    check_data(settings, reads_all=is_first)
+    if is_first and settings.data.data_path is not None:
+        _check_splits(settings, settings.data.data_path)
     settings.checkpoint.check()
     schedule.check_trace(settings)
     check_targets(written(settings), tries=is_first)
@@ -55,23 +56,10 @@ def written(settings: Settings) -> list[Target]:
     ]
 
 
-def check_data(settings: Settings, *, reads_all: bool) -> None:
-    """Raise unless the dataset is whole, and every split that is read has samples.
-
-    Args:
-        settings: the flags.
-        reads_all: whether to read the whole index.
-    """
-    prefix = settings.data.data_path
-    if prefix is None:
-        return
-    index = check_dataset(prefix, reads_all=reads_all)
-    _check_splits(settings, prefix, split_documents(index.num_sequences, settings.data.split_weights))
-
-
-def _check_splits(settings: Settings, prefix: str, splits: tuple[range, ...]) -> None:
-    """Raise if a split that the run reads has no documents: megatron-core would search for its samples forever."""
-    training, validation, test = (len(documents) for documents in splits)
+def _check_splits(settings: Settings, prefix: str) -> None:
+    """Raise unless the dataset is whole and every split that the run reads has documents, or megatron-core searches forever."""
+    splits = split_documents(check_dataset(prefix), settings.data.split_weights)
+    training, validation, test = map(len, splits)
     if training and (validation or not settings.run.eval_iters):
         return
     name, remedy = ("validation", "--eval-iters 0, ") if training else ("training", "")

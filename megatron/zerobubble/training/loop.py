@@ -34,7 +34,6 @@ from megatron.zerobubble.training.checkpoint.shared import check_save_directory
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer
 from megatron.zerobubble.training.data.samples import Datasets, build_datasets, chunk_iterators, chunk_reads
-from megatron.zerobubble.training.data.token_ids import check_small_dataset
 from megatron.zerobubble.training.early_exit import EarlyExit
 from megatron.zerobubble.training.initialize import (
     Job,
@@ -109,8 +108,6 @@ def pretrain(
     )
     try:
         tokenizer = build_tokenizer(settings.tokenizer)
-        if launch.rank == 0:
-            check_small_dataset(settings, tokenizer)
         host = choose_device(settings, launch)
         values = values_of(settings, launch)
     except UserError as error:

@@ -16,7 +16,7 @@ little-endian::
 
 So the pointers follow from lengths and dtype, and the size of .bin from the last of them: a file that does not agree is damaged.
 
-The header and the sizes of both files cost two reads and no import. The full check reads the whole index, with numpy.
+Rank 0 reads the whole index. Ranks whose files differ from its own are refused elsewhere (`same_settings`).
 """
 
 from __future__ import annotations
@@ -24,16 +24,11 @@ from __future__ import annotations
 import itertools
 import os
 import struct
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from megatron.zerobubble.errors import DataError
 
-if TYPE_CHECKING:
-    import numpy as np
-
-__all__ = ["DatasetIndex", "check_dataset", "file_bytes", "read_index", "split_documents"]
+__all__ = ["check_dataset", "split_documents"]
 
 _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -43,60 +38,20 @@ _ITEM_BYTES = {"uint8": 1, "int8": 1, "int16": 2, "uint16": 2, "int32": 4, "int6
 _REMEDY = "preprocess the text again, or copy both files again"
 
 
-@dataclass(frozen=True)
-class DatasetIndex:
-    """The header of PREFIX.idx, which agrees with the size of the file."""
-
-    prefix: str
-    """Path prefix of the dataset."""
-    dtype: str
-    """numpy's name of the dtype of the tokens in .bin."""
-    num_sequences: int
-    """Sequences, which are documents unless the text was split into sentences. Above 0."""
-    num_boundaries: int
-    """Documents + 1. Above 0."""
-
-    @property
-    def path(self) -> Path:
-        """Path of the index."""
-        return Path(f"{self.prefix}.idx")
-
-    @property
-    def bin_path(self) -> Path:
-        """Path of the tokens."""
-        return Path(f"{self.prefix}.bin")
-
-    @property
-    def item_bytes(self) -> int:
-        """Bytes of a token."""
-        return _ITEM_BYTES[self.dtype]
-
-    def entries(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Lengths [n] int32 in tokens, pointers [n] int64 in bytes and document boundaries [d] int64, memory-mapped."""
-        import numpy as np  # not at the top: flags are checked before anything large is imported
-
-        def mapped(dtype: str, offset: int, size: int) -> np.ndarray[Any, Any]:
-            return np.memmap(self.path, dtype=dtype, mode="r", offset=offset, shape=(size,))
-
-        num, begin = self.num_sequences, _HEADER.size
-        return (
-            mapped("<i4", begin, num),
-            mapped("<i8", begin + 4 * num, num),
-            mapped("<i8", begin + 12 * num, self.num_boundaries),
-        )
-
-
-def read_index(prefix: str) -> DatasetIndex:
-    """Read the header of an index and compare it with the size of the file.
+def check_dataset(prefix: str) -> int:
+    """Check that the index of a dataset is whole and describes its .bin.
 
     Args:
-        prefix: path prefix of the dataset, without .idx.
+        prefix: path prefix of the dataset, without .idx and .bin.
+
+    Returns:
+        Number of sequences, which are documents unless the text was split into sentences.
 
     Raises:
-        DataError: the index is missing, damaged, of another version or dtype, or has no documents.
+        DataError: a file is missing, damaged, of another version or dtype, or the two do not belong together.
     """
-    path = Path(f"{prefix}.idx")
-    num_bytes = file_bytes(path)
+    path, bin_path = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    num_bytes, bin_bytes = _file_bytes(path), _file_bytes(bin_path)
     with path.open("rb") as file:
         head = file.read(_HEADER.size)
     if len(head) < _HEADER.size or not head.startswith(_MAGIC):
@@ -116,37 +71,15 @@ def read_index(prefix: str) -> DatasetIndex:
     if num_bytes not in (wanted, wanted + num_sequences):
         raise DataError(
             f"{path} has {num_bytes} bytes, and {num_sequences} sequences with {num_boundaries} document boundaries take "
-            f"{wanted}: "
-            f"it is cut short or damaged; {_REMEDY}"
+            f"{wanted}: it is cut short or damaged; {_REMEDY}"
         )
-    return DatasetIndex(prefix, dtype, num_sequences, num_boundaries)
-
-
-def check_dataset(prefix: str, *, reads_all: bool) -> DatasetIndex:
-    """Check that the index of a dataset describes its .bin.
-
-    Args:
-        prefix: path prefix of the dataset, without .idx and .bin.
-        reads_all: whether to read the whole index; else only its header, the last entry, and the sizes of both files.
-
-    Returns:
-        The header of the index.
-
-    Raises:
-        DataError: a file is missing, cannot be read or is damaged, or the two do not belong together.
-    """
-    index = read_index(prefix)
-    bin_bytes = file_bytes(index.bin_path)
-    if reads_all:
-        _check_entries(index)
-    end = _end_of_last(index)
+    end = _check_entries(path, dtype, num_sequences, num_boundaries)
     if end != bin_bytes:
         raise DataError(
-            f"{index.bin_path} has {bin_bytes} bytes, and the last sequence of its index, in {index.dtype}, ends at byte "
-            f"{end}: one of the two "
-            f"files is cut short, damaged or of another dataset; {_REMEDY}"
+            f"{bin_path} has {bin_bytes} bytes, and the last sequence of its index, in {dtype}, ends at byte {end}: one of the "
+            f"two files is cut short, damaged or of another dataset; {_REMEDY}"
         )
-    return index
+    return int(num_sequences)
 
 
 def split_documents(num_documents: int, weights: tuple[float, ...]) -> tuple[range, ...]:
@@ -164,7 +97,7 @@ def split_documents(num_documents: int, weights: tuple[float, ...]) -> tuple[ran
     return tuple(range(begin, end) for begin, end in itertools.pairwise(cuts))
 
 
-def file_bytes(path: Path) -> int:
+def _file_bytes(path: Path) -> int:
     """Size of a file that can be read. Raises DataError if there is none."""
     try:
         if path.is_file():  # not a pipe, which would wait for its other end
@@ -178,34 +111,27 @@ def file_bytes(path: Path) -> int:
     )
 
 
-def _end_of_last(index: DatasetIndex) -> int:
-    """The byte of .bin after the last sequence, by its own entry."""
-    num = index.num_sequences
-    with index.path.open("rb") as file:
-        file.seek(_HEADER.size + 4 * (num - 1))
-        (length,) = struct.unpack("<i", file.read(4))
-        file.seek(_HEADER.size + 4 * num + 8 * (num - 1))
-        (pointer,) = struct.unpack("<q", file.read(8))
-    return int(pointer) + int(length) * index.item_bytes
-
-
-def _check_entries(index: DatasetIndex) -> None:
+def _check_entries(path: Path, dtype: str, num_sequences: int, num_boundaries: int) -> int:
     """Raise unless all lengths are above 0, sequences begin where those before them end, and documents follow each other.
 
-    A document may be empty.
+    A document may be empty. Returns the byte of .bin after the last sequence.
     """
-    import numpy as np
+    import numpy as np  # not at the top: flags are checked before anything large is imported
 
-    lengths, pointers, boundaries = index.entries()
-    num, ends = index.num_sequences, np.cumsum(lengths, dtype=np.int64) * index.item_bytes
+    offset = _HEADER.size
+    lengths = np.memmap(path, dtype="<i4", mode="r", offset=offset, shape=(num_sequences,))
+    pointers = np.memmap(path, dtype="<i8", mode="r", offset=offset + 4 * num_sequences, shape=(num_sequences,))
+    boundaries = np.memmap(path, dtype="<i8", mode="r", offset=offset + 12 * num_sequences, shape=(num_boundaries,))
+    ends = np.cumsum(lengths, dtype=np.int64) * _ITEM_BYTES[dtype]
     problem = None
     if lengths.min() <= 0:
         bad = int(np.argmax(lengths <= 0))
         problem = f"sequence {bad} has a length of {lengths[bad]}; it must be above 0"
     elif pointers[0] != 0 or not np.array_equal(pointers[1:], ends[:-1]):
         bad = int(np.argmax(pointers != np.concatenate([[0], ends[:-1]])))
-        problem = f"sequence {bad} does not begin where the one before it ends, in {index.dtype}"
-    elif boundaries[0] != 0 or boundaries[-1] != num or np.any(np.diff(boundaries) < 0):
-        problem = f"its documents do not follow each other from sequence 0 to {num}"
+        problem = f"sequence {bad} does not begin where the one before it ends, in {dtype}"
+    elif boundaries[0] != 0 or boundaries[-1] != num_sequences or np.any(np.diff(boundaries) < 0):
+        problem = f"its documents do not follow each other from sequence 0 to {num_sequences}"
     if problem is not None:
-        raise DataError(f"{index.path}: {problem}: lengths, pointers, document boundaries or dtype are damaged; {_REMEDY}")
+        raise DataError(f"{path}: {problem}: lengths, pointers, document boundaries or dtype are damaged; {_REMEDY}")
+    return int(ends[-1])
