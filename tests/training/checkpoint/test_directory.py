@@ -20,10 +20,9 @@ from megatron.zerobubble.errors import CheckpointError
 from megatron.zerobubble.training.checkpoint import shared
 from megatron.zerobubble.training.checkpoint.directory import TRACKER, existing_directory, prepare, publish, tracked_iteration
 from megatron.zerobubble.training.checkpoint.save import save_checkpoint
-from megatron.zerobubble.training.checkpoint.shared import check_save_directory, wait_for_files
+from megatron.zerobubble.training.checkpoint.shared import check_all_hosts_see, check_save_directory, wait_for_files
 from tests.support.ranks import RankPool
 from tests.support.training_states import train, training_state_of
-from tests.training.launch import PRETRAIN, TINY_BATCH, TINY_MODEL, launch_warm, metrics
 
 pytestmark = [
     pytest.mark.claims(
@@ -121,55 +120,6 @@ def test_a_tracker_of_any_content_is_one_line(content: bytes | None, tmp_path: P
 
 PATIENCE_S = 0.5
 """A disk here shows its files at once."""
-P2 = ["--pipeline-model-parallel-size", "2", "--zero-bubble-schedule", "zb-h1"]
-
-
-@pytest.fixture
-def hosts(tmp_path: Path) -> list[Path]:
-    """The working directories of two ranks."""
-    folders = [tmp_path / f"host{rank}" for rank in range(2)]
-    for folder in folders:
-        folder.mkdir()
-    return folders
-
-
-def run(tmp_path: Path, *arguments: object) -> Any:
-    """A job whose rank r runs in host{r}."""
-    script = tmp_path / "on_hosts.py"
-    script.write_text(
-        "import os, runpy\n"
-        "from megatron.zerobubble.training.checkpoint import shared\n"
-        f"shared._PATIENCE_S = {PATIENCE_S}\n"
-        f"os.chdir(os.path.join({str(tmp_path)!r}, 'host' + os.environ['RANK']))\n"
-        f"runpy.run_path({str(PRETRAIN)!r}, run_name='__main__')\n"
-    )
-    given = [*TINY_MODEL, *TINY_BATCH, *P2, "--mock-data", "--train-iters", 1, "--eval-iters", 0, *arguments]
-    return launch_warm(given, num_ranks=2, script=script)
-
-
-def errors(done: Any) -> list[str]:
-    return [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-
-
-def test_hosts_save_by_a_link_and_do_not_load_what_one_of_them_does_not_see(tmp_path: Path, hosts: list[Path]) -> None:
-    """Whether files are verified or not."""
-    (tmp_path / "shared").mkdir()
-    for host in hosts:
-        (host / "checkpoints").symlink_to(tmp_path / "shared")
-    done = run(tmp_path, "--save", "checkpoints")
-    assert done.returncode == 0, done.stderr
-    assert {path.name for path in (tmp_path / "shared").iterdir()} == {"iter_0000001", TRACKER}
-    (hosts[1] / "checkpoints").unlink()
-    (hosts[1] / "checkpoints").mkdir()
-    shutil.copy(tmp_path / "shared" / TRACKER, hosts[1] / "checkpoints")
-    logged = tmp_path / "metrics.jsonl"
-    for more in ([], ["--no-verify-checkpoint"]):
-        done = run(tmp_path, "--load", "checkpoints", "--metrics-jsonl", logged, *more)
-        assert done.returncode != 0
-        (line,) = errors(done)
-        assert "iter_0000001" in line
-        assert f"{os.uname().nodename} (rank 1): No such file or directory" in line
-        assert not logged.exists() or not metrics(logged)
 
 
 @contextmanager
@@ -216,6 +166,21 @@ def test_every_rank_raises_the_same_line(four_ranks: RankPool, tmp_path: Path) -
     assert list((tmp_path / "first" / "checkpoints").iterdir()) == []
 
 
+def unseen(rank: int, folder: str) -> str:
+    """The error where rank 2 does not see the checkpoint that is loaded."""
+    with own_host(rank, folder, apart=2), pytest.raises(CheckpointError) as caught:
+        check_all_hosts_see(Path("iter_0000001", "metadata.json"), "iter_0000001")
+    return str(caught.value)
+
+
+def test_a_checkpoint_that_a_host_does_not_see_is_not_loaded(four_ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "first" / "iter_0000001").mkdir(parents=True)
+    (tmp_path / "first" / "iter_0000001" / "metadata.json").touch()
+    (line,) = set(four_ranks.run(unseen, str(tmp_path)))
+    assert line.startswith("iter_0000001 is not the same directory on all hosts")
+    assert f"{os.uname().nodename} (rank 2): No such file or directory" in line
+
+
 def test_a_save_directory_that_cannot_be_made_is_one_line(four_ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "first").mkdir()
     (tmp_path / "first" / "checkpoints").write_text("a file")
@@ -226,8 +191,3 @@ def test_a_save_directory_that_cannot_be_made_is_one_line(four_ranks: RankPool, 
 def test_a_file_that_a_network_file_system_shows_late_is_waited_for() -> None:
     seen = iter(["missing", "missing", ""])
     assert wait_for_files(lambda: next(seen)) == ""
-
-
-def test_a_file_that_never_appears_is_not_waited_for_long() -> None:
-    clock = iter(range(1000))
-    assert wait_for_files(lambda: "missing", now=lambda: float(next(clock)), pause=lambda _: None) == "missing"
