@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.tolerances import OTHER_ORDER
-from tools.benchmarks import executor, reductions
+from tools.benchmarks import executor
 from tools.benchmarks.one_gpu import passes, slices
 from tools.benchmarks.one_gpu.setting import Setting, choose_device
 from tools.benchmarks.reports import LONGEST_LINE, json_text
@@ -142,27 +142,3 @@ def test_slices_of_a_layer_compute_what_the_whole_sequence_does(tokens: int, sca
         assert max(row["apart"]) < OTHER_ORDER
         assert all(row[f"{name}_ms"] > 0 for name in slices.PASSES)
     assert len([line for line in slices.lines({"rows": rows}) if line.startswith(f"| {scaled} | ")]) == 3
-
-
-@pytest.mark.slow
-def test_reductions_are_simulated_and_emulated_for_every_schedule(capsys: pytest.CaptureFixture[str]) -> None:
-    assert reductions.main(["--num-ranks", "2", "--num-microbatches", "4", "--unit-ms", "2", "--rounds", "1"]) == 0
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[2:]]
-    assert [row[0] for row in rows[:3]] == ["1f1b, last op", "zb-h1, last op", "zb-h1, tail"]
-    assert len(rows) == 1 + 2 * len(reductions.SCHEDULES)
-    exposed = {row[0]: float(row[1]) for row in rows}
-    assert all(exposed[f"{name}, tail"] < exposed[f"{name}, last op"] for name in reductions.SCHEDULES)
-    assert all(float(row[3]) > 0 for row in rows)
-
-
-@pytest.mark.slow
-def test_iterations_with_replicas_are_predicted_from_recorded_ones(tmp_path: Path) -> None:
-    small = ["--num-microbatches", "4", "--unit-ms", "3", "--recorded", "2", "--rounds", "2", "--bucket-mb", "0.1"]
-    target = tmp_path / "step.json"
-    assert reductions.main(["--num-ranks", "2", "--replicas", "2", *small, "--json", str(target)]) == 0
-    rows = json.loads(target.read_text())["schedules"]
-    assert [row["schedule"] for row in rows] == ["1f1b", *reductions.SCHEDULES]
-    for row in rows:
-        assert min(*row["reduce_ms"], *row["optimizer_ms"]) > 0
-        assert row["predicted_ms"] >= row["passes_ms"] + min(row["optimizer_ms"]) - 1e-6
-        assert row["measured_ms"] > 3 * 4 * 3, "the passes take their time"
