@@ -4,36 +4,32 @@ It prints one line per plan. Bubble rates are compared as published, with four d
 
   points   published schedules at their memory; zbv between and beyond
   auto     the best within a memory limit, against the best published schedule that fits
-  ideal    F=B=W and free links: the bubble vanishes
 
 examples:
   python -m tools.benchmarks.planner --jobs 2 --json docs/benchmarks/data/planner.json --markdown docs/benchmarks/planner.md
-  python -m tools.benchmarks.planner --sections points --rows 0,19 --effort fast
-  python -m tools.benchmarks.planner --from-json docs/benchmarks/data/planner.json --markdown docs/benchmarks/planner.md
+  python -m tools.benchmarks.planner --rows 0,19 --effort fast
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
-import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron.zerobubble.cli.parser import Parser
-from megatron.zerobubble.errors import PlanError, UserError
-from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.errors import PlanError
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.plan_request import PlanRequest
 from megatron.zerobubble.plan.planner import AUTO, make_plan
 from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from tools.benchmarks.published_times import Config, read_configs
-from tools.benchmarks.reports import PUBLISHED, Row, markdown_table, mean_and_range, origin, read_json, write_json
+from tools.benchmarks.reports import PUBLISHED, Row, markdown_table, mean_and_range, origin, run_report
 from tools.docs.wrap import wrapped
 
 FORMAT = "zerobubble-planner-benchmark/2"
@@ -62,19 +58,10 @@ POINTS = (
 )
 
 
-class Settings(NamedTuple):
-    """Search effort, points, and the numbers of ranks of the last section."""
-
-    effort: str | None = None
-    points: tuple[Point, ...] = POINTS
-    budget: float | None = None
-    ideal: tuple[int, ...] = (4, 8, 16, 32)
-
-    def options(self, num_ranks: int, memory_limit: float) -> SearchOptions:
-        """Search options for p ranks under a memory limit."""
-        effort = Effort(self.effort or ("max" if num_ranks > 16 else "default"))
-        budget = effort.budget if self.budget is None else self.budget
-        return SearchOptions(memory_limit=memory_limit, objective=Objective.SPAN, budget=budget)
+def options(effort: str | None, num_ranks: int, memory_limit: float) -> SearchOptions:
+    """Search options for p ranks under a memory limit, by default with more effort where p > 16."""
+    budget = Effort(effort or ("max" if num_ranks > 16 else "default")).budget
+    return SearchOptions(memory_limit=memory_limit, objective=Objective.SPAN, budget=budget)
 
 
 class Task(NamedTuple):
@@ -103,7 +90,7 @@ def measure(task: Task) -> Row:
     return row
 
 
-def measured(tasks: Sequence[Task], jobs: int) -> Iterator[Row]:
+def measured_all(tasks: Sequence[Task], jobs: int) -> Iterator[Row]:
     """Measure all tasks, in `jobs` processes; the rows come in order."""
     if jobs == 1:
         yield from map(measure, tasks)
@@ -112,19 +99,19 @@ def measured(tasks: Sequence[Task], jobs: int) -> Iterator[Row]:
             yield from pool.imap(measure, tasks)
 
 
-def point_tasks(configs: Iterable[Config], settings: Settings) -> list[Task]:
+def point_tasks(configs: Iterable[Config], effort: str | None) -> list[Task]:
     """Every point of every config that has its published schedule."""
     tasks = []
     for config in configs:
-        for point in (point for point in settings.points if point.published in config.reference):
+        for point in (point for point in POINTS if point.published in config.reference):
             reference = config.reference[point.published]
             limit = max(point.memory, reference.peak_memory) if point.at_peak else point.memory
             labels = {"point": point.name, "published": point.published, "reference": reference.bubble_rate}
-            tasks.append(Task(config, point.schedule, settings.options(config.num_ranks, limit), labels))
+            tasks.append(Task(config, point.schedule, options(effort, config.num_ranks, limit), labels))
     return tasks
 
 
-def auto_tasks(configs: Iterable[Config], settings: Settings) -> list[Task]:
+def auto_tasks(configs: Iterable[Config], effort: str | None) -> list[Task]:
     """`auto` under every memory limit of `LIMITS`, per config."""
     tasks = []
     for config in configs:
@@ -132,25 +119,11 @@ def auto_tasks(configs: Iterable[Config], settings: Settings) -> list[Task]:
             fitting = [(r.bubble_rate, name) for name, r in config.reference.items() if r.peak_memory <= limit + EXACT]
             best, name = min(fitting, default=(None, None))
             labels = {"point": f"{AUTO}@{limit:g}", "published": name, "reference": best}
-            tasks.append(Task(config, AUTO, settings.options(config.num_ranks, limit), labels))
+            tasks.append(Task(config, AUTO, options(effort, config.num_ranks, limit), labels))
     return tasks
 
 
-def ideal_tasks(configs: Iterable[Config], settings: Settings) -> list[Task]:
-    """zbv at 1F1B's memory and zb at twice that, with the default costs: F=B=W=1 and free links."""
-    return [
-        Task(Config(0, "", p, m, CostModel.uniform, {}), name, settings.options(p, limit), {"point": f"{name}@{limit:g}"})
-        for p in settings.ideal
-        for m in (2 * p, 3 * p)
-        for name, limit in (("zbv", 1.0), ("zb", 2.0))
-    ]
-
-
-SECTIONS: dict[str, Callable[[list[Config], Settings], list[Task]]] = {
-    "points": point_tasks,
-    "auto": auto_tasks,
-    "ideal": ideal_tasks,
-}
+SECTIONS = {"points": point_tasks, "auto": auto_tasks}
 
 
 def shown(row: Row) -> str:
@@ -187,15 +160,12 @@ def summary(rows: Sequence[Row]) -> list[str]:
 
 def findings(sections: dict[str, list[Row]]) -> list[str]:
     """What the table does not show, one sentence per finding."""
-    points, auto, ideal = (sections.get(name, []) for name in SECTIONS)
+    points, auto = (sections.get(name, []) for name in SECTIONS)
     above = [row for row in (*points, *auto) if row["reference"] is not None and not not_above(row)]
     found = [f"Above the published rate: {shown(row)}." for row in above]
     pairs = [(a, b) for a, b in pairwise(auto) if a["row"] == b["row"]]
     worse = [(a, b) for a, b in pairs if round(b["ours"], 4) > round(a["ours"], 4)]
     found += [f"`auto` finds less with more memory: {shown(b)}, and {a['ours']:.4f} at {a['point']}." for a, b in worse]
-    if ideal:
-        none = sum(row["ours"] <= EXACT for row in ideal)
-        found.append(f"F=B=W, free links, zbv at 1F1B's memory, zb at twice that: {none} of {len(ideal)} plans have no bubble.")
     return [f"- {line}" for line in found]
 
 
@@ -224,66 +194,29 @@ def markdown(report: Row) -> str:
     return wrapped("\n".join(lines))
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+def measured(args: argparse.Namespace) -> Row:
+    """Run both sections and return the report."""
+    if args.jobs < 1:
+        raise PlanError("--jobs must be 1 or more")
+    configs, sections = read_configs(args.file, args.rows), dict[str, list[Row]]()
+    for name, tasks in SECTIONS.items():
+        rows = sections[name] = []
+        for row in measured_all(tasks(configs, args.effort), args.jobs):
+            print(f"{name}, {shown(row)}", flush=True)
+            rows.append(row)
+    return {"command": args.command} | origin() | {"sections": sections}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark and return the exit code."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="python -m tools.benchmarks.planner", description=__doc__, formatter_class=raw)
     parser.add_argument("file", nargs="?", type=Path, default=PUBLISHED, help="configs (default: %(default)s)")
-    parser.add_argument("--sections", default=",".join(SECTIONS), help="sections, separated by commas (default: %(default)s)")
     parser.add_argument("--rows", help="configs, counted from 0 and separated by commas (default: all)")
-    names = ",".join(point.name for point in POINTS)
-    parser.add_argument("--points", default=names, help="points of the first section, separated by commas (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="processes; more than there are cores distorts seconds (default 1)")
     efforts = [effort.value for effort in Effort]
     parser.add_argument("--effort", choices=efforts, help="default: default, and max beyond 16 ranks")
-    parser.add_argument("--budget", type=float, help="op evaluations of a search, instead of any effort")
-    parser.add_argument("--json", metavar="FILE", help="write the result as JSON; rewritten after every section")
-    parser.add_argument("--markdown", metavar="FILE", help="write the result as Markdown")
-    parser.add_argument("--from-json", metavar="FILE", help="measure nothing: read a result from this file and write --markdown")
-    return parser
-
-
-def run(args: argparse.Namespace, command: str, settings: Settings) -> Row:
-    """Run the chosen sections and return the report."""
-    names, points = args.sections.split(","), {point.name: point for point in POINTS}
-    for option, words, known in (("--sections", names, SECTIONS), ("--points", args.points.split(","), points)):
-        if not set(words) <= set(known):
-            raise PlanError(f"{option} is {','.join(words)!r}; choose from {','.join(known)}")
-    settings = settings._replace(points=tuple(points[name] for name in args.points.split(",")))
-    configs = read_configs(args.file, args.rows)
-    for target in filter(None, (args.json, args.markdown)):
-        Path(target).open("a").close()  # an unwritable path fails now, not after hours
-    report: Row = {"format": FORMAT, "command": command} | origin()
-    report |= {"sections": {}}
-    for name in names:
-        rows = report["sections"][name] = []
-        for row in measured(SECTIONS[name](configs, settings), args.jobs):
-            print(f"{name}, {shown(row)}", flush=True)
-            rows.append(row)
-        if args.json:
-            write_json(report, args.json)
-    return report
-
-
-def main(argv: Sequence[str] | None = None, settings: Settings | None = None) -> int:
-    """Run the benchmark and return the exit code, 2 after a user error, which is reported in one line on stderr."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    parser = build_parser()
-    args = parser.parse_args(words)
-    if args.jobs < 1 or not (args.budget is None or args.budget >= 0):
-        parser.error("--jobs must be 1 or more and --budget 0 or more")
-    if args.from_json and not args.markdown:
-        parser.error("--from-json takes --markdown")
-    settings = (settings or Settings())._replace(effort=args.effort, budget=args.budget)
-    try:
-        command = shlex.join(["python", "-m", "tools.benchmarks.planner", *words])
-        report = read_json(args.from_json, FORMAT) if args.from_json else run(args, command, settings)
-        if args.markdown:
-            Path(args.markdown).write_text(markdown(report), encoding="utf-8")
-    except (UserError, OSError, UnicodeDecodeError) as error:
-        print(f"{parser.prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    return 0
+    return run_report(parser, argv, FORMAT, measured, markdown)
 
 
 if __name__ == "__main__":
