@@ -1,35 +1,10 @@
 """Simulate the layouts that the planner finds against even ones under interleaved 1F1B, at the same device memory.
 
-Five model shapes; their layer files in `docs/benchmarks/data/layers/` have times and bytes by formula. The contenders of every
-shape:
-
-  even         interleaved 1F1B with 2 to 4 virtual stages (VPP) per rank, and 1F1B, whichever is the fastest that fits: as many
-               layers in every stage; with --account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split; and
-               where the layers do not divide, stages that differ by one layer, fewer at the end, or at the end and the start
-  first/last   the same with any --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers that megatron-core's
-               rule of division allows: layers of the other ranks even
-  partition    partitions found by our search, under interleaved 1F1B (2 to 4 virtual stages) or 1F1B: the gain without our orders
-  ours         `zerobubble layout --schedule auto --empty-stages --layers FILE --memory 70GiB`
-
-Speed is the ratio of makespans (iteration time with the synchronous optimizer). The span is the iteration time with
-post-validation. *Gap* is how far our makespan is above a lower bound over all layouts.
-
-Sizes are those of the models' published `config.json`. Times are FLOPs over a share of the 989 TFLOP/s that NVIDIA gives for bf16
-on an H100 (SXM): 50 % in linear layers, 40 % in the attention core, 35 % in experts' GEMMs, 15 % in Mamba's scan. Per token:
-
-  linear layer      2 FLOPs per weight in each of F, B and W
-  attention core    s * heads * (query size + value size) in F (causal, so half of all pairs); 2.5 times that in B; none in W
-  Mamba-2's scan    Q*(G*N + d) + 4*N*d in F, with chunks of Q = 256, G groups, state N, inner size d; twice that in B
-  embedding         F and W move 3 and 2 rows of the hidden size at 3.35 TB/s; B nothing
-
-Activations in bf16: every linear layer keeps its input, the attention core its inputs and output, an activation function its
-inputs, a norm its input; logits 2 + 4 bytes (fp32 for the loss). Between B and W a linear layer keeps its input and its output's
-gradient. Weights take 2 bytes, gradients 4 (fp32), the optimizer state 12, divided over the data-parallel ranks. All-to-alls of
-experts and the exchanges of context parallelism are not counted: they would have to be hidden behind GEMMs. A message is 2 bytes
-per token and hidden value at 50 GB/s (a 400 Gb/s port).
+Five model shapes; their layer files in `docs/benchmarks/data/layers/` have times and bytes by formula. The page says which
+formulas, and what the contenders are: even layouts, those with other numbers of layers on the first and last rank, partitions
+found by our search under stock orders, and ours. Speed is the ratio of makespans.
 
   python -m tools.benchmarks.layouts --json docs/benchmarks/data/layouts.json --markdown docs/benchmarks/layouts.md
-  python -m tools.benchmarks.layouts --from-json docs/benchmarks/data/layouts.json --markdown docs/benchmarks/layouts.md
 """
 
 from __future__ import annotations
@@ -53,12 +28,12 @@ from megatron.zerobubble.plan.partition.layer_costs import Model
 from megatron.zerobubble.plan.partition.layout import Layout
 from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from megatron.zerobubble.version import __version__
-from tools.benchmarks.reports import ROOT, Row, markdown_table, run_report
-from tools.docs.wrap import wrapped
+from tools.benchmarks.reports import ROOT, Row, markdown_table, run_report, with_tables
 
 FORMAT = "zerobubble-layout-benchmark/1"
 MEMORY = "70GiB"
 CHUNKS = (1, 2, 3, 4)
+PAGE = ROOT / "docs" / "benchmarks" / "layouts.md"
 LAYERS = ROOT / "docs" / "benchmarks" / "data" / "layers"
 NAMES = ("llama-3-8b", "gemma-2-9b", "deepseek-v3", "nemotron-h-8b", "kimi-k2")
 
@@ -68,10 +43,6 @@ class Shape:
     """A model on a pipeline: its layer file, which has these besides the layers."""
 
     title: str
-    source: str
-    """Where its sizes are published."""
-    note: str
-    """Parallel sizes behind the bytes."""
     num_ranks: int
     num_microbatches: int
     model: Model
@@ -193,69 +164,19 @@ def _row(layout: Layout, schedule: str, makespan_ms: float, span_ms: float) -> R
 
 
 def markdown(body: Row) -> str:
-    """The page of the docs."""
-    rows = list(body["rows"].items())
-    lines = [
-        "# Layouts",
-        "",
-        f"**Simulated**, {body['memory']} per device, version {body['version']}, effort {body['effort']}.",
-        "",
-        *_about(),
-        "## Results",
-        "",
-    ]
+    """The page with its tables."""
     heads = ("model", "p, m", "even", "first/last", "partition", "ours", "over even", "over first/last", "over partition", "gap")
     cells = []
-    for _, row in rows:
+    for row in body["rows"].values():
         found = [_cell(row[key]) for key in ("even", "first_last", "partition", "ours")]
         gap = row["ours"]["makespan_ms"] / row["bound_makespan_ms"] - 1
         speeds = [_ratio(row, key) for key in ("even", "first_last", "partition")]
         cells.append([row["title"], f"{row['num_ranks']}, {row['num_microbatches']}", *found, *speeds, f"{100 * gap:.2f} %"])
-    lines += markdown_table(heads, cells)
-    lines += [
-        "",
-        "Makespan / span in ms, schedule with its virtual stages (VPP) per rank, largest peak of a rank; *over*: speed of ours.",
-        "",
-    ]
-    lines += ["## The layouts", ""]
-    for name, row in rows:
-        shape = shape_named(name)
-        lines += [f"**{row['title']}** (`data/layers/{name}.json`; {shape.note}; sizes: <{shape.source}>)", ""]
-        for title, key in (("even", "even"), ("first/last", "first_last"), ("partition", "partition"), ("ours", "ours")):
-            if row[key] is not None:
-                lines.append(f"- {title}: `{row[key]['layout']}`")
-        lines.append("")
-    return wrapped("\n".join([*lines, *_commands(rows)]))
-
-
-def _about() -> list[str]:
-    """This module's docstring as Markdown, without its first paragraph and the commands."""
-    parts = (__doc__ or "").split("\n\n")[1:-1]
-    lines = []
-    for part in parts:
-        table = part.startswith("  ")
-        heading = ["## Times and bytes", ""] if part.startswith("Sizes") else []
-        lines += [*heading, *(["```text"] if table else []), part, *(["```"] if table else []), ""]
-    return lines
-
-
-def _commands(rows: Sequence[tuple[str, Row]]) -> list[str]:
-    lines = ["## Commands", "", "```bash", "python -m tools.benchmarks.layouts --json docs/benchmarks/data/layouts.json \\"]
-    lines.append("    --markdown docs/benchmarks/layouts.md")
-    for name, row in rows:
-        lines.append(
-            f"zerobubble layout --layers docs/benchmarks/data/layers/{name}.json --num-ranks {row['num_ranks']} "
-            f"--num-microbatches {row['num_microbatches']} \\\n    --memory {MEMORY} --schedule auto --empty-stages"
-        )
-    return [*lines, "```", ""]
-
-
-def _speed(row: Row, key: str) -> float:
-    return float(row[key]["makespan_ms"]) / float(row["ours"]["makespan_ms"]) if row[key] is not None else float("inf")
+    return with_tables(PAGE, [markdown_table(heads, cells)])
 
 
 def _ratio(row: Row, key: str) -> str:
-    return "none fits" if row[key] is None else f"{_speed(row, key):.3f}"
+    return "none fits" if row[key] is None else f"{row[key]['makespan_ms'] / row['ours']['makespan_ms']:.3f}"
 
 
 def _cell(row: Row | None) -> str:

@@ -4,8 +4,6 @@ The measurements and their sources are in `docs/benchmarks/data/published_gpu.js
 
   iterations  16 iterations of 1F1B with very uneven stages, whose passes are published per rank
   gains       throughput over 1F1B of interleaved 1F1B, ZB-1p, ZB-2p and ZBV, four models; the passes are those of published.json
-  assumed     gains whose passes are not published: F=B=W and free links, and where m is not published either, the one with which
-              interleaved 1F1B gains what was measured. Nothing is held to a tolerance there
 
 A deviation is measured over simulated, less 1: an iteration that took longer, a gain that was larger. Zero-bubble schedules are
 planned at their published memory and compared by their span, because their authors ran post-validation.
@@ -38,15 +36,8 @@ FACTS = ROOT / "docs" / "benchmarks" / "data" / "published_gpu.json"
 PAGE = ROOT / "docs" / "benchmarks" / "published_gpu.md"
 ITERATION, GAIN = 0.02, 0.06
 """Largest deviations that are within our tolerance: of an iteration of 1F1B, and of a gain over it."""
-OURS = {
-    "ZB": ("zb", 1.0),
-    "ZB-1p": ("zb", 1.0),
-    "ZB-2p": ("zb", 2.0),
-    "ZBV": ("zbv", 1.0),
-    "V-Half": ("v-half", None),
-    "V-Min": ("v-min", None),
-}
-"""Published name -> our schedule and its memory limit; None: the schedule's own."""
+OURS = {"ZB-1p": ("zb", 1.0), "ZB-2p": ("zb", 2.0), "ZBV": ("zbv", 1.0)}
+"""Published name -> our schedule and its memory limit."""
 INTERLEAVED, BETWEEN = "interleaved 1F1B", "interleaved 1F1B, messages between passes"
 CONTENDERS = ("ZB-1p", "ZB-2p", "ZBV", INTERLEAVED, BETWEEN)
 
@@ -80,10 +71,10 @@ def stock(p: int, m: int, chunks: int, costs_of: CostsOf, *, is_between: bool = 
     return simulate(plan, between_passes(costs) if is_between else costs).makespan_ms
 
 
-def planned(name: str, p: int, m: int, costs_of: CostsOf, objective: Objective) -> Simulation:
+def planned(name: str, p: int, m: int, costs_of: CostsOf) -> Simulation:
     """Our plan for a published schedule."""
     schedule, limit = OURS[name]
-    options = SearchOptions(memory_limit=limit, objective=objective, budget=Effort.FAST.budget)
+    options = SearchOptions(memory_limit=limit, objective=Objective.SPAN, budget=Effort.FAST.budget)
     return make_plan(PlanRequest(schedule=schedule, num_ranks=p, num_microbatches=m, stages=costs_of, options=options)).simulation
 
 
@@ -101,35 +92,10 @@ def gains(row: Row, place: int, config: Config) -> list[Row]:
         elif name == INTERLEAVED:
             gain = base / stock(p, m, row["virtual_stages"], costs_of)
         else:
-            gain = base / planned(name, p, m, costs_of, Objective.SPAN).span_ms
+            gain = base / planned(name, p, m, costs_of).span_ms
         kept = {"set": row["set"], "model": row["model"], "p": p, "m": m, "contender": name}
         found.append(kept | {"measured": round(measured[published] / measured["1F1B"], 4), "simulated": round(gain, 4)})
     return found
-
-
-def assumed(row: Row, measured: dict[str, float]) -> list[Row]:
-    """Gains with F=B=W and free links."""
-    p, costs_of = row["num_ranks"], CostModel.uniform
-
-    def chunks_of(name: str) -> int:
-        return int(row.get("virtual_stages") or name.partition("v=")[2])
-
-    interleaved = [name for name in measured if name.startswith(INTERLEAVED)]
-
-    def gain(name: str, m: int) -> float:
-        base = stock(p, m, 1, costs_of)
-        if name in interleaved:
-            return base / stock(p, m, chunks_of(name), costs_of)
-        return base / planned(name, p, m, costs_of, Objective.MAKESPAN).makespan_ms
-
-    wanted = measured[interleaved[0]] / measured["1F1B"]
-    m = row.get("num_microbatches") or min(range(p, 17 * p, p), key=lambda m: abs(gain(interleaved[0], m) - wanted))
-    kept = {"model": row["model"], "p": p, "m": m, "is_m_published": "num_microbatches" in row}
-    return [
-        kept | {"contender": name, "measured": round(value / measured["1F1B"], 4), "simulated": round(gain(name, m), 4)}
-        for name, value in measured.items()
-        if name != "1F1B"
-    ]
 
 
 def measure(args: argparse.Namespace) -> Row:
@@ -147,12 +113,6 @@ def measure(args: argparse.Namespace) -> Row:
             for row, place, m in track(todo, "models")
             for found in gains(row, place, by_name[row["set"], row["model"], row["num_ranks"], m])
         ],
-        "assumed": [
-            {"source": name} | found
-            for name, key in (("primus_mi300x", "tflops"), ("pipeoffload_a100", "mfu"))
-            for row in facts[name]["rows"]
-            for found in assumed(row, row[key])
-        ],
     }
 
 
@@ -166,7 +126,7 @@ def _cell(row: Row | None) -> str:
 
 def markdown(report: Row) -> str:
     """The page with the tables of the report."""
-    iterations, found, guessed = (report[name] for name in ("iterations", "gains", "assumed"))
+    iterations, found = report["iterations"], report["gains"]
     uneven = []
     for row in iterations:
         layers = row["contender"].removeprefix("1F1B, ").replace("1F1B", "even")
@@ -179,17 +139,12 @@ def markdown(report: Row) -> str:
     for key in dict.fromkeys((row["set"], row["model"], row["p"], row["m"]) for row in found):
         by_name = {r["contender"]: r for r in found if (r["set"], r["model"], r["p"], r["m"]) == key}
         models.append([key[1], str(key[2]), str(key[3]), *(_cell(by_name.get(name)) for name in CONTENDERS)])
-    others = []
-    for row in guessed:
-        m = f"{row['m']}{'' if row['is_m_published'] else ' (assumed)'}"
-        others.append([row["source"], row["model"], str(row["p"]), m, row["contender"], _cell(row)])
     return with_tables(
         PAGE,
         [
             markdown_table(("vocabulary", "sequence", "layers", "measured, ms", "simulated, ms", "deviation"), uneven),
             markdown_table(("schedule", "rows", "deviation, %: mean (smallest to largest)"), summary),
             markdown_table(("model", "p", "m", *CONTENDERS), models),
-            markdown_table(("source", "model", "p", "m", "schedule", "gain: measured / simulated (deviation)"), others),
         ],
     )
 
