@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
@@ -62,7 +62,7 @@ def waited(future: Future[Item], what: Callable[[], str]) -> Item:
     return future.result()
 
 
-def track(items: Sequence[Item], what: str) -> Iterable[Item]:
+def track(items: Iterable[Item], what: str) -> Iterable[Item]:
     """`items`, with a bar of how many are done and the time left.
 
     Args:
