@@ -101,20 +101,6 @@ def test_readme_says_what_to_expect() -> None:
             assert f"| interleaved 1F1B, v = 2 | {row['m']} | {less} |" in README
 
 
-def test_long_sequences_change_the_answer_because_w_is_small() -> None:
-    """Without slices. Simulated again for m = 16."""
-    rows = {(row["m"], row["seq_length"]): row for row in REPORT["lengths"]}
-    assert list(rows) == [(m, s) for m in interleaved.MICROBATCHES for s in interleaved.LENGTHS]
-    assert interleaved.long_sequences(16, 131072, interleaved.Effort.FAST) == rows[16, 131072]
-    over = {key: row["v=4"] / row["zbv@1"] for key, row in rows.items()}
-    assert all(over[m, s] < 1 for m in interleaved.MICROBATCHES for s in (1024, 4096))
-    assert all(over[m, 32768] == pytest.approx(1, abs=0.003) for m in interleaved.MICROBATCHES)
-    longest = sorted(over[m, 131072] for m in interleaved.MICROBATCHES)
-    assert rows[16, 131072]["verdict"] in interleaved.PAGE.read_text(encoding="utf-8")
-    assert max(rows[m, 131072]["zbv@0.5"] for m in interleaved.MICROBATCHES) < 1
-    assert longest[0] > 1
-
-
 def test_slices_of_long_sequences() -> None:
     """The page is that of the results, which can be simulated again, and README says the same."""
     report = json.loads((DOCS / "data" / "slices.json").read_text(encoding="utf-8"))
@@ -134,7 +120,11 @@ def test_slices_of_long_sequences() -> None:
 
 def test_the_page_of_layouts_is_that_of_the_results() -> None:
     body = json.loads((DOCS / "data" / "layouts.json").read_text(encoding="utf-8"))
-    assert layouts.markdown(body) == (DOCS / "layouts.md").read_text(encoding="utf-8")
+    page = layouts.PAGE.read_text(encoding="utf-8")
+    assert layouts.markdown(body) == page
+    for row in body["rows"].values():
+        for key in ("even", "first_last", "partition", "ours"):
+            assert f"- {key.replace('_', '/')}: `{row[key]['layout']}`\n" in page
 
 
 def test_every_plan_is_above_its_bound_and_fits_the_memory() -> None:

@@ -1,29 +1,26 @@
-"""Steps B and C of the one-GPU benchmark: order of calls, ratios, and the capture of graphs on a double. No times."""
+"""Step B of the one-GPU benchmark: order of calls and ratios, the spinning kernel as a double. No times."""
 
 from __future__ import annotations
 
 import ctypes
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
-from itertools import groupby
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from megatron.zerobubble.errors import ConfigError
-from tools.benchmarks.one_gpu import host, spinner, transfers
+from tools.benchmarks.one_gpu import spinner, transfers
 from tools.benchmarks.one_gpu.setting import Setting
 from tools.benchmarks.reports import Row
 
 TINY = Setting(device=torch.device("cpu"), scale=0.004)
 
 
-class Double:
+class Double(spinner.Spinner):
     """Records calls. The SMs of 8 CTAs are never held to the end."""
 
     def __init__(self) -> None:
@@ -140,99 +137,3 @@ def test_without_nvcc_one_line_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     with pytest.raises(ConfigError, match="no nvcc on PATH or in"):
         spinner._load((9, 0))
-
-
-def test_a_shard_has_a_part_of_the_heads() -> None:
-    whole, shard = host.shapes(Setting(device=TINY.device))
-    assert [(each.out, each.in_) for each in whole.linears] == [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
-    assert [(each.out, each.in_) for each in shard.linears] == [(768, 4096), (4096, 512), (3584, 4096), (4096, 1792)]
-    assert 8 * shard.attention_flops == whole.attention_flops
-
-
-def test_a_rehearsal_has_host_times_and_no_graphs() -> None:
-    row = json.loads(json.dumps(host.measure(TINY)))
-    assert [each["tokens"] for each in row["passes"]] == [*host.COUNTS] * 2
-    assert all(each[name]["host_ms"] > 0 and each[name]["device_ms"] is None for each in row["passes"] for name in host.NAMES)
-    assert row["graphs"] == {"rows": [], "graph": "needs a GPU"}
-    assert host.lines(row)[-1] == "No more graphs: needs a GPU."
-
-
-@pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What was captured: a graph replays the pass that its capture ran. Into the list goes each (pass, pool, stream)."""
-    found: list[Any] = []
-    open_graphs: list[Any] = []
-    monkeypatch.setattr(host, "COUNTS", (128, 4096))
-    monkeypatch.setattr(host, "GRAPH_ROUNDS", 1)
-    monkeypatch.setattr(host, "IN_A_ROW", 2)
-    for name in ("Stream", "CUDAGraph"):
-        monkeypatch.setattr(torch.cuda, name, type(name, (), {}))
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
-
-    @contextmanager
-    def graph(opened: Any, *, pool: object, stream: object, capture_error_mode: str) -> Iterator[None]:
-        open_graphs.append(opened)
-        yield
-        found.append((open_graphs.pop().name, pool, stream))
-
-    def captured(name: str, call: Callable[[host.Passes, int], None]) -> Callable[..., None]:
-        def run(self: host.Passes, microbatch: int = 0) -> None:
-            for opened in open_graphs:
-                opened.name, opened.replay = name, partial(call, self, microbatch)
-            call(self, microbatch)
-
-        return run
-
-    monkeypatch.setattr(torch.cuda, "graph", graph)
-    for name in host.NAMES:
-        monkeypatch.setattr(host.Passes, name, captured(name, getattr(host.Passes, name)))
-    return found
-
-
-def test_passes_are_captured_in_order_into_one_pool(captures: list[Any], tmp_path: Path) -> None:
-    rows = json.loads(json.dumps(list(host.graph_rows(TINY, until=float("inf")))))
-    passes = dict(zip("FBW", host.NAMES, strict=True))
-    order = [*host.NAMES, *(passes[op.kind.name] for op in host.PLANNED)]
-    assert [name for name, _, _ in captures] == order * 4
-    assert [len([*same]) for _, same in groupby(captures, key=lambda each: id(each[1]))] == [3, 12] * 4
-    assert len({stream for _, _, stream in captures}) == 1
-    assert [(row["tokens"], row["graph"], row["gradient"], row["planned"]) for row in rows] == [
-        (tokens, None, 0, 0) for tokens in (128, 128, 4096, 4096)
-    ]
-    assert all(row[case]["in_a_row_ms"] > 0 for row in rows for case in ("eager", "replay"))
-
-
-def test_the_planned_order_leaves_ws_behind_later_bs() -> None:
-    kinds = "".join(op.kind.name for op in host.PLANNED)
-    assert "BB" in kinds.replace("F", "")
-
-
-def test_nothing_is_captured_after_a_failure(captures: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = torch.cuda.graph
-
-    @contextmanager
-    def failing(*args: Any, **options: Any) -> Iterator[None]:
-        with graph(*args, **options):
-            yield
-        if captures[-1][0] == "backward":
-            raise RuntimeError("operation not\npermitted when stream is capturing")
-
-    monkeypatch.setattr(torch.cuda, "graph", failing)
-    [row] = host.graph_rows(TINY, until=float("inf"))
-    assert row["graph"] == "capture of B: operation not permitted when stream is capturing"
-
-
-def test_no_graph_begins_after_the_limit(captures: list[Any]) -> None:
-    [row] = host.graph_rows(TINY, until=0.0)
-    assert (row["graph"], captures) == ("no time was left", [])
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the process would not fail")
-@pytest.mark.sampled(0.2, group="tools that measure")
-def test_a_process_that_fails_leaves_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Setting, "on_gpu", True)
-    found = host.graphs_of_a_process(TINY)
-    assert found["rows"] == []
-    assert "rror" in found["graph"]
-    assert host.lines({"passes": [], "graphs": found})[-1] == f"No more graphs: {found['graph']}."

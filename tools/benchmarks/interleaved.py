@@ -13,7 +13,6 @@ import argparse
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.cli.progress_bar import track
@@ -21,7 +20,7 @@ from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.plan_request import PlanRequest
-from megatron.zerobubble.plan.planner import AUTO, Result, make_plan
+from megatron.zerobubble.plan.planner import make_plan
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from megatron.zerobubble.plan.simulate import Simulation, simulate
@@ -34,8 +33,6 @@ VIRTUAL_STAGES = (2, 4, 8)
 LIMITS = (1.0, 0.75)
 LINKS = (1.0, 4.0, 16.0)
 """Times of a link, as multiples of the published one."""
-LENGTHS, HIDDEN_SIZE, NUM_RANKS, MICROBATCHES = (1024, 4096, 32768, 131072), 8192, 8, (16, 32, 64)
-"""Of the section on long sequences."""
 
 
 def messages(placement: Placement) -> int:
@@ -74,39 +71,6 @@ def compared(config: Config, factor: float, effort: Effort) -> Row:
     return row
 
 
-def by_formula(seq_length: int, placement: Placement, total_ms: float = 60.0) -> CostModel:
-    """Costs of a layer of `HIDDEN_SIZE` by its FLOPs and bytes (arXiv 2401.10241, table 1), without the scores of attention.
-
-    F, B and W of a rank take `total_ms` together, links are free.
-    """
-    linear, scores = 24 * HIDDEN_SIZE, 4 * seq_length
-    passes = {"forward_ms": linear + scores, "backward_ms": linear + 2 * scores, "wgrad_ms": linear}
-    unit = total_ms / sum(passes.values())
-    return CostModel.uniform(
-        placement, **{name: unit * value for name, value in passes.items()}, activation_after_backward=32 / 34
-    )
-
-
-def long_sequences(num_microbatches: int, seq_length: int, effort: Effort) -> Row:
-    """Speed over 1F1B with the synchronous optimizer: of interleaved 1F1B, of ZBV, and what `auto` chooses."""
-    p, m, costs_of = NUM_RANKS, num_microbatches, partial(by_formula, seq_length)
-    linear = costs_of(Placement.linear(p))
-
-    def stock(name: str, chunks: int | None) -> float:
-        plan = build_plan(name, num_ranks=p, num_microbatches=m, num_chunks=chunks)
-        return simulate(plan, costs_of(plan.placement)).makespan_ms
-
-    def planned(name: str, limit: float) -> Result:
-        options = SearchOptions(memory_limit=limit, objective=Objective.MAKESPAN, budget=effort.budget)
-        return make_plan(PlanRequest(schedule=name, num_ranks=p, num_microbatches=m, stages=costs_of, options=options))
-
-    base, chosen = stock("1f1b", None), planned(AUTO, 1.0)
-    row: Row = {"m": m, "seq_length": seq_length, "wgrad_over_forward": linear.wgrad_ms[0] / linear.forward_ms[0]}
-    row |= {f"v={chunks}": base / stock("interleaved-1f1b", chunks) for chunks in VIRTUAL_STAGES[:2]}
-    row |= {f"zbv@{limit:g}": base / planned("zbv", limit).simulation.makespan_ms for limit in (1.0, 0.5)}
-    return row | {"auto": chosen.titled(chosen.name), "verdict": chosen.verdict(Objective.MAKESPAN)}
-
-
 def _measures(spans: Simulation, makespans: Simulation) -> dict[str, float]:
     """The span of one plan and the makespan of another of the same schedule, their peak memory, and messages."""
     return {
@@ -131,13 +95,7 @@ def markdown(report: Row) -> str:
         faster = sum(ours["makespan_ms"] < theirs["makespan_ms"] * (1 - 1e-9) for ours, theirs in pairs)
         lines.append([*cells, f"{faster} of {len(pairs)}"])
     heads = ("ZBV at", "links", "interleaved", "makespan", "span", "memory over theirs", "messages over theirs", "faster on")
-    lengths = []
-    for row in report["lengths"]:
-        cells = [str(row["m"]), f"{row['seq_length'] // 1024}k", f"{row['wgrad_over_forward']:.2f}"]
-        cells += [f"{row[name]:.2f}" for name in ("v=2", "v=4", "zbv@1")]
-        lengths.append([*cells, f"{row['zbv@1'] / row['v=4']:.2f}", f"{row['zbv@0.5']:.2f}", row["auto"]])
-    columns = ("m", "s", "W / F", "v = 2", "v = 4", "ZBV", "ZBV over v = 4", "ZBV at half memory", "`auto` at 1F1B's memory")
-    return with_tables(PAGE, [markdown_table(heads, lines), markdown_table(columns, lengths)])
+    return with_tables(PAGE, [markdown_table(heads, lines)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -151,8 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         configs, effort = read_configs(PUBLISHED, args.rows), Effort(args.effort)
         todo = [(config, factor) for factor in LINKS for config in configs]
         rows = [compared(config, factor, effort) for config, factor in track(todo, "rows")]
-        lengths = [long_sequences(m, each, effort) for m in MICROBATCHES for each in LENGTHS]
-        return {"effort": args.effort, "rows": rows, "lengths": lengths}
+        return {"effort": args.effort, "rows": rows}
 
     return run_report(parser, argv, FORMAT, measured, markdown)
 

@@ -75,6 +75,7 @@ def run_report(
     fmt: str,
     measure: Callable[[argparse.Namespace], Row],
     markdown: Callable[[Row], str],
+    printed: Callable[[Row], str] | None = None,
 ) -> int:
     """Run a benchmark whose report is a JSON file and a page; returns the exit code, 2 after a user error.
 
@@ -84,9 +85,10 @@ def run_report(
         fmt: the `format` of the report.
         measure: makes the report; not called with --from-json.
         markdown: the report as a page.
+        printed: what is printed without --markdown; None: the page.
     """
     parser.add_argument("--json", metavar="FILE", help="write the report as JSON")
-    parser.add_argument("--markdown", metavar="FILE", help="write the report as a page (default: print it)")
+    parser.add_argument("--markdown", metavar="FILE", help="write the report as a page (default: print the result)")
     parser.add_argument("--from-json", metavar="FILE", help="measure nothing: read a report from this file")
     words = sys.argv[1:] if argv is None else list(argv)
     args = parser.parse_args(words, argparse.Namespace(command=f"{parser.prog} {shlex.join(words)}"))
@@ -97,7 +99,7 @@ def run_report(
         if args.markdown:
             Path(args.markdown).write_text(markdown(report), encoding="utf-8")
         else:
-            print(markdown(report))
+            print((printed or markdown)(report))
     except (UserError, OSError, ValueError) as error:
         print(f"{parser.prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

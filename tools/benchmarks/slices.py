@@ -1,7 +1,6 @@
 """Slices of microbatches for long sequences: iteration time, idle time and memory against 1F1B, interleaved 1F1B and ZBV.
 
-Simulated, with F, B and W by the FLOPs of a layer of h = 8192 and free links; emulated: eight processes whose passes sleep; and
-real: `zerobubble bench` trains a small GPT on two ranks of the CPU.
+Simulated, with F, B and W by the FLOPs of a layer of h = 8192 and free links.
 
   python -m tools.benchmarks.slices --json docs/benchmarks/data/slices.json --markdown docs/long-sequences.md
 """
@@ -9,13 +8,7 @@ real: `zerobubble bench` trains a small GPT on two ranks of the CPU.
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.cli.progress_bar import track
@@ -29,29 +22,31 @@ from megatron.zerobubble.plan.planner import make_plan
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
-from tools.benchmarks.interleaved import HIDDEN_SIZE, by_formula
 from tools.benchmarks.reports import ROOT, Row, markdown_table, run_report, with_tables
-from tools.benchmarks.schedules.emulated import Emulation, measure
 
 FORMAT = "zerobubble-slices-benchmark/1"
 PAGE = ROOT / "docs" / "long-sequences.md"
-LENGTHS, RANKS, SLICES = (4096, 32768, 131072), (4, 8, 16), (2, 4, 8, 16)
+HIDDEN_SIZE, LENGTHS, RANKS, SLICES = 8192, (4096, 32768, 131072), (4, 8, 16), (2, 4, 8, 16)
 SCHEDULES = ("1f1b", "zb-h1", "zbv")
 PARTS = 512
 """A slice has a multiple of this part of its sequence in tokens: 8 of 4k, 64 of 32k, 256 of 128k."""
-EMULATED_MS = 480.0
-"""F, B and W of a microbatch on a rank where passes sleep: with 8 slices a pass takes 17 ms or more."""
 KEY_SHARES = {"8 KV heads of 64": 4 / 34 / 8, "as many KV heads as heads": 4 / 34}
 """Of a layer's activation memory without recomputation, 34 sbh bytes (arXiv 2205.05198), keys and values are 4 sbh at most."""
 WITHIN = 0.25
 """Memory limit of the searched plans: of 1F1B's activation memory."""
-REAL = (
-    "--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 128 --num-attention-heads 2 --seq-length 4096 "
-    "--micro-batch-size 1 --global-batch-size 4 --hidden-dropout 0 --attention-dropout 0 --lr 1e-3 --mock-data "
-    "--tokenizer-type NullTokenizer --vocab-size 512 --zero-bubble-planning-seconds 0"
-)
-"""Flags of the job that is trained. Nothing is searched: every contender runs its hand-written order."""
-CONTENDERS = ("stock-1f1b", "zbv", "1f1b:slices=4", "1f1b:slices=8", "zb-h1:slices=8", "zbv:slices=4")
+
+
+def by_formula(seq_length: int, placement: Placement, total_ms: float = 60.0) -> CostModel:
+    """Costs of a layer of `HIDDEN_SIZE` by its FLOPs and bytes (arXiv 2401.10241, table 1), without the scores of attention.
+
+    F, B and W of a rank take `total_ms` together, links are free.
+    """
+    linear, scores = 24 * HIDDEN_SIZE, 4 * seq_length
+    passes = {"forward_ms": linear + scores, "backward_ms": linear + 2 * scores, "wgrad_ms": linear}
+    unit = total_ms / sum(passes.values())
+    return CostModel.uniform(
+        placement, **{name: unit * value for name, value in passes.items()}, activation_after_backward=32 / 34
+    )
 
 
 def slicing(seq_length: int, key_share: float) -> LengthsAndLinks:
@@ -60,9 +55,9 @@ def slicing(seq_length: int, key_share: float) -> LengthsAndLinks:
     return LengthsAndLinks(sequence_length=seq_length, attention_share=share, key_share=key_share, multiple=seq_length // PARTS)
 
 
-def costs_of(seq_length: int, placement: Placement, num_slices: int, key_share: float, total_ms: float = 60.0) -> CostModel:
+def costs_of(seq_length: int, placement: Placement, num_slices: int, key_share: float) -> CostModel:
     """Costs of the slices of a sequence; of a whole one with 1."""
-    return slicing(seq_length, key_share).applied(by_formula(seq_length, placement, total_ms), num_slices)
+    return slicing(seq_length, key_share).applied(by_formula(seq_length, placement), num_slices)
 
 
 def simulated(p: int, m: int, seq_length: int, effort: Effort) -> Row:
@@ -109,29 +104,6 @@ def simulated(p: int, m: int, seq_length: int, effort: Effort) -> Row:
     return row
 
 
-def emulated(seq_length: int, rounds: int) -> list[Row]:
-    """Eight ranks whose passes sleep, with the executor and gloo, side by side."""
-    emulations = []
-    for name, n in itertools.product(("1f1b", "zbv"), (1, 4, 8)):
-        plan = build_plan(name, num_ranks=8, num_microbatches=16, num_slices=n)
-        costs = costs_of(seq_length, plan.placement, n, 0.0, EMULATED_MS)
-        emulations.append(Emulation(name=f"{name} n={n}", baseline="1f1b n=1", plan=plan, costs=costs))
-    [measured] = measure(emulations, rounds=rounds, message_kib=1.0)
-    rows: list[Row] = measured["rows"]
-    return rows
-
-
-def trained(rounds: int) -> list[Row]:
-    """A GPT on two CPU ranks: measured beside what is predicted from the same passes."""
-    with tempfile.TemporaryDirectory() as folder:
-        options = ["--nproc-per-node", "2", "--contenders", ",".join(CONTENDERS), "--rounds", str(rounds), "--timed-iters", "3"]
-        command = [sys.executable, "-m", "megatron.zerobubble", "bench", *options, "--bench-dir", folder, *REAL.split()]
-        subprocess.run(command, check=True, cwd=ROOT)
-        names = ("name", "ms", "predicted_ms", "speed_up", "predicted_speed_up", "activation_bytes", "predicted_activation_bytes")
-        rows = json.loads((Path(folder) / "bench.json").read_text(encoding="utf-8"))["contenders"]
-        return [{name: row[name] for name in names} for row in rows]
-
-
 def markdown(report: Row) -> str:
     """The page with the tables of the report."""
     lines = []
@@ -147,7 +119,7 @@ def markdown(report: Row) -> str:
             cells = [f"{row['seq_length'] // 1024}k", name, f"{base / found['makespan_ms']:.3f}", f"{100 * found['idle']:.1f} %"]
             lines.append([*cells, memory, f"{100 * found['gap']:.1f} %"])
     heads = ("s", "schedule", "times as fast as 1F1B", "idle", "memory", "above the lower bound")
-    return with_tables(PAGE, [markdown_table(heads, lines), _over_all(report), _emulations(report), _trained(report)])
+    return with_tables(PAGE, [markdown_table(heads, lines), _over_all(report)])
 
 
 def _over_all(report: Row) -> list[str]:
@@ -166,46 +138,15 @@ def _over_all(report: Row) -> list[str]:
     return markdown_table(("n", *(f"{name}, {each}" for name in ("1F1B", "ZBV") for each in columns)), lines)
 
 
-def _emulations(report: Row) -> list[str]:
-    lines = []
-    for row in report["emulated"]:
-        name, n = row["name"].split(" n=")
-        spread, over = row["ms"], 100 * row["over_prediction"]["median"]
-        lines.append([name, n, f"{row['predicted_ms']:.0f}", f"{spread['median']:.0f}", f"{over:+.1f} %"])
-    return markdown_table(("schedule", "slices", "simulated ms", "emulated ms", "difference"), lines)
-
-
-def _trained(report: Row) -> list[str]:
-    lines, mib = [], 2**20
-    for row in report["trained"]:
-        measured, predicted = row["speed_up"], row["predicted_speed_up"]
-        interval = "" if measured["low"] is None else f" [{measured['low']:.2f}, {measured['high']:.2f}]"
-        cells = [
-            row["name"],
-            f"{measured['value']:.2f}{interval}",
-            f"{predicted:.2f}",
-            f"{100 * measured['value'] / predicted:.0f} %",
-        ]
-        lines.append([*cells, f"{row['activation_bytes'] / mib:.1f}", f"{row['predicted_activation_bytes'] / mib:.1f}"])
-    heads = ("contender", "times as fast as stock 1F1B [95 %]", "predicted", "of it", "activation MiB", "planned MiB")
-    return markdown_table(heads, lines)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="python -m tools.benchmarks.slices", description=__doc__, formatter_class=raw)
     parser.add_argument("--effort", choices=[each.value for each in Effort], default="fast", help="of ZBV without slices")
-    parser.add_argument("--rounds", type=int, default=7, help="of what is emulated and trained; 0: neither (default %(default)s)")
 
     def measured(args: argparse.Namespace) -> Row:
         todo = [(p, m, length) for p in RANKS for m in (p, 2 * p) for length in LENGTHS]
-        rows = [simulated(*each, Effort(args.effort)) for each in track(todo, "pipelines")]
-        measured = {
-            "emulated": emulated(32768, args.rounds) if args.rounds else [],
-            "trained": trained(args.rounds) if args.rounds else [],
-        }
-        return {"effort": args.effort, "rows": rows} | measured
+        return {"effort": args.effort, "rows": [simulated(*each, Effort(args.effort)) for each in track(todo, "pipelines")]}
 
     return run_report(parser, argv, FORMAT, measured, markdown)
 

@@ -22,7 +22,7 @@ from megatron.zerobubble.mcore.attention import attention_kernels
 from megatron.zerobubble.mcore.attention.torch_attention import TorchDotProductAttention, use_torch_attention
 from megatron.zerobubble.profiling.activation_memory import MemoryMeter
 from tests.support.tolerances import OTHER_ORDER
-from tools.benchmarks.wgrad.stack import world_of_one
+from tools.benchmarks.one_gpu.stack import world_of_one
 
 CAUSAL, ARBITRARY = AttnMaskType.causal, AttnMaskType.arbitrary
 HEADS, HEAD_SIZE = 4, 8

@@ -5,7 +5,6 @@ Compiled by inductor for the CPU, in this process: the ranks of other tests star
 
 from __future__ import annotations
 
-from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -13,27 +12,20 @@ import torch
 import torch._dynamo
 
 from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumulate
-from tools.benchmarks.wgrad import stack
-from tools.benchmarks.wgrad.shapes import shape_named
+from tools.benchmarks.one_gpu import stack
+from tools.benchmarks.one_gpu.layer_shape import LayerShape
 
 NUM_MICROBATCHES = 3
 
 
 @pytest.mark.claims("Layers", "activations and residuals compiled by torch, the default on GPUs", "works, bit for bit")
-@pytest.mark.parametrize("name", ["Llama-3-8B", "1.5B"])
+@pytest.mark.parametrize("is_llama", [True, False], ids=["Llama", "GPT"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
 @pytest.mark.sampled(0.5)
-def test_a_split_layer_has_the_bits_of_a_whole_one(name: str) -> None:
-    large, cpu = shape_named(name), torch.device("cpu")
-    shape = replace(
-        large,
-        hidden_size=64,
-        num_attention_heads=4,
-        num_query_groups=2 if large.is_llama else 4,
-        ffn_hidden_size=96,
-        seq_length=16,
-        micro_batch_size=1,
-    )
+def test_a_split_layer_has_the_bits_of_a_whole_one(is_llama: bool) -> None:
+    cpu, groups = torch.device("cpu"), 2 if is_llama else 4
+    sizes = {"num_attention_heads": 4, "num_query_groups": groups, "ffn_hidden_size": 96, "seq_length": 16}
+    shape = LayerShape(hidden_size=64, **sizes, is_llama=is_llama)
     kernel = WgradKernel(KernelKind.PLAIN, plain_accumulate)
     config = stack._config
     num_compiled = torch._dynamo.utils.counters["frames"]["ok"]

@@ -1,8 +1,7 @@
 """Measure every rank's real program alone on one GPU, and compose the pipeline from it.
 
-Steps: 0 the card, A passes of a layer, D ranks alone, B passes beside transfers, C host and CUDA graphs, S slices, K kernels,
-E the pipeline composed. The JSON file is written after every step, so a run that is cut still says something. Without a GPU it is
-a rehearsal. R, on the CPU, compares a composed pipeline with one that runs; --from-json adds it to a report, or composes again.
+Steps: A passes of a layer, D ranks alone, B passes beside transfers, E the pipeline composed. The JSON file is written after
+every step, so a run that is cut still says something. Without a GPU it is a rehearsal. --from-json composes again.
 
   python -m tools.benchmarks.one_gpu --json docs/benchmarks/data/one_gpu.json --markdown docs/benchmarks/one_gpu.md
   python -m tools.benchmarks.one_gpu --device cpu --scale 0.016 --json one_gpu.json --markdown one_gpu.md
@@ -17,19 +16,20 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
 from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.errors import UserError
-from tools.benchmarks.one_gpu import card, compose, host, kernels, passes, ranks, real, slices, transfers
+from tools.benchmarks.one_gpu import compose, passes, ranks, transfers
 from tools.benchmarks.one_gpu.page import checks, page
 from tools.benchmarks.one_gpu.setting import Setting, choose_device
 from tools.benchmarks.reports import Row, origin, read_json, write_json
 
 FORMAT = "zerobubble-one-gpu/1"
-STEPS = "0ADBCSKE"
+STEPS = "ADBE"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(words)
     steps = args.steps or ("E" if args.from_json else STEPS)
-    if unknown := sorted(set(steps) - {*STEPS, "R"}):
-        parser.error(f"--steps has {', '.join(unknown)}; the steps are {STEPS} and R")
+    if unknown := sorted(set(steps) - {*STEPS}):
+        parser.error(f"--steps has {', '.join(unknown)}; the steps are {STEPS}")
     try:
         setting = Setting(device=choose_device(args.device), scale=args.scale, budget_s=args.budget)
         setting.layer(4096)
@@ -63,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if not args.from_json:
         report |= {"is_gpu": setting.on_gpu, "scale": args.scale, "command": f"{parser.prog} {shlex.join(words)}"} | origin()
+        device = torch.cuda.get_device_name(setting.device) if setting.on_gpu else "CPU"
+        report |= {"device": device, "torch": torch.__version__, "megatron_core": version("megatron-core")}
     for step in steps:
         _run(step, report, setting, args.json)
     if args.markdown:
@@ -80,18 +82,13 @@ def _run(step: str, report: Row, setting: Setting, target: str) -> None:
         write_json(report, target)
 
     calls: dict[str, tuple[str, Callable[[], Row]]] = {
-        "0": ("the card", lambda: card.measure(setting)),
         "A": ("passes of a layer", lambda: passes.measure(setting)),
         "D": ("ranks alone", lambda: ranks.measure(setting, save)),
         "B": ("passes beside transfers", lambda: transfers.measure(setting)),
-        "C": ("host and CUDA graphs", lambda: host.measure(setting)),
-        "S": ("slices", lambda: slices.measure(setting)),
-        "R": ("composed and real, on the CPU", real.measure),
-        "K": ("kernels", lambda: kernels.measure(setting)),
         "E": ("the pipeline composed", lambda: compose.compose(done["D"], done.get("B"))),
     }
     name, call = calls[step]
-    if setting.left_s < 0 and step not in "ER":
+    if setting.left_s < 0 and step != "E":
         report["failed"][step] = "the budget was over"
         write_json(report, target)
         return

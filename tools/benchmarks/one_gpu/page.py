@@ -5,13 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from tools.benchmarks.one_gpu import host, kernels, passes, ranks, real, slices, transfers
+from tools.benchmarks.one_gpu import passes, ranks, transfers
 from tools.benchmarks.reports import Row, markdown_table
 from tools.docs.wrap import wrapped
 
 __all__ = ["checks", "page"]
 
-_BESIDE = {"B": transfers, "C": host, "S": slices, "K": kernels, "R": real}
 WHOLE_LIMIT = 1.02
 """Most that a rank's iteration takes alone, over the sum of its ops."""
 MEMORY_LIMIT = 0.05
@@ -25,8 +24,8 @@ _INTRODUCTION = (
 
 def page(report: Row) -> str:
     """The page in Markdown."""
-    done, card = report["steps"], report["steps"].get("0", {})
-    where = f"{card.get('device', 'CPU')}, torch {card.get('torch')}, megatron-core {card.get('megatron_core')}, {report['date']}"
+    done = report["steps"]
+    where = f"{report['device']}, torch {report['torch']}, megatron-core {report['megatron_core']}, {report['date']}"
     parts = ["# Every rank alone on one GPU", "", _INTRODUCTION, ""]
     if not report["is_gpu"]:
         parts += ["**A rehearsal on a CPU with a tiny model in fp32: not run on a GPU.** Its times say nothing about a GPU.", ""]
@@ -39,9 +38,8 @@ def page(report: Row) -> str:
         parts += ["", *(found or ["- no check could be made"])]
     if "A" in done:
         parts += ["", *passes.lines(done["A"])]
-    for step, module in _BESIDE.items():
-        if step in done:
-            parts += ["", *module.lines(done[step])]
+    if "B" in done:
+        parts += ["", *transfers.lines(done["B"])]
     parts += [f"\n- step {step} is missing: {why}" for step, why in report["failed"].items()]
     return wrapped("\n".join(parts) + "\n")
 
@@ -54,13 +52,6 @@ def checks(report: Row) -> Iterator[str]:
         ours = {name: ratio for name, ratio in alone.items() if not name.startswith("1F1B, with its wait")}
         worst = max(ours, key=lambda name: ours[name])
         yield _line("a rank's iteration over the sum of its ops", f"{ours[worst]:.3f} ({worst})", WHOLE_LIMIT, ours[worst])
-    for each in report["steps"].get("R", {"rows": []})["rows"][1:]:
-        composed, found = each["composed"], each["speed_up"]
-        is_met = found["low"] <= composed <= found["high"]
-        yield (
-            f"- {each['name']} over 1F1B on two CPU ranks: composed {composed:.3f}, measured {found['low']:.3f} to "
-            f"{found['high']:.3f}: {'met' if is_met else 'MISSED'}"
-        )
     apart = {_name(run): abs(run["held_bytes"] / run["planned_bytes"] - 1) for run in runs if "planned_bytes" in run}
     if apart:
         worst = max(apart, key=lambda name: apart[name])

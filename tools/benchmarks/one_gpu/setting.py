@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
 from megatron.zerobubble.errors import ConfigError
-from tools.benchmarks.wgrad.shapes import LayerShape, shape_named
+from tools.benchmarks.one_gpu.layer_shape import LayerShape, llama_3_8b
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Setting:
 
     def layer(self, tokens: int) -> LayerShape:
         """A layer of Llama-3-8B with one sample of this length, scaled."""
-        return replace(shape_named("Llama-3-8B"), seq_length=tokens).scaled(self.scale)
+        return llama_3_8b(tokens).scaled(self.scale)
 
 
 def choose_device(name: str | None) -> torch.device:

@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -25,35 +24,22 @@ ARRIVAL_S = 1.0
 MOST_CTAS = 64
 
 
-class Spinner(Protocol):
-    """Holds SMs between `start` and `stop`."""
+class Spinner:
+    """Holds SMs between `start` and `stop`; this one, for the CPU, holds nothing."""
 
     def start(self, ctas: int) -> None:
         """Hold `ctas` SMs. Returns when all of them are held."""
 
     def stop(self) -> bool:
         """Wait for the work on the current stream, then free the SMs. Returns whether all were held until then."""
-
-    def describe(self) -> Row:
-        """What a CTA holds."""
-
-
-class NoSpinner:
-    """Holds nothing: for the CPU."""
-
-    def start(self, ctas: int) -> None:
-        """Do nothing."""
-
-    def stop(self) -> bool:
-        """Do nothing."""
         return True
 
     def describe(self) -> Row:
-        """No CTA spins."""
+        """What a CTA holds."""
         return {"spins": False}
 
 
-class CudaSpinner:
+class CudaSpinner(Spinner):
     """Runs the kernel of `spinner.cu`, built by nvcc, on a stream of high priority.
 
     Raises:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import math
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -13,12 +10,12 @@ import torch
 from torch import Tensor
 
 from megatron.zerobubble.wgrad.gemm import choose_kernel
+from tools.benchmarks.one_gpu.clock import Clock, in_turn, rounds
+from tools.benchmarks.one_gpu.layer_shape import LayerShape
 from tools.benchmarks.one_gpu.setting import Setting
-from tools.benchmarks.one_gpu.spinner import CudaSpinner, NoSpinner, Spinner
+from tools.benchmarks.one_gpu.spinner import CudaSpinner, Spinner
+from tools.benchmarks.one_gpu.stack import Stack, stacks
 from tools.benchmarks.reports import Row, markdown_table
-from tools.benchmarks.wgrad.measure import Clock
-from tools.benchmarks.wgrad.shapes import LayerShape
-from tools.benchmarks.wgrad.stack import Stack, world_of_one
 
 COUNTS = (0, 1, 4, 8, 16, 32)
 """CTAs of a transfer; 0 is the base."""
@@ -30,7 +27,7 @@ LEAST_ROUNDS = 3
 def measure(setting: Setting, seconds: float = 25.0) -> Row:
     """Measure in rounds for about `seconds`; the rest of the step is the build of the kernel and the stack."""
     if not setting.on_gpu:
-        return measure_beside(setting, NoSpinner(), (0,), seconds=0.0, least=1)
+        return measure_beside(setting, Spinner(), (0,), seconds=0.0, least=1)
     return measure_beside(setting, CudaSpinner(setting.device), COUNTS, seconds=seconds)
 
 
@@ -48,34 +45,24 @@ def measure_beside(
     """
     shape, device = setting.layer(TOKENS), setting.device
     clock, held = Clock(device), dict[int, list[bool]]()
-    with world_of_one(device) as host:
-        kernel = choose_kernel(device, input_dtype=setting.dtype, accumulator_dtype=torch.float32)
-        stack = Stack(shape, LAYERS, setting.dtype, device, host, kernel)
+    kernel = choose_kernel(device, input_dtype=setting.dtype, accumulator_dtype=torch.float32)
+    with stacks(shape, LAYERS, setting, kernel) as (stack,):
         calls = _calls(stack, shape, setting)
         for _ in range(2):  # compiles, loads kernels and allocates while nothing spins
             clock.get_ahead()
             for call in calls.values():
                 call()
         clock.read(skip=0)
-        end, number = math.inf, -1
-        while number < least or time.monotonic() < end:
-            for index in range(len(counts)):
-                ctas = counts[(index + number) % len(counts)]
+        for number in rounds(warmup=1, seconds=seconds, least=least):
+            for ctas in in_turn(counts, number):
                 held.setdefault(ctas, []).append(_beside(spinner, ctas, clock, calls))
-            number += 1
-            if number == 0:  # the first round is a warm-up
-                end = time.monotonic() + seconds
         times = clock.read(skip=1)
         about = spinner.describe()
-        stack.close()
-    del stack, calls
-    gc.collect()
-    if setting.on_gpu:
-        torch.cuda.empty_cache()
+        del stack, calls
     base = {name: statistics.median(times[f"0 {name}"]) for name in NAMES}
     per_layer = {name: base[name] / (1 if name.endswith("gemm") else LAYERS) for name in NAMES}
     rows = [_ratios(ctas, times, held[ctas][1:]) for ctas in counts[1:]]
-    return {"tokens": shape.tokens, "layers": LAYERS, "rounds": number, "cta": about, "ms": per_layer, "counts": rows}
+    return {"tokens": shape.tokens, "layers": LAYERS, "rounds": len(held[0]) - 1, "cta": about, "ms": per_layer, "counts": rows}
 
 
 def _calls(stack: Stack, shape: LayerShape, setting: Setting) -> dict[str, Callable[[], object]]:

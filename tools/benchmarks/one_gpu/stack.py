@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import warnings
 from collections.abc import Iterator
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from megatron.zerobubble.mcore.cpu.device import HostDevice, quiet_third_parties
 from megatron.zerobubble.wgrad.gemm import WgradKernel
 from megatron.zerobubble.wgrad.store import WeightGradStore
-from tools.benchmarks.wgrad.shapes import LayerShape
+from tools.benchmarks.one_gpu.layer_shape import LayerShape
+from tools.benchmarks.one_gpu.setting import Setting
 
 with quiet_third_parties():
     from megatron.core import parallel_state
@@ -140,6 +142,19 @@ class Stack:
         del self.chunk
 
 
+@contextmanager
+def stacks(shape: LayerShape, count: int, setting: Setting, *kernels: WgradKernel | None) -> Iterator[list[Stack]]:
+    """A stack of `count` layers per kernel of W, in a world of one."""
+    with world_of_one(setting.device) as host:
+        made = [Stack(shape, count, setting.dtype, setting.device, host, each) for each in kernels]
+        yield made
+        for each in made:
+            each.close()
+    gc.collect()
+    if setting.on_gpu:
+        torch.cuda.empty_cache()
+
+
 def _config(shape: LayerShape, count: int, dtype: torch.dtype, *, on_gpu: bool) -> TransformerConfig:
     kind: dict[str, Any] = {}
     if shape.is_llama:
@@ -156,7 +171,6 @@ def _config(shape: LayerShape, count: int, dtype: torch.dtype, *, on_gpu: bool) 
         ffn_hidden_size=shape.ffn_hidden_size,
         num_attention_heads=shape.num_attention_heads,
         num_query_groups=shape.num_query_groups,
-        kv_channels=shape.kv_channels,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,

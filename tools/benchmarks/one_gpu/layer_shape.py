@@ -1,8 +1,7 @@
-"""Shapes of the layers that the benchmarks measure, with their FLOPs and the bytes that W needs.
+"""The shape of the layer that is measured, with its FLOPs and the bytes that W needs.
 
-s sequence, b microbatch, h hidden, a heads. Counts follow arXiv 2401.10241, Table 1, but use the shapes of the linears instead of
-24sbh, so that they also hold for grouped-query attention and gated MLPs; for the paper's own models, of which 1.5B is one, the
-two agree. Causal attention counts in full, as in the paper.
+s sequence, b microbatch, h hidden. Counts follow arXiv 2401.10241, Table 1, but use the shapes of the linears instead of 24sbh,
+so that they also hold for grouped-query attention and gated MLPs.
 """
 
 from __future__ import annotations
@@ -29,22 +28,14 @@ class Linear:
 class LayerShape:
     """Shape of a transformer layer and its microbatch."""
 
-    name: str
     hidden_size: int
     num_attention_heads: int
-    seq_length: int
-    micro_batch_size: int
-    is_llama: bool = False
-    """GQA, SwiGLU, RMSNorm, rotary positions, no biases."""
-    ffn_hidden_size: int
     num_query_groups: int
-    kv_channels: int | None = None
-    """Head size, where it is not the hidden size over the heads: a tensor-parallel shard has a part of the heads."""
-
-    @property
-    def head_size(self) -> int:
-        """Channels of a head."""
-        return self.kv_channels or self.hidden_size // self.num_attention_heads
+    ffn_hidden_size: int
+    seq_length: int
+    micro_batch_size: int = 1
+    is_llama: bool = True
+    """GQA, SwiGLU, RMSNorm, rotary positions, no biases."""
 
     @property
     def tokens(self) -> int:
@@ -55,10 +46,10 @@ class LayerShape:
     def linears(self) -> tuple[Linear, ...]:
         """The linears of a layer in forward order. megatron-core has one for Q, K and V and one for both halves of SwiGLU."""
         hidden, ffn = self.hidden_size, self.ffn_hidden_size
-        queries, keys = (self.head_size * heads for heads in (self.num_attention_heads, self.num_query_groups))
+        keys = hidden // self.num_attention_heads * self.num_query_groups
         return (
-            Linear(name="qkv", out=queries + 2 * keys, in_=hidden),
-            Linear(name="proj", out=hidden, in_=queries),
+            Linear(name="qkv", out=hidden + 2 * keys, in_=hidden),
+            Linear(name="proj", out=hidden, in_=hidden),
             Linear(name="fc1", out=ffn * (2 if self.is_llama else 1), in_=hidden),
             Linear(name="fc2", out=hidden, in_=ffn),
         )
@@ -67,11 +58,6 @@ class LayerShape:
     def linear_flops(self) -> int:
         """FLOPs of one GEMM of every linear: of W, and of the linears in F and in B."""
         return sum(linear.flops(self.tokens) for linear in self.linears)
-
-    @property
-    def attention_flops(self) -> int:
-        """FLOPs of attention (QK^T, and scores times V) in F; B takes twice that number."""
-        return 4 * self.tokens * self.seq_length * self.num_attention_heads * self.head_size
 
     def held_bytes(self, bytes_per_element: int) -> int:
         """Bytes that W needs: each linear's input and output gradient, once. ``32 sbh`` for the paper's layers."""
@@ -87,45 +73,18 @@ class LayerShape:
             raise ConfigError(f"--scale is {scale}; it must be more than 0 and at most 1, where 1 is the whole layer")
         if scale == 1:
             return self
-        width = self.hidden_size // self.num_attention_heads
-        group = self.num_attention_heads // self.num_query_groups
         groups = max(1, round(self.num_query_groups * scale))
-        heads = groups * group
+        heads = groups * (self.num_attention_heads // self.num_query_groups)
         return replace(
             self,
-            name=f"{self.name} x {scale:g}",
-            hidden_size=heads * width,
+            hidden_size=heads * (self.hidden_size // self.num_attention_heads),
             num_attention_heads=heads,
             num_query_groups=groups,
             ffn_hidden_size=self.ffn_hidden_size * heads // self.num_attention_heads,
             seq_length=max(8, round(self.seq_length * scale)),
-            micro_batch_size=1,
         )
 
 
-_SHAPES = (
-    LayerShape(
-        name="1.5B",
-        hidden_size=2304,
-        num_attention_heads=24,
-        seq_length=1024,
-        micro_batch_size=6,
-        ffn_hidden_size=4 * 2304,
-        num_query_groups=24,
-    ),
-    LayerShape(
-        name="Llama-3-8B",
-        hidden_size=4096,
-        num_attention_heads=32,
-        seq_length=4096,
-        micro_batch_size=1,
-        is_llama=True,
-        ffn_hidden_size=14336,
-        num_query_groups=8,
-    ),
-)
-
-
-def shape_named(name: str) -> LayerShape:
-    """The shape of this name."""
-    return {shape.name: shape for shape in _SHAPES}[name]
+def llama_3_8b(tokens: int) -> LayerShape:
+    """A layer of Llama-3-8B with one sample of this length."""
+    return LayerShape(hidden_size=4096, num_attention_heads=32, num_query_groups=8, ffn_hidden_size=14336, seq_length=tokens)
