@@ -1,20 +1,15 @@
-"""Benchmarks of the executor, and of passes: what they report, not times."""
+"""What the benchmarks report, not times."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tools.benchmarks import executor
-from tools.benchmarks.one_gpu import passes
-from tools.benchmarks.one_gpu.clock import in_turn, rounds
-from tools.benchmarks.one_gpu.layer_shape import LayerShape
-from tools.benchmarks.one_gpu.setting import Setting, choose_device
+from tools.benchmarks.one_gpu.setting import choose_device
 from tools.benchmarks.reports import LONGEST_LINE, json_text, read_json
 
 ROOT = Path(__file__).parents[2]
@@ -60,29 +55,6 @@ def test_the_published_result_is_of_this_format() -> None:
     assert f"| {min(medians):.0f} to {max(medians):.0f} µs per op |" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-TINY = Setting(device=torch.device("cpu"), scale=0.016)
-
-
-@pytest.fixture(scope="module")
-def measured() -> dict[str, Any]:
-    """The passes of a tiny Llama layer, through JSON."""
-    row: dict[str, Any] = json.loads(json.dumps(passes.measure(TINY)))
-    assert not dist.is_initialized()
-    return row
-
-
-def test_flops_and_bytes_by_hand() -> None:
-    """Table 1 of arXiv 2401.10241: W = 24 sbh^2 FLOPs, 32 sbh bytes from B to W in 16 bits. The 1.5B model."""
-    tokens, hidden = 1024 * 6, 2304
-    sizes = {"num_attention_heads": 24, "num_query_groups": 24, "ffn_hidden_size": 4 * hidden, "seq_length": 1024}
-    shape = LayerShape(hidden_size=hidden, **sizes, micro_batch_size=6, is_llama=False)
-    assert shape.linear_flops == 24 * tokens * hidden**2
-    assert shape.held_bytes(2) == 32 * tokens * hidden
-    llama = Setting(device=torch.device("cpu")).layer(8192)
-    assert llama.linear_flops == 2 * 8192 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336)
-    assert llama.held_bytes(2) == 2 * 8192 * (4096 + 6144 + 4096 + 4096 + 4096 + 28672 + 14336 + 4096)
-
-
 def test_the_published_share_of_memory_after_b_by_hand() -> None:
     """``32 sbh`` of ``sbh (34 + 5 a s / h)``, for the models of arXiv 2401.10241."""
     published = {row["model"]: row for row in json.loads((ROOT / "docs/benchmarks/data/published.json").read_text())["configs"]}
@@ -90,43 +62,6 @@ def test_the_published_share_of_memory_after_b_by_hand() -> None:
         share = 32 / (34 + 5 * heads * 1024 / hidden)
         assert share == pytest.approx(published.pop(name)["activation_after_backward"], abs=1e-4)
     assert not published
-
-
-def test_every_pass_and_every_kernel_is_measured(measured: dict[str, Any]) -> None:
-    assert [at["tokens"] for at in measured["lengths"]] == [66, 131]
-    for at, tokens in zip(measured["lengths"], passes.TOKENS, strict=True):
-        assert all(at["passes"][name] > 0 for name in ("forward_ms", "backward_ms", "wgrad_ms", "fused_ms", "stock_ms", "rounds"))
-        assert [gemm["linear"] for gemm in at["gemms"]] == ["qkv", "proj", "fc1", "fc2"]
-        assert all("matmul and add" in gemm["kernels_ms"] for gemm in at["gemms"])
-        flops = sum(gemm["flops"] for gemm in at["gemms"])
-        assert flops == TINY.layer(tokens).linear_flops
-        assert at["wgrad_tflops"] == pytest.approx(flops / at["passes"]["wgrad_ms"] / 1e9)
-        assert at["verdicts"] == [], "times of a rehearsal"
-    page = passes.lines(measured)
-    assert len([line for line in page if line.startswith("| 66 | ")]) == 5
-    assert not [line for line in page if line.startswith("- ")]
-
-
-def test_goals_are_list_items_of_the_page(measured: dict[str, Any]) -> None:
-    for at in measured["lengths"]:
-        at["verdicts"] = passes.verdicts(at | {"passes": at["passes"] | {"split_ratio": 1.05}})
-        assert [each["is_met"] for each in at["verdicts"]][::2] == [False, True]
-    found = [line for line in passes.lines(measured) if line.startswith("- ")]
-    assert len(found) == 6
-    assert found[0] == "- s = 66: (B + W) / full backward 1.050, goal <= 1.02: MISSED"
-
-
-def test_w_holds_each_input_and_each_output_gradient_once(measured: dict[str, Any]) -> None:
-    """Of real layers: nothing is copied for W, and nothing is held that it does not need."""
-    for at in measured["lengths"]:
-        assert at["passes"]["held_bytes"] == at["needed_bytes"]
-
-
-def test_five_rounds_count_however_long_they_take() -> None:
-    assert list(rounds(repeats=9, warmup=2, seconds=0)) == [*range(7)]
-    assert list(rounds(repeats=9, warmup=2)) == [*range(11)]
-    assert list(rounds(warmup=1, seconds=0, least=2)) == [*range(3)]
-    assert [in_turn("abc", number)[0] for number in range(4)] == ["a", "b", "c", "a"]
 
 
 def test_a_gpu_has_an_index(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from megatron.zerobubble.plan.ir import Op, OpKind
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.simulate import run_in_order
 from tools.benchmarks.one_gpu import __main__ as one_gpu
-from tools.benchmarks.one_gpu import compose, passes
+from tools.benchmarks.one_gpu import compose, ranks
 from tools.benchmarks.one_gpu.alone import alone
 from tools.benchmarks.one_gpu.page import checks, page
 from tools.benchmarks.one_gpu.ranks import CONTENDERS, lines, run
@@ -80,7 +80,7 @@ def test_equal_times_compose_to_the_bubbles_of_the_papers() -> None:
     """F = B = W: 1F1B idles (p - 1) / m of its work, ZB-H2 nothing but the way of the first and of the last microbatch."""
     times = {"F": 1.0, "B": 1.0, "W": 1.0}
     runs = _runs("1F1B", 4, 12, {"F": 1.0, "BW": 2.0}) + _runs("ZB-H2", 4, 12, times) + _runs("ZBV", 4, 12, times)
-    report = compose.compose({"num_ranks": 4, "num_microbatches": 12, "runs": runs}, None)
+    report = compose.compose({"num_ranks": 4, "num_microbatches": 12, "runs": runs})
     [free] = [row for row in report["rows"] if row["num_ranks"] == 4 and not row["alike"] and row["link"] == "free"]
     found = {each["name"]: each for each in free["contenders"]}
     assert found["1F1B"]["ms"] == pytest.approx([3 * (12 + 3)] * 3)
@@ -94,7 +94,7 @@ def test_passes_beside_a_resident_transfer_are_slower() -> None:
     times = {"F": 2.0, "B": 2.0, "W": 2.0}
     runs = _runs("ZB-H1", 3, 6, times)
     plan = build_plan("zb-h1", num_ranks=3, num_microbatches=6)
-    ratios = {name: {1: 9.0, 4: 1.5, 8: 2.0} for name in ("forward", "backward", "wgrad")}
+    ratios = {kind: {1: 9.0, 4: 1.5, 8: 2.0} for kind in OpKind}
     composition = compose.Composition(0.5, ratios, numpy.random.default_rng(1))
     factors = composition._factors(BY_NAME["ZB-H1"], plan, compose.Times(runs, 3, alike=False))
     assert factors[Op(0, OpKind.F, 0)] == 1.0  # rank 0 begins: nothing has been sent
@@ -131,38 +131,34 @@ def test_a_rank_runs_its_whole_program_alone(name: str) -> None:
         assert {key: len(taken) for key, taken in iteration["ops_ms"].items()} == wanted
         assert sum(map(len, iteration["gaps_ms"].values())) == len(plan.ops[1]) - 1
         assert iteration["whole_ms"] >= sum(map(sum, iteration["ops_ms"].values()))
-        assert set(iteration["host_ms"]) == {op.kind.name for op in plan.ops[1]}
     assert ("planned_bytes" in row) == (name == "ZBV")
     if name == "ZBV":
         assert row["held_bytes"] == pytest.approx(row["planned_bytes"], rel=0.05)
 
 
-def test_a_step_that_fails_does_not_end_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: Setting) -> Row:
-        raise RuntimeError("out of memory")
+def test_a_contender_that_fails_does_not_end_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def times(contender: ranks.Contender, rank: int, *_: object) -> Row:
+        if contender.name == "ZB-H2":
+            raise RuntimeError("out of memory")
+        ms = {"F": 1.0, "BW": 2.0} if contender.is_stock else {"F": 1.0, "B": 1.0, "W": 1.0}
+        return next(each for each in _runs(contender.name, 4, 4, ms) if each["rank"] == rank)
 
-    monkeypatch.setattr(passes, "measure", fail)
+    monkeypatch.setattr(ranks, "run", times)
     file, written = tmp_path / "one.json", tmp_path / "page.md"
-    words = ["--device", "cpu", "--scale", "0.016", "--steps", "AB", "--json", str(file), "--markdown", str(written)]
+    words = ["--device", "cpu", "--scale", "0.016", "--json", str(file), "--markdown", str(written)]
     assert one_gpu.main(words) == 1
-    report = json.loads(file.read_text())
-    assert report["failed"] == {"A": "RuntimeError: out of memory"}
-    assert list(report["steps"]) == ["B"]
+    report = read_json(str(file), one_gpu.FORMAT)
+    assert report["ranks"]["failed"] == {"ZB-H2": "RuntimeError: out of memory"}
+    assert {run["contender"] for run in report["ranks"]["runs"]} == {each.name for each in CONTENDERS} - {"ZB-H2"}
     text = written.read_text()
     assert "not run on a GPU" in text
-    assert "- step A is missing: RuntimeError: out of memory" in text
+    assert "- ZB-H2 is missing: RuntimeError: out of memory" in text
+    assert "| ZBV |" in text
 
 
-def test_an_unknown_step_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        one_gpu.main(["--json", "one.json", "--steps", "AXZ"])
-    assert "error: --steps has X, Z; the steps are ADBE" in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_steps_end_with_the_budget(tmp_path: Path) -> None:
-    file = tmp_path / "one.json"
-    assert one_gpu.main(["--device", "cpu", "--scale", "0.016", "--steps", "A", "--budget", "0", "--json", str(file)]) == 1
-    assert json.loads(file.read_text())["failed"] == {"A": "the budget was over"}
+def test_a_scale_beyond_the_whole_layer_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert one_gpu.main(["--device", "cpu", "--scale", "2"]) == 2
+    assert "error: --scale is 2.0; it must be more than 0 and at most 1" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -176,24 +172,21 @@ def test_the_recorded_page_is_that_of_its_data(recorded: Row) -> None:
 
 def test_a_run_that_was_cut_has_a_page(recorded: Row) -> None:
     report = json.loads(json.dumps(recorded))
-    for row in report["steps"]["E"]["rows"]:
+    for row in report["composed"]["rows"]:
         for each in row["contenders"]:
             each.pop("over_interleaved")
-    del report["steps"]["B"]
     assert "over the faster" not in page(report).partition("## The pipeline")[0]
 
 
 def test_the_recorded_run_passes_its_checks(recorded: Row) -> None:
     found = list(checks(recorded))
-    assert len(found) == 2
+    assert len(found) == 3
     assert all(line.endswith(": met") for line in found)
 
 
 def test_the_front_page_has_the_recorded_speed(recorded: Row) -> None:
     [row] = [
-        each
-        for each in recorded["steps"]["E"]["rows"]
-        if (each["num_ranks"], each["alike"], each["link"]) == (8, False, "NVLink")
+        each for each in recorded["composed"]["rows"] if (each["num_ranks"], each["alike"], each["link"]) == (8, False, "NVLink")
     ]
     mean, least, most = next(each for each in row["contenders"] if each["name"] == "ZBV")["over_1f1b"]
     assert f"| ZBV over 1F1B: {mean:.3f} ({least:.3f} to {most:.3f}) | passes of an H200, composed, p = 8 |" in (
@@ -203,13 +196,16 @@ def test_the_front_page_has_the_recorded_speed(recorded: Row) -> None:
 
 def test_checks_fail(recorded: Row) -> None:
     report = json.loads(json.dumps(recorded))
-    first = next(run for run in report["steps"]["D"]["runs"] if "planned_bytes" in run)
+    first = next(run for run in report["ranks"]["runs"] if "planned_bytes" in run)
     first["held_bytes"] *= 1.06
     for iteration in first["iterations"]:
         iteration["whole_ms"] *= 1.05
-    assert [line.rpartition(" ")[2] for line in checks(report)] == ["MISSED", "MISSED"]
+    split = next(run for run in report["ranks"]["runs"] if (run["contender"], run["rank"]) == ("ZB-H1", 1))
+    for iteration in split["iterations"]:
+        iteration["ops_ms"]["1 W"] = [1.1 * each for each in iteration["ops_ms"]["1 W"]]
+    assert [line.rpartition(" ")[2] for line in checks(report)] == ["MISSED", "MISSED", "MISSED"]
 
 
 def test_the_page_has_every_rank(recorded: Row) -> None:
-    text = lines(recorded["steps"]["D"])
-    assert sum(line.startswith(("| 0 |", "| 1 |", "| 4 |", "| 7 |")) for line in text) == 2 * 4 * len(CONTENDERS) + 4
+    text = lines(recorded["ranks"])
+    assert sum(line.startswith(("| 0 |", "| 1 |", "| 4 |", "| 7 |")) for line in text) == 2 * 4 * len(CONTENDERS)

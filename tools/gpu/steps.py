@@ -129,13 +129,13 @@ def _kernels(machine: Machine) -> Iterator[Step]:
         deviation=f"a kernel adds something else than dY^T X, or operands of W change between B and W: {_TRUST}",
     )
     yield Step(
-        name="one GPU: passes and every rank's program",
+        name="one GPU: every rank's program",
         files="one_gpu",
         command=(sys.executable, *_ONE_GPU, *(("--device", "cpu", "--scale", "0.016") if machine.rehearses else ())),
         environment=machine.variables,
         minutes=10,
-        expected="no step fails; (B + W) at most 1.02 of the full backward; W at least 0.95 of the plain matmul's rate",
-        deviation="a larger ratio is lost in every schedule: compare the kernels of W in the table",
+        expected="no rank fails; B and W at most 1.02 of the full backward; activations within 5 % of the plan's",
+        deviation="a larger ratio is lost in every schedule: see which kernel of W is chosen in the first step's log",
     )
 
 

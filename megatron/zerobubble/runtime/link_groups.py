@@ -3,7 +3,7 @@
 A send or receive on NCCL is a kernel that spins until the other rank's kernel runs. Its blocks (CTAs) take streaming
 multiprocessors from the GEMMs beside it, and where all of these are busy it starts late, and with it the next op of another rank.
 A high priority lets its blocks start first; a limit of CTAs bounds what they take: docs/benchmarks/settled.md has the
-reasons for the default, docs/benchmarks/one_gpu.md what passes lose beside held multiprocessors.
+reasons for the default, and what passes lose beside held multiprocessors.
 """
 
 from __future__ import annotations

@@ -5,15 +5,12 @@ Compiled by inductor for the CPU, in this process: the ranks of other tests star
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 import torch
 import torch._dynamo
 
 from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumulate
-from tools.benchmarks.one_gpu import stack
-from tools.benchmarks.one_gpu.layer_shape import LayerShape
+from tests.support.layer_stack import FFN_HIDDEN_SIZE, HEADS, HIDDEN_SIZE, SEQ_LENGTH, Stack, world_of_one
 
 NUM_MICROBATCHES = 3
 
@@ -23,20 +20,18 @@ NUM_MICROBATCHES = 3
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
 @pytest.mark.sampled(0.5)
 def test_a_split_layer_has_the_bits_of_a_whole_one(is_llama: bool) -> None:
-    cpu, groups = torch.device("cpu"), 2 if is_llama else 4
-    sizes = {"num_attention_heads": 4, "num_query_groups": groups, "ffn_hidden_size": 96, "seq_length": 16}
-    shape = LayerShape(hidden_size=64, **sizes, is_llama=is_llama)
+    """Between B and W the store holds each linear's input and output gradient once: nothing is copied, nothing is in excess."""
     kernel = WgradKernel(KernelKind.PLAIN, plain_accumulate)
-    config = stack._config
     num_compiled = torch._dynamo.utils.counters["frames"]["ok"]
-    with stack.world_of_one(cpu) as host:
-        with mock.patch.object(stack, "_config", lambda *args, **_: config(*args, on_gpu=True)):
-            split, whole = (stack.Stack(shape, 2, torch.float32, cpu, host, each) for each in (kernel, None))
+    with world_of_one() as host:
+        split, whole = (Stack(host, each, is_llama=is_llama, is_fused=True) for each in (kernel, None))
+        assert split.store is not None
         whole.chunk.module.load_state_dict(split.chunk.module.state_dict(), strict=False)
         for _ in range(NUM_MICROBATCHES):
-            inputs, gradient = torch.randn(16, 1, 64), torch.randn(16, 1, 64)
+            inputs, gradient = (torch.randn(SEQ_LENGTH, 1, HIDDEN_SIZE) for _ in range(2))
             for each in (split, whole):
-                each.backward(each.forward(inputs.clone().requires_grad_()), gradient, fused=False)
+                each.backward(each.forward(inputs.clone().requires_grad_()), gradient)
+            assert split.store.pending_bytes == _operand_bytes(is_llama)
             split.weight_gradient()
         pairs = list(zip(split.chunk.parameters(), whole.chunk.parameters(), strict=True))
         assert all(torch.equal(ours.main_grad, theirs.main_grad) for ours, theirs in pairs)
@@ -44,3 +39,10 @@ def test_a_split_layer_has_the_bits_of_a_whole_one(is_llama: bool) -> None:
         split.close()
         whole.close()
     assert torch._dynamo.utils.counters["frames"]["ok"] > num_compiled
+
+
+def _operand_bytes(is_llama: bool) -> int:
+    """Inputs and output gradients of QKV, projection and MLP of two layers, fp32."""
+    keys, fc1 = (HIDDEN_SIZE // HEADS * 2, 2 * FFN_HIDDEN_SIZE) if is_llama else (HIDDEN_SIZE, FFN_HIDDEN_SIZE)
+    widths = (HIDDEN_SIZE, HIDDEN_SIZE + 2 * keys, HIDDEN_SIZE, HIDDEN_SIZE, HIDDEN_SIZE, fc1, FFN_HIDDEN_SIZE, HIDDEN_SIZE)
+    return 2 * 4 * SEQ_LENGTH * sum(widths)

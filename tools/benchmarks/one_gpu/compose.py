@@ -1,9 +1,9 @@
-"""Step E: the pipeline's iteration, composed on the CPU from what the ranks took alone.
+"""The pipeline's iteration, composed on the CPU from what the ranks took alone.
 
 The timeline follows from the plan's dependencies. An op takes a measured time of its stage's kind and the gap that its rank left
 before it, drawn anew for every composition. Ranks that were not run take the times of an inner one that was. Messages of our
-schedules and of interleaved 1F1B go beside the passes, which are slower by what step B measured as long as a transfer is resident
-on their rank: a receive from its post, a send from the end of its op, both until the message is there. megatron-core's 1F1B
+schedules and of interleaved 1F1B go beside the passes, which are slower, by `SLOWER`, as long as a transfer is resident on their
+rank: a receive from its post, a send from the end of its op, both until the message is there. megatron-core's 1F1B
 exchanges messages between two passes: both ends must have come, and go on when both messages are over.
 """
 
@@ -38,8 +38,15 @@ LINKS_MS = {"free": 0.0, "NVLink": 0.096, "InfiniBand": 0.75}
 """Of a message between two ranks, 33.5 MB: at 350 GB/s on NVLink, at 45 GB/s on InfiniBand."""
 CTAS = 4
 """Of a transfer, for all contenders: what our links take on NVLink."""
+_B = {1: 1.126, 4: 1.216, 8: 1.232, 16: 1.254, 32: 1.388}
+SLOWER: Mapping[OpKind, Mapping[int, float]] = {
+    OpKind.F: {1: 1.102, 4: 1.177, 8: 1.184, 16: 1.219, 32: 1.343},
+    OpKind.B: _B,
+    OpKind.W: {1: 1.100, 4: 1.134, 8: 1.134, 16: 1.218, 32: 1.335},
+    OpKind.BW: _B,
+}
+"""Pass -> CTAs that hold SMs beside it -> its time over that alone, on an H200 (docs/benchmarks/settled.md)."""
 _DRAWS = 200
-_PASSES = {OpKind.F: "forward", OpKind.B: "backward", OpKind.W: "wgrad", OpKind.BW: "backward"}
 
 
 class Times:
@@ -159,12 +166,11 @@ def _actions(plan: Plan, rank: int) -> list[Any]:
     return found
 
 
-def compose(ranks: Row, transfers: Row | None) -> Row:
+def compose(ranks: Row) -> Row:
     """Compose every contender's iteration for each size of pipeline and each link.
 
     Args:
-        ranks: of step D.
-        transfers: of step B, by which passes beside resident transfers are slower; None: they are not.
+        ranks: what they took.
     """
     draw, size = numpy.random.default_rng(1), ranks["num_ranks"]
     of = {each.name: [run for run in ranks["runs"] if run["contender"] == each.name] for each in CONTENDERS}
@@ -174,7 +180,7 @@ def compose(ranks: Row, transfers: Row | None) -> Row:
         times = {each.name: Times(of[each.name], size, alike=alike) for each in complete}
         num_microbatches = ranks["num_microbatches"] // size * num_ranks
         for link, link_ms in LINKS_MS.items():
-            setting = Composition(link_ms, {} if transfers is None or not link_ms else slow_downs(transfers), draw)
+            setting = Composition(link_ms, SLOWER if link_ms else {}, draw)
             drawn = {}
             for each in complete:
                 for name, plan in _plans(each, times[each.name], num_ranks, num_microbatches, link_ms):
@@ -199,8 +205,8 @@ class Composition:
     """The makespans of contenders on one kind of link."""
 
     link_ms: float
-    slower: Mapping[str, Mapping[int, float]]
-    """Of step B: pass -> CTAs -> its time over that alone; empty: transfers hold nothing."""
+    slower: Mapping[OpKind, Mapping[int, float]]
+    """As `SLOWER`; empty: transfers hold nothing."""
     draw: numpy.random.Generator
 
     def makespan(self, contender: Contender, plan: Plan, times: Times) -> Draws:
@@ -236,7 +242,7 @@ class Composition:
         """The mean of the factors over an op, which change when a transfer comes or ends."""
         if span[1] <= span[0]:
             return 1.0
-        known = {0: 1.0} | dict(self.slower[_PASSES[op.kind]])
+        known = {0: 1.0} | dict(self.slower[op.kind])
         cuts = sorted({*span, *(at for each in beside for at in each if span[0] < at < span[1])})
         total = 0.0
         for part in itertools.pairwise(cuts):
@@ -278,13 +284,6 @@ def _transfers(plan: Plan, costs: CostModel | None) -> list[tuple[Op | None, Op,
                 found.append((post, results[need], rank))
             before, last[is_forward] = op, op
     return found
-
-
-def slow_downs(transfers: Row) -> dict[str, dict[int, float]]:
-    """Of step B: pass -> CTAs -> its time over that alone."""
-    return {
-        name: {row["ctas"]: row[name]["median"] for row in transfers["counts"] if name in row} for name in set(_PASSES.values())
-    }
 
 
 def _compared(drawn: Mapping[str, Draws]) -> list[Row]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from tools.benchmarks.one_gpu import passes, ranks, transfers
+from tools.benchmarks.one_gpu import ranks
+from tools.benchmarks.one_gpu.ranks import median_ops
 from tools.benchmarks.reports import Row, markdown_table
 from tools.docs.wrap import wrapped
 
@@ -13,6 +14,8 @@ __all__ = ["checks", "page"]
 
 WHOLE_LIMIT = 1.02
 """Most that a rank's iteration takes alone, over the sum of its ops."""
+SPLIT_LIMIT = 1.02
+"""Most that B and W take beside the full backward."""
 MEMORY_LIMIT = 0.05
 """Most by which activations differ from the plan's."""
 _INTRODUCTION = (
@@ -24,38 +27,43 @@ _INTRODUCTION = (
 
 def page(report: Row) -> str:
     """The page in Markdown."""
-    done = report["steps"]
     where = f"{report['device']}, torch {report['torch']}, megatron-core {report['megatron_core']}, {report['date']}"
     parts = ["# Every rank alone on one GPU", "", _INTRODUCTION, ""]
     if not report["is_gpu"]:
         parts += ["**A rehearsal on a CPU with a tiny model in fp32: not run on a GPU.** Its times say nothing about a GPU.", ""]
     parts += ["```", report["command"], "```", "", f"{where}."]
-    if "E" in done:
-        parts += ["", *headline(report), "", *_composed(done["E"], done["D"])]
-    if "D" in done:
-        parts += ["", *ranks.lines(done["D"])]
-        found = list(checks(report))
-        parts += ["", *(found or ["- no check could be made"])]
-    if "A" in done:
-        parts += ["", *passes.lines(done["A"])]
-    if "B" in done:
-        parts += ["", *transfers.lines(done["B"])]
-    parts += [f"\n- step {step} is missing: {why}" for step, why in report["failed"].items()]
+    parts += ["", *headline(report), "", *_composed(report["composed"], report["ranks"]), "", *ranks.lines(report["ranks"])]
+    parts += ["", *(list(checks(report)) or ["- no check could be made"])]
+    parts += [f"- {name} is missing: {why}" for name, why in report["ranks"]["failed"].items()]
     return wrapped("\n".join(parts) + "\n")
 
 
 def checks(report: Row) -> Iterator[str]:
-    """One line per check, with MISSED where it fails: the ranks' whole over the sum of ops, and memory beside the plan's."""
-    runs = report["steps"]["D"]["runs"]
+    """One line per check, with MISSED where it fails: gaps between ops, B and W over the full backward, memory."""
+    runs = report["ranks"]["runs"]
     if report["is_gpu"]:
         alone = {_name(run): statistics.median(_whole(each) for each in run["iterations"]) for run in runs}
         ours = {name: ratio for name, ratio in alone.items() if not name.startswith("1F1B, with its wait")}
         worst = max(ours, key=lambda name: ours[name])
         yield _line("a rank's iteration over the sum of its ops", f"{ours[worst]:.3f} ({worst})", WHOLE_LIMIT, ours[worst])
+        split = dict(_split(runs))
+        if split:
+            worst_rank = max(split, key=lambda rank: split[rank])
+            what, found = "B + W of ZB-H1 over the full backward of 1F1B", f"{split[worst_rank]:.3f} (rank {worst_rank})"
+            yield _line(what, found, SPLIT_LIMIT, split[worst_rank])
     apart = {_name(run): abs(run["held_bytes"] / run["planned_bytes"] - 1) for run in runs if "planned_bytes" in run}
     if apart:
         worst = max(apart, key=lambda name: apart[name])
         yield _line("activations apart from the plan's", f"{100 * apart[worst]:.2f} % ({worst})", MEMORY_LIMIT, apart[worst])
+
+
+def _split(runs: Sequence[Row]) -> Iterator[tuple[int, float]]:
+    """(rank, time of a B and a W under ZB-H1 over that of a full backward under 1F1B), medians."""
+    by_name = {(run["contender"], run["rank"]): median_ops(run) for run in runs}
+    for (name, rank), split in by_name.items():
+        whole = by_name.get(("1F1B", rank))
+        if name == "ZB-H1" and whole is not None:
+            yield rank, (split["B"] + split["W"]) / whole["BW"]
 
 
 def _line(what: str, measured: str, limit: float, value: float) -> str:
@@ -71,7 +79,7 @@ def _whole(iteration: Row) -> float:
 
 
 def _composed(row: Row, alone: Row) -> list[str]:
-    """The section of step E."""
+    """The section of the composed pipeline."""
     per_rank, links = alone["num_microbatches"] // alone["num_ranks"], row["links_ms"]
     above = {
         name: max(each["peak_bytes"] - each["state_bytes"] for each in alone["runs"] if each["contender"] == name)
@@ -85,9 +93,10 @@ def _composed(row: Row, alone: Row) -> list[str]:
         f"{row['draws']} compositions, whose pass times and gaps are drawn anew from the measured ones. Free: messages take no "
         f"time and hold nothing. On NVLink one takes {links['NVLink']:g} ms (33.5 MB at 350 GB/s), on InfiniBand "
         f"{links['InfiniBand']:g} ms (at 45 GB/s); while a transfer is resident on a rank, with {row['ctas']} CTAs, passes are "
-        "slower by what was measured below. Receives are posted where our programs post them, and where megatron-core's "
-        "interleaved 1F1B posts them; its 1F1B exchanges messages between two passes. Memory is the allocator's peak above "
-        "weights, gradients and optimizer state, on the rank that takes most.",
+        "slower by what an H200 [lost beside held SMs](settled.md#one-gpu-passes-held-sms-the-host-slices). "
+        "Receives are posted where our programs post them, and where megatron-core's interleaved 1F1B posts them; its 1F1B "
+        "exchanges messages between two passes. Memory is the allocator's peak above weights, gradients and optimizer state, on "
+        "the rank that takes most.",
     ]
     for num_ranks, alike in dict.fromkeys((each["num_ranks"], each["alike"]) for each in row["rows"]):
         found = [each for each in row["rows"] if (each["num_ranks"], each["alike"]) == (num_ranks, alike)]
@@ -111,7 +120,7 @@ def _interval(found: list[float] | None) -> str:
 
 def headline(report: Row) -> list[str]:
     """What stands first: the fastest of our schedules at the measured size, on NVLink; nothing where a baseline is missing."""
-    row = report["steps"]["E"]["rows"]
+    row = report["composed"]["rows"]
     own = [each for each in row if each["link"] == "NVLink" and not each["alike"]]
     most = max(own, key=lambda each: each["num_ranks"])
     compared = [each for each in most["contenders"] if "over_1f1b" in each and "over_interleaved" in each]

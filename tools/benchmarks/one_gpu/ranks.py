@@ -1,7 +1,7 @@
-"""Step D: the programs of some ranks of a pipeline, each run alone on the device.
+"""The programs of some ranks of a pipeline, each run alone on the device.
 
-Per op its device time, between two events on the stream; per rank the whole iteration, memory beside the plan's, the host's time
-to issue an op with and without the watchdog's watch, and the optimizer step.
+Per op its device time, between two events on the stream; per rank the whole iteration, memory beside the plan's, and the
+optimizer step.
 """
 
 from __future__ import annotations
@@ -10,19 +10,16 @@ import gc
 import itertools
 import statistics
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 
 from megatron.zerobubble.mcore.cpu.device import HostDevice
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.ir import Op
 from megatron.zerobubble.plan.simulate import memory_after_ops
 from megatron.zerobubble.plan.timeline import Activity, RankTimeline
-from megatron.zerobubble.profiling.marks import Marks
 from megatron.zerobubble.profiling.profiler import Profiler
 from tools.benchmarks.one_gpu.alone import Alone, alone
 from tools.benchmarks.one_gpu.setting import Setting
@@ -67,11 +64,10 @@ CONTENDERS = (
     Contender(name="V-Min", schedule="v-min", chunks=2),
 )
 _TIMED = (3, 4)
-"""Iterations that are timed, after one that allocates and one that measures memory. The last has the watchdog's watch."""
+"""Iterations that are timed, after one that allocates and one that measures memory."""
 _LAYERS_PER_RANK = 4
 _ORDER = {each.name: index for index, each in enumerate(CONTENDERS)}
 _KINDS = ("F", "B", "W", "BW")
-_PARTS = ("statistics", "snapshot", "apply")
 
 
 def vocabulary(setting: Setting) -> int:
@@ -81,11 +77,9 @@ def vocabulary(setting: Setting) -> int:
 
 def flags(contender: Contender, setting: Setting, num_ranks: int, num_microbatches: int) -> list[str]:
     """Of the reference trainer."""
-    layer = setting.layer(4096)
     words = (
-        f"{'--bf16' if setting.on_gpu else ''} --num-layers {_LAYERS_PER_RANK * num_ranks} --hidden-size {layer.hidden_size} "
-        f"--num-attention-heads {layer.num_attention_heads} --ffn-hidden-size {layer.ffn_hidden_size} --group-query-attention "
-        f"--num-query-groups {layer.num_query_groups} --seq-length {layer.seq_length} --swiglu --normalization RMSNorm "
+        f"{'--bf16' if setting.on_gpu else ''} --num-layers {_LAYERS_PER_RANK * num_ranks} {setting.sizes} "
+        "--group-query-attention --swiglu --normalization RMSNorm "
         "--disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights --hidden-dropout 0 "
         f"--attention-dropout 0 --mock-data --tokenizer-type NullTokenizer --vocab-size {vocabulary(setting) - 1} --eval-iters 0 "
         f"--micro-batch-size 1 --global-batch-size {num_microbatches} --train-iters 10 --lr 1e-30 --init-by-rank "
@@ -94,27 +88,6 @@ def flags(contender: Contender, setting: Setting, num_ranks: int, num_microbatch
     if contender.is_stock and contender.chunks > 1:
         words += ["--num-virtual-stages-per-pipeline-rank", str(contender.chunks)]
     return words
-
-
-class _HostClock:
-    """The host's times between the beginnings of two ops, as the recorder sees them."""
-
-    def __init__(self, recorder: Any) -> None:
-        start, self.begun = recorder.start, list[tuple[Op, float]]()
-
-        def started(op: Op) -> None:
-            self.begun.append((op, time.perf_counter()))
-            start(op)
-
-        recorder.start = started
-
-    def least_ms(self) -> dict[str, float]:
-        """Kind of op -> the least time from its beginning to that of the next op: where the device is behind, the host waits."""
-        taken: dict[str, float] = {}
-        for (op, begin), (_, end) in itertools.pairwise(self.begun):
-            taken[op.kind.name] = min(taken.get(op.kind.name, 1e9), 1e3 * (end - begin))
-        self.begun.clear()
-        return taken
 
 
 def run(contender: Contender, rank: int, setting: Setting, host: HostDevice, num_ranks: int, num_microbatches: int) -> Row:
@@ -134,19 +107,15 @@ def run(contender: Contender, rank: int, setting: Setting, host: HostDevice, num
             job.iterate()
         else:
             row |= _memory(job, rank, num_ranks, num_microbatches)
-        clock = _HostClock(schedule.recorder)
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         row["iterations"] = []
-        for number in _TIMED:
-            schedule.hooks.watch = None if number == _TIMED[0] else job.watch
+        schedule.hooks.watch = job.watch
+        for _ in _TIMED:
             job.iterate()
-            row["iterations"].append(_times(schedule.recorder.timeline()) | {"host_ms": clock.least_ms()})
-        schedule.hooks.watch = None
+            row["iterations"].append(_times(schedule.recorder.timeline()))
         if on_gpu:
             row |= {"peak_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.memory_reserved()}
-        if contender.schedule == "zb-h1":
-            row["optimizer_ms"] = _optimizer(job)
         job.close()
         return row
 
@@ -183,32 +152,10 @@ def _times(timeline: RankTimeline) -> Row:
     return {"ops_ms": taken, "gaps_ms": gaps, "whole_ms": whole_ms, "step_ms": sum(steps)}
 
 
-def _optimizer(job: Alone) -> dict[str, float]:
-    """The parts of a step with post-validation, each alone."""
-    post_validation = job.state.post_validation
-    assert post_validation is not None
-    optimizer, marks, taken = post_validation._optimizer, Marks(job.schedule.device), dict[str, float]()
-
-    def time_of(name: str, call: Callable[[], Any]) -> Any:
-        begin = marks.now()
-        result = call()
-        end = marks.now()
-        marks.synchronize()
-        taken[name] = marks.elapsed_ms(begin, end)
-        return result
-
-    for _ in range(2):  # the second one finds its memory
-        found = time_of("statistics", optimizer.prepare)
-        time_of("snapshot", optimizer.snapshot)
-        time_of("apply", partial(optimizer.apply, found))
-        optimizer.drop_snapshot()
-    return taken
-
-
-def measure(setting: Setting, save: Callable[[Row], None], seconds: float = 260.0) -> Row:
+def measure(setting: Setting, save: Callable[[Row], None], seconds: float) -> Row:
     """Run ranks of all contenders, rank by rank, so that contenders have the same clocks; saved after each.
 
-    No rank begins that would probably end after `seconds`.
+    No rank begins that would probably end after `seconds`. A contender that fails does not end the others.
     """
     num_ranks, num_microbatches = (8, 24) if setting.on_gpu else (4, 4)
     ranks = (1, 0, 7, 4) if setting.on_gpu else (1, 0, 3)
@@ -218,6 +165,7 @@ def measure(setting: Setting, save: Callable[[Row], None], seconds: float = 260.
         "layers": _LAYERS_PER_RANK,
         "vocabulary": vocabulary(setting),
         "runs": [],
+        "failed": {},
     }
     begin = time.monotonic()
     with HostDevice(enabled=not setting.on_gpu) as host:
@@ -226,27 +174,39 @@ def measure(setting: Setting, save: Callable[[Row], None], seconds: float = 260.
                 break
             for index in range(len(CONTENDERS)):
                 contender = CONTENDERS[(index + turn) % len(CONTENDERS)]
-                report["runs"].append(run(contender, rank, setting, host, num_ranks, num_microbatches))
+                print(f"rank {rank}, {contender.name}", flush=True)
+                try:
+                    report["runs"].append(run(contender, rank, setting, host, num_ranks, num_microbatches))
+                except Exception as error:  # noqa: BLE001  # such as a GPU too small for it
+                    traceback.print_exc()
+                    report["failed"][contender.name] = f"{type(error).__name__}: {' '.join(str(error).split())}"
                 gc.collect()  # what it left, before the next one begins
                 save(report)
     return report
 
 
+def median_ops(run: Row) -> dict[str, float]:
+    """Kind of op -> its median milliseconds."""
+    taken: dict[str, list[float]] = {kind: [] for kind in _KINDS}
+    for iteration in run["iterations"]:
+        for key, ms in iteration["ops_ms"].items():
+            taken[key.split()[1]] += ms
+    return {kind: statistics.median(ms) for kind, ms in taken.items() if ms}
+
+
 def lines(row: Row) -> list[str]:
     """The section of the page."""
-    table, memory, steps = [], [], []
+    table, memory = [], []
     for run in sorted(row["runs"], key=lambda run: (run["rank"], _ORDER[run["contender"]])):
         who, both = [str(run["rank"]), run["contender"]], run["iterations"]
-        ops = [(key.split()[1], taken) for each in both for key, taken in each["ops_ms"].items()]
-        times = {kind: [ms for of, taken in ops if of == kind for ms in taken] for kind in _KINDS}
-        sums = sum(sum(taken) for _, taken in ops)
+        ops = [taken for each in both for taken in each["ops_ms"].values()]
+        sums = sum(map(sum, ops))
         table.append(
             [
                 *who,
-                " ".join(f"{kind} {statistics.median(taken):.3f}" for kind, taken in times.items() if taken),
+                " ".join(f"{kind} {ms:.3f}" for kind, ms in median_ops(run).items()),
                 f"{sums / len(both):.1f}",
                 f"{sum(each['whole_ms'] for each in both) / sums:.3f}",
-                *(" ".join(f"{kind} {ms:.2f}" for kind, ms in each["host_ms"].items()) for each in both),
                 f"{statistics.fmean(each['step_ms'] for each in both):.1f}",
             ]
         )
@@ -254,18 +214,15 @@ def lines(row: Row) -> list[str]:
         held += [run[name] - run["state_bytes"] if name in run else None for name in ("peak_bytes", "reserved_bytes")]
         if any(each is not None for each in held):
             memory.append([*who, *("" if each is None else f"{each / 2**30:.3f}" for each in held)])
-        if "optimizer_ms" in run:
-            steps.append([str(run["rank"]), *(f"{run['optimizer_ms'][part]:.2f}" for part in _PARTS)])
     return [
         "## Ranks alone",
         "",
         f"p = {row['num_ranks']}, m = {row['num_microbatches']}, {row['layers']} layers of Llama-3-8B per rank, one sample per "
         f"microbatch, a vocabulary of {row['vocabulary']:,}. An op is the median of two iterations, between events on the "
-        "stream; whole is from the first op to the last. The host's time is the least between the beginnings of two ops, in "
-        "which it may wait for the device; the second one is with the watchdog's watch. The step is the synchronous optimizer's.",
+        "stream; whole is from the first op to the last. The step is the synchronous optimizer's.",
         "",
         *markdown_table(
-            ("rank", "schedule", "an op, ms", "sum of ops, ms", "whole / sum", "host, ms", "host with the watch, ms", "step, ms"),
+            ("rank", "schedule", "an op, ms", "sum of ops, ms", "whole / sum", "step, ms"),
             table,
         ),
         "",
@@ -273,8 +230,4 @@ def lines(row: Row) -> list[str]:
         "peak and reserve, above what it holds between iterations.",
         "",
         *markdown_table(("rank", "schedule", "planned", "measured", "workspace", "peak", "reserved"), memory),
-        "",
-        "A step with post-validation, in ms: the statistics of the gradients, a snapshot for a rollback, and the update.",
-        "",
-        *markdown_table(("rank", *_PARTS), steps),
     ]

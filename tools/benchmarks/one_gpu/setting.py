@@ -1,14 +1,12 @@
-"""What every step runs on, and how large."""
+"""What ranks run on, and how large their layers are."""
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from megatron.zerobubble.errors import ConfigError
-from tools.benchmarks.one_gpu.layer_shape import LayerShape, llama_3_8b
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,29 +15,25 @@ class Setting:
 
     device: torch.device
     scale: float = 1.0
-    """Factor on the heads and tokens of a layer; 1 is Llama-3-8B's."""
-    begun: float = field(default_factory=time.monotonic)
-    budget_s: float = 450.0
-    """Seconds after which no step begins."""
+    """Factor on the heads and tokens of a layer; 1 is Llama-3-8B's with 4,096 tokens."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.scale <= 1:
+            raise ConfigError(f"--scale is {self.scale}; it must be more than 0 and at most 1, where 1 is the whole layer")
 
     @property
     def on_gpu(self) -> bool:
-        """Whether times are those of a GPU."""
+        """Whether times are those of a GPU, in bf16. A CPU without instructions for bf16 is 30 times as slow in it: fp32."""
         return self.device.type == "cuda"
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of weights and activations; main gradients are fp32. A CPU without instructions for bf16 is 30 times as slow in it."""
-        return torch.bfloat16 if self.on_gpu else torch.float32
-
-    @property
-    def left_s(self) -> float:
-        """Seconds that are left of the budget."""
-        return self.begun + self.budget_s - time.monotonic()
-
-    def layer(self, tokens: int) -> LayerShape:
-        """A layer of Llama-3-8B with one sample of this length, scaled."""
-        return llama_3_8b(tokens).scaled(self.scale)
+    def sizes(self) -> str:
+        """Flags of a layer: at least one KV head with its four heads of 128, and 8 tokens."""
+        groups = max(1, round(8 * self.scale))
+        return (
+            f"--hidden-size {512 * groups} --num-attention-heads {4 * groups} --num-query-groups {groups} "
+            f"--ffn-hidden-size {14336 * groups // 8} --seq-length {max(8, round(4096 * self.scale))}"
+        )
 
 
 def choose_device(name: str | None) -> torch.device:
