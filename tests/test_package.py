@@ -180,7 +180,6 @@ def test_pip_fetches_a_compiler_where_there_is_none(checkout: Path, tmp_path: Pa
             ["checkpoint", "verify", "x"],
             "zerobubble checkpoint needs xxhash, which is not installed: pip install '.[train]' in a",
         ),
-        (["pareto", *PLAN[3:], "--png", "x.png"], "--png needs matplotlib, which is not installed: pip install '.[plot]' in a"),
         (["env"], None),
         (PLAN, None),
         (["playground", "--help"], None),

@@ -70,7 +70,7 @@ def test_it_ends_with_a_table_and_files(done: tuple[subprocess.CompletedProcess[
     assert json.loads(result.stdout) == json.loads((folder / "bench.json").read_text()), "and nothing else on stdout"
     assert "speed-up [95 %]" in result.stderr
     assert "2 rounds, 2 timed iterations per block" in (folder / "bench.md").read_text()
-    assert {each.name for each in folder.iterdir()} == {"bench.md", "bench.json", "bench.png", "logs"}
+    assert {each.name for each in folder.iterdir()} == {"bench.md", "bench.json", "logs"}
     assert "zbv+pv, round 1: " in result.stderr
     assert "left] stock-1f1b, round 2:" in result.stderr
 

@@ -226,7 +226,7 @@ def test_the_report_has_the_verdict_on_top_and_opens_in_the_playground(tmp_path:
     assert text.startswith("# Compared\n\nzbv is 2.00 times as fast as stock-1f1b")
     opened = open_file((tmp_path / "bench.json").read_bytes())
     assert (opened["kind"], opened["num_ranks"], opened["num_microbatches"]) == ("costs", 2, 6)
-    assert tmp_path / "bench.png" in files
+    assert files == [tmp_path / "bench.md", tmp_path / "bench.json"]
 
 
 def test_the_table_names_failures() -> None:

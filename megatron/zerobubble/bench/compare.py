@@ -21,7 +21,7 @@ import torch
 from megatron.zerobubble.bench.bench_options import Options
 from megatron.zerobubble.bench.bench_progress import BenchProgress
 from megatron.zerobubble.bench.block import BlockRequest, BlockResult
-from megatron.zerobubble.bench.comparison_report import JSON, can_draw, summary, write
+from megatron.zerobubble.bench.comparison_report import JSON, summary, write
 from megatron.zerobubble.bench.contenders import Contender
 from megatron.zerobubble.bench.predictions import FirstBlock, interleaved_ms, measured_costs, predict
 from megatron.zerobubble.bench.speed_ups import Table
@@ -193,8 +193,6 @@ class _Comparison:
                         replace_text(Path(target), document)
                         files.append(Path(target))
                 out.write(summary(self._table()) + "\n")
-                if not can_draw():
-                    out.write("no chart: matplotlib is not installed\n")
                 out.write("written: " + ", ".join(map(str, files)) + "\n")
             else:
                 for outcome in self._outcomes.values():

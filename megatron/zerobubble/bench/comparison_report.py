@@ -1,8 +1,7 @@
-"""The comparison as a table in Markdown, as JSON and as a picture."""
+"""The comparison as a table in Markdown and as JSON."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -12,7 +11,7 @@ from typing import Any
 from megatron.zerobubble.bench.speed_ups import Estimate, Row, Table
 from megatron.zerobubble.files import replace_text
 
-__all__ = ["FORMAT", "JSON", "can_draw", "markdown", "summary", "to_json", "write"]
+__all__ = ["FORMAT", "JSON", "markdown", "summary", "to_json", "write"]
 
 FORMAT = "zerobubble-bench/1"
 JSON = "bench.json"
@@ -24,11 +23,6 @@ _FACTS = (
 )
 """Numbers of a row that follow from others."""
 _IDLE_PARTS = ("imbalance", "schedule", "waiting")
-
-
-def can_draw() -> bool:
-    """Whether matplotlib, which draws the chart, is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def markdown(table: Table, about: Mapping[str, Any]) -> str:
@@ -170,52 +164,11 @@ def _row_json(row: Row) -> dict[str, Any]:
 
 
 def write(directory: Path, table: Table, about: Mapping[str, Any], *, title: str) -> list[Path]:
-    """Write bench.md, bench.json and, with matplotlib, bench.png, each atomically. Returns their paths."""
+    """Write bench.md and bench.json, each atomically. Returns their paths."""
     files = {
-        "bench.md": f"# {title}\n\n{markdown(table, about)}",
-        JSON: json.dumps(to_json(table, about), indent=1) + "\n",
+        directory / "bench.md": f"# {title}\n\n{markdown(table, about)}",
+        directory / JSON: json.dumps(to_json(table, about), indent=1) + "\n",
     }
-    written = []
-    for name, content in files.items():
-        replace_text(directory / name, content)
-        written.append(directory / name)
-    if can_draw() and any(row.speed_up is not None for row in table.rows):
-        _draw(table, directory / "bench.png", title=title)
-        written.append(directory / "bench.png")
-    return written
-
-
-def _draw(table: Table, file: Path, *, title: str) -> None:
-    """Speed-ups as points with their intervals, and beside them speed-up against memory."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (forest, memory) = pyplot.subplots(1, 2, figsize=(11.0, 2.0 + 0.4 * len(table.rows)), width_ratios=(3, 2))
-    rows = [(row, row.speed_up) for row in table.rows if row.speed_up is not None]
-    for place, (row, ratio) in enumerate(rows):
-        low, high = ratio.low or ratio.value, ratio.high or ratio.value
-        forest.plot([low, high], [place, place], color="#4a7a99")
-        forest.plot(ratio.value, place, "o", color="#4a7a99", label="measured, 95 %" if place == 0 else None)
-        if row.predicted_speed_up is not None:
-            label = "predicted" if place == 0 else None
-            forest.plot(row.predicted_speed_up, place, "D", markerfacecolor="none", color="black", label=label)
-        if row.outcome.peak_bytes is not None:
-            at = (row.outcome.peak_bytes / 2**30, ratio.value)
-            memory.plot(*at, "o", color="#4a7a99")
-            memory.annotate(row.outcome.name, at, xytext=(4, 4), textcoords="offset points", fontsize=8)
-    forest.set_yticks(range(len(rows)), [row.outcome.name for row, _ in rows])
-    forest.invert_yaxis()
-    forest.axvline(1.0, color="grey", linewidth=0.8)
-    memory.axhline(1.0, color="grey", linewidth=0.8)
-    memory.margins(0.2)
-    forest.set(xlabel=f"speed-up over {table.baseline}")
-    memory.set(xlabel="peak GiB of the fullest rank", ylabel=f"speed-up over {table.baseline}")
-    forest.legend(fontsize=8)
-    figure.suptitle(title)
-    figure.tight_layout()
-    unfinished = file.with_name(f".{file.name}.new")
-    figure.savefig(unfinished, dpi=150, format="png")
-    unfinished.replace(file)
-    pyplot.close(figure)
+    for file, content in files.items():
+        replace_text(file, content)
+    return list(files)

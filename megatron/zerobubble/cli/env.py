@@ -18,7 +18,7 @@ from megatron.zerobubble.version import __version__
 
 __all__ = ["described", "main"]
 
-_PACKAGES = ("megatron-core", "transformer-engine", "apex", "flash-attn", "numpy", "matplotlib")
+_PACKAGES = ("megatron-core", "transformer-engine", "apex", "flash-attn", "numpy")
 _PREFIXES = ("CUDA_", "NCCL_", "TORCH_", "PYTORCH_", "NVTE_", "ZERO_BUBBLE")
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +27,6 @@ from megatron.zerobubble.cli.plan_files import run_export, run_import, run_show,
 from megatron.zerobubble.cli.progress_bar import stoppable, track
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.flags.memory_limit import bytes_of
-from megatron.zerobubble.flags.require import installed
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.anytime import best, pareto, with_defaults
 from megatron.zerobubble.plan.communication import num_messages
@@ -42,7 +40,7 @@ EXAMPLES = {
   zerobubble plan -p 8 -m 24 --memory-limit 0.8 --forward-ms 18.5 --backward-ms 18.1 --wgrad-ms 9.3 --effort fast
   zerobubble plan --schedule zbv -p 4 --microbatch-tokens 512,4096,700,1800,1024,96 --attention-share 0.1""",
     "pareto": """
-  zerobubble pareto -p 8 -m 24 --effort fast --png pareto.png
+  zerobubble pareto -p 8 -m 24 --effort fast
   zerobubble pareto -p 4 -m 16 --memory-limits 0.5,1,1.5 --comm-ms 0.1 --json -""",
     "layout": """
   zerobubble layout --layers layers.json --schedule auto -p 8 -m 32 --memory 70GiB
@@ -82,7 +80,6 @@ def add_commands(commands: Any) -> None:
         default="0.5,0.625,0.75,1.0,1.25,1.5,2.0",
         help="limits to plan for, separated by commas (default %(default)s)",
     )
-    pareto.add_argument("--png", metavar="FILE", help="write the curve as a picture; needs matplotlib")
     compare = _command(commands, "compare")
     compare.add_argument(
         "--schedules",
@@ -191,8 +188,6 @@ def run_plan(args: argparse.Namespace) -> None:
 
 def run_pareto(args: argparse.Namespace) -> None:
     """`pareto`: the best plan for each memory limit. A plan that fits a limit fits any larger one, so the curve never rises."""
-    if args.png is not None:
-        installed("--png", "matplotlib", extra="plot")  # before it searches
     try:
         limits = sorted({float(word) for word in args.memory_limits.split(",")})
     except ValueError:
@@ -213,8 +208,6 @@ def run_pareto(args: argparse.Namespace) -> None:
         points.append({"memory_limit": limit, "schedule": found.name} | of_objective | found.metrics())
     if args.json is not None:
         write_text(args.json, json.dumps(points))
-    if args.png is not None:
-        _draw_pareto(points, args.png)
     if args.json != "-":
         print("memory  schedule           ms per iteration    bubble    bound")
         for point in points:
@@ -225,30 +218,6 @@ def run_pareto(args: argparse.Namespace) -> None:
         if first_drawn is not None:
             print(f"from {first_drawn:g} on hand-written orders alone were tried, since more memory gained nothing before")
         print("".join(f"{line}\n" for line in request.source), end="")
-
-
-def _draw_pareto(points: list[dict[str, Any]], target: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6.4, 4))
-    memory = [point["memory_limit"] for point in points]
-    axes.plot(memory, [100 * point["bubble"] for point in points], "o-", label="plan")
-    for previous, point in zip([{}, *points], points, strict=False):
-        if point["schedule"] != previous.get("schedule"):
-            at = (point["memory_limit"], 100 * point["bubble"])
-            axes.annotate(point["schedule"], at, xytext=(4, 4), textcoords="offset points", fontsize=8)
-    axes.margins(0.12)
-    axes.plot(memory, [100 * point["bound_bubble"] for point in points], "--", color="grey", label="lower bound")
-    axes.set(title="Pareto front, bubble vs. memory", ylabel=f"bubble, % of the {points[0]['objective']}", ylim=(0, None))
-    axes.set_xlabel("activation memory per rank, 1.0 = 1F1B's rank 0")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(target, dpi=150)
-    print(f"written: {target}", file=sys.stderr)
-    pyplot.close(figure)
 
 
 def run_compare(args: argparse.Namespace) -> None:
