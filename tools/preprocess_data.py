@@ -81,7 +81,7 @@ class Document(NamedTuple):
     """A text to tokenize."""
 
     text: str
-    place: str
+    place: str = "a document"
     """Where it was read, for errors."""
 
 
