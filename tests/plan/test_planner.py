@@ -363,10 +363,10 @@ def test_bad_options_are_refused_in_one_line(options: dict[str, Any], message: s
 
 @pytest.mark.parametrize(("text", "value"), [("1p", 8), ("2p", 16), ("2P", 16), (" 5 ", 5), ("1", 1)])
 def test_max_pending_backward(text: str, value: int) -> None:
-    assert parse_max_pending_backward(text, 8) == value
+    assert parse_max_pending_backward("--pending", text, 8) == value
 
 
 @pytest.mark.parametrize("text", ["", "p", "0", "0p", "-1", "1.5p", "auto", "2pp"])
 def test_max_pending_backward_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="1p or 2p"):
-        parse_max_pending_backward(text, 8)
+    with pytest.raises(ConfigError, match=r"^--pending is .*1p or 2p"):
+        parse_max_pending_backward("--pending", text, 8)

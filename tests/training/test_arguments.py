@@ -150,7 +150,7 @@ def test_batch_and_data_parallelism() -> None:
         (P4, 6, r"6 rank\(s\), which is not divisible by .* 1 x .* 4 = 4"),
         ("--global-batch-size 6", 4, "--global-batch-size 6 is not divisible by --micro-batch-size 1 x .* 4 = 4; 8 would be"),
         (P4 + EARLY, 4, "--enable-optimizer-post-validation needs a schedule of this package: add --enable-zero-bubble"),
-        (P4 + V + EARLY + "--post-validation-patience -1", 4, "--post-validation-patience is -1; give 0 or a number of steps"),
+        (P4 + V + EARLY + "--post-validation-patience -1", 4, "--post-validation-patience -1 must not be negative"),
         (
             P4 + V + EARLY + "--post-validation-rollback inverse --optimizer sgd",
             4,

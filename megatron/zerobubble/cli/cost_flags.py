@@ -163,7 +163,9 @@ def read_request(args: argparse.Namespace, *, more_slices: tuple[int, ...] = ())
         num_microbatches=num_microbatches,
         num_chunks=getattr(args, "num_chunks", None),
         num_slices=num_slices,
-        max_pending_backward=None if pending is None else parse_max_pending_backward(pending, args.num_ranks),
+        max_pending_backward=None
+        if pending is None
+        else parse_max_pending_backward("--max-pending-backward", pending, args.num_ranks),
         options=SearchOptions(
             memory_limit=getattr(args, "memory_limit", None),
             objective=Objective(args.objective),

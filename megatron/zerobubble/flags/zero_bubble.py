@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Literal, get_args
 
-from megatron.zerobubble.errors import ConfigError, PlanError
-from megatron.zerobubble.files import MOST_GIVEN, read_regular
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.flags.loaded_plan import loaded_plan
 from megatron.zerobubble.flags.memory_limit import MemoryLimit
-from megatron.zerobubble.flags.require import at_most, not_negative, of_types, one_of, positive
+from megatron.zerobubble.flags.require import at_most, not_negative, of_types, one_of, positive, refuse
 from megatron.zerobubble.flags.targets import Target
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.costs.cost_model import CostModel
@@ -30,7 +29,6 @@ from megatron.zerobubble.plan.registry import (
     schedule_spec,
 )
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
-from megatron.zerobubble.plan.simulate import read_plan
 
 __all__ = ["ZeroBubbleConfig"]
 
@@ -168,139 +166,109 @@ class ZeroBubbleConfig:
         positive(self, "zero_bubble_p2p_max_ctas")
         at_most(self, 2**31 - 1, "zero_bubble_p2p_max_ctas", "zero_bubble_shard_gradients")
         at_most(self, 10**6, "zero_bubble_planning_seconds")
-        if self.post_validation_patience < 0:
-            raise ConfigError(f"--post-validation-patience is {self.post_validation_patience}; give 0 or a number of steps")
+        not_negative(self, "post_validation_patience")
         if self.trace_iterations and self.zero_bubble_trace is None:
             raise ConfigError("--zero-bubble-trace-iterations needs --zero-bubble-trace DIR")
-        if self.zero_bubble_overlap_moe and self.schedule == "stock":
-            raise ConfigError(
-                "--zero-bubble-overlap-moe pairs passes of a plan, and the stock schedule has none: choose a schedule, or set "
-                "overlap_moe_expert_parallel_comm, with virtual stages"
-            )
-        given = self.zero_bubble_max_pending_backward
-        if given is not None:
-            self.max_pending_microbatches(num_ranks=1)
-        if given is not None and self.zero_bubble_v_schedule:
-            raise ConfigError(
-                "--zero-bubble-max-pending-backward and --zero-bubble-v-schedule are both given; "
-                "the V schedule's memory is fixed, leave the first one out"
-            )
-        if self.zero_bubble_schedule is not None:
-            is_v = self.zero_bubble_v_schedule and self.zero_bubble_schedule != AUTO
-            if self.enable_zero_bubble or given is not None or is_v:
-                raise ConfigError(
-                    f"--zero-bubble-schedule {self.zero_bubble_schedule} already names the schedule; leave out "
-                    "--enable-zero-bubble, --zero-bubble-max-pending-backward and --zero-bubble-v-schedule"
-                )
+        self._check_choice()
         self._check_memory()
         self._check_planning()
         self._check_shards()
         self._check_slices()
 
+    def _check_choice(self) -> None:
+        given, v_schedule = self.zero_bubble_max_pending_backward, self.zero_bubble_v_schedule
+        if given is not None:
+            self.max_pending_microbatches(num_ranks=1)
+        fixed = "are both given; the V schedule's memory is fixed, leave the first one out"
+        refuse("--zero-bubble-max-pending-backward and --zero-bubble-v-schedule", {fixed: given is not None and v_schedule})
+        has_others = self.enable_zero_bubble or given is not None or (v_schedule and self.zero_bubble_schedule != AUTO)
+        named = (
+            "already names the schedule; leave out --enable-zero-bubble, --zero-bubble-max-pending-backward and "
+            "--zero-bubble-v-schedule"
+        )
+        name = self.zero_bubble_schedule
+        refuse(f"--zero-bubble-schedule {name}", {named: name is not None and has_others})
+        is_stock = self.schedule == "stock"
+        paired = (
+            "pairs passes of a plan, and the stock schedule has none: choose a schedule, or set "
+            "overlap_moe_expert_parallel_comm, with virtual stages"
+        )
+        refuse("--zero-bubble-overlap-moe", {paired: self.zero_bubble_overlap_moe and is_stock})
+        saved = "the stock schedule has no plan; choose a schedule of this package"
+        refuse("--zero-bubble-save-plan:", {saved: self.zero_bubble_save_plan is not None and is_stock})
+        if self.plan is not None:
+            flag = f"--zero-bubble-load-plan {self.zero_bubble_load_plan}: its schedule"
+            one_of(self.schedule, get_args(ScheduleName)[2:], flag)
+
     def _check_slices(self) -> None:
-        given = self.zero_bubble_slices
-        if self.zero_bubble_slice_positions is not None and self.num_slices == 1:
-            raise ConfigError("--zero-bubble-slice-positions needs slices: give --zero-bubble-slices, or leave it out")
-        if self.num_slices == 1:
+        given, number = self.zero_bubble_slices, self.num_slices
+        if number == 1:
+            problem = "needs slices: give --zero-bubble-slices, or leave it out"
+            refuse("--zero-bubble-slice-positions", {problem: self.zero_bubble_slice_positions is not None})
             return
         sliced = [info.name for info in known_schedules() if info.takes_slices]
-        flag = f"--zero-bubble-slices {given}" if given else f"--zero-bubble-load-plan with {self.num_slices} slices"
-        if self.schedule not in sliced:
-            raise ConfigError(f"{flag}: schedule {self.schedule} has no order of slices; choose one of {', '.join(sliced)}")
-        if self.zero_bubble_shard_gradients is not None:
-            raise ConfigError(
-                f"{flag} does not go with --zero-bubble-shard-gradients, whose Ws of whole microbatches run together; leave one "
-                "of them out"
-            )
-        if self.zero_bubble_balance_stages:
-            raise ConfigError(
-                f"{flag} does not go with --zero-bubble-balance-stages, which compares layouts of whole microbatches; leave one "
-                "of them out"
-            )
-        if self.chooses_slices and self.timed_iterations is None:
-            raise ConfigError(
-                f"{flag} needs profiled iterations and an order that is searched: give --zero-bubble-planning-seconds above 0, "
-                "and a schedule such as zb or zbv, or a number of slices"
-            )
-        if self.plan is not None and (self.chooses_slices or self.plan.num_slices != self.num_slices):
-            raise ConfigError(
-                f"{flag}: the --zero-bubble-load-plan plan has {self.plan.num_slices} slices per microbatch; leave the number "
-                "out, or load another plan"
-            )
+        loaded = number if self.plan is None else self.plan.num_slices
+        flag = f"--zero-bubble-slices {given}" if given else f"--zero-bubble-load-plan with {number} slices"
+        unsliced = f"schedule {self.schedule} has no order of slices; choose one of {', '.join(sliced)}"
+        refuse(f"{flag}:", {unsliced: self.schedule not in sliced})
+        problems = {
+            "does not go with --zero-bubble-shard-gradients, whose Ws of whole microbatches run together; leave one of them "
+            "out": self.zero_bubble_shard_gradients is not None,
+            "does not go with --zero-bubble-balance-stages, which compares layouts of whole microbatches; leave one of them "
+            "out": self.zero_bubble_balance_stages,
+            "needs profiled iterations and an order that is searched: give --zero-bubble-planning-seconds above 0, and a "
+            "schedule such as zb or zbv, or a number of slices": self.chooses_slices and self.timed_iterations is None,
+        }
+        refuse(flag, problems)
+        other = f"the --zero-bubble-load-plan plan has {loaded} slices per microbatch; leave the number out, or load another plan"
+        refuse(f"{flag}:", {other: self.plan is not None and (self.chooses_slices or loaded != number)})
 
     def _check_shards(self) -> None:
         positive(self, "zero_bubble_shard_gradients")
-        given = f"--zero-bubble-shard-gradients {self.zero_bubble_shard_gradients}"
-        if self.zero_bubble_shard_gradients is None:
-            return
-        if self.schedule in ("stock", AUTO):
-            raise ConfigError(
-                f"{given} needs a schedule of this package that is chosen before the model is profiled, not {self.schedule}: add "
-                "--enable-zero-bubble, --zero-bubble-v-schedule, or --zero-bubble-schedule with another name"
-            )
-        if self.zero_bubble_shard_gradients > 1 and self.memory_limit is not None:
-            raise ConfigError(
-                f"{given}: a plan under --zero-bubble-memory-limit has no headroom for microbatches that wait for their group; "
-                "leave one of them out, or give groups of 1"
-            )
+        size = self.zero_bubble_shard_gradients or 0
+        given = f"--zero-bubble-shard-gradients {size}"
+        unknown = (
+            f"needs a schedule of this package that is chosen before the model is profiled, not {self.schedule}: add "
+            "--enable-zero-bubble, --zero-bubble-v-schedule, or --zero-bubble-schedule with another name"
+        )
+        refuse(given, {unknown: size and self.schedule in ("stock", AUTO)})
+        grouped = (
+            "a plan under --zero-bubble-memory-limit has no headroom for microbatches that wait for their group; leave one of "
+            "them out, or give groups of 1"
+        )
+        refuse(f"{given}:", {grouped: size > 1 and self.memory_limit is not None})
 
     def _check_memory(self) -> None:
-        setup = self.zero_bubble_v_schedule_mem_setup
-        if setup != "zb" and not self.zero_bubble_v_schedule:
-            raise ConfigError(f"--zero-bubble-v-schedule-mem-setup {setup} needs --zero-bubble-v-schedule")
-        limit = self.zero_bubble_memory_limit
-        if self.memory_limit is None:
+        setup, limit = self.zero_bubble_v_schedule_mem_setup, self.memory_limit
+        is_other = setup != "zb"
+        needs = {"needs --zero-bubble-v-schedule": is_other and not self.zero_bubble_v_schedule}
+        refuse(f"--zero-bubble-v-schedule-mem-setup {setup}", needs)
+        if limit is None:
             return
-        if self.zero_bubble_max_pending_backward is not None or setup != "zb":
-            raise ConfigError(
-                f"--zero-bubble-memory-limit {limit} replaces --zero-bubble-max-pending-backward and "
-                "--zero-bubble-v-schedule-mem-setup; leave those out"
-            )
-        if self.schedule == "stock" or not _is_searched(self.schedule):
-            raise ConfigError(
-                f"--zero-bubble-memory-limit {limit}: schedule {self.schedule} has a fixed order; give --enable-zero-bubble, "
-                f"--zero-bubble-v-schedule, or --zero-bubble-schedule with one of {', '.join(_searched_names())}"
-            )
+        given = f"--zero-bubble-memory-limit {self.zero_bubble_memory_limit}"
+        replaced = "replaces --zero-bubble-max-pending-backward and --zero-bubble-v-schedule-mem-setup; leave those out"
+        refuse(given, {replaced: is_other or self.zero_bubble_max_pending_backward is not None})
+        fixed = f"schedule {self.schedule} has a fixed order; give {_searching()}"
+        refuse(f"{given}:", {fixed: self.schedule == "stock" or not _is_searched(self.schedule)})
+        profiled = (
+            "needs profiled iterations: give --zero-bubble-planning-seconds above 0, and with --zero-bubble-load-plan a "
+            "--zero-bubble-replan-interval"
+        )
+        refuse(given, {profiled: not limit.is_relative and self.timed_iterations is None})
 
     def _check_planning(self) -> None:
-        start, end = self.zero_bubble_pipeline_timers_start_iter, self.zero_bubble_pipeline_timers_end_iter
-        interval = self.zero_bubble_replan_interval
+        interval, (first, last) = self.zero_bubble_replan_interval, self._window
         positive(self, "zero_bubble_pipeline_timers_start_iter", "zero_bubble_replan_interval")
         not_negative(self, "zero_bubble_planning_seconds")
-        asked = (start, end, interval) != (None, None, None)
-        if asked and not self._can_replan:
-            raise ConfigError(
-                f"schedule {self.schedule} has a fixed order: --zero-bubble-pipeline-timers-start-iter, -end-iter and "
-                f"--zero-bubble-replan-interval need --enable-zero-bubble, --zero-bubble-v-schedule, or --zero-bubble-schedule "
-                f"with one of {', '.join(_searched_names())}"
-            )
-        first, last = self._window
-        if last < first:
-            raise ConfigError(
-                f"--zero-bubble-pipeline-timers-end-iter {last} is before the first profiled iteration {first} "
-                "(--zero-bubble-pipeline-timers-start-iter)"
-            )
-        if interval is not None and interval < last - first + 1:
-            raise ConfigError(
-                f"--zero-bubble-replan-interval {interval} is shorter than the {last - first + 1} iterations that are profiled; "
-                "give at least that many, or a shorter window"
-            )
-        if self.schedule == AUTO and self.timed_iterations is None:
-            raise ConfigError(
-                "--zero-bubble-schedule auto needs profiled iterations: give --zero-bubble-planning-seconds above 0, or choose a "
-                "schedule by name"
-            )
-        if self.memory_limit is not None and not self.memory_limit.is_relative and self.timed_iterations is None:
-            raise ConfigError(
-                f"--zero-bubble-memory-limit {self.zero_bubble_memory_limit} needs profiled iterations: give "
-                "--zero-bubble-planning-seconds above 0, and with --zero-bubble-load-plan a --zero-bubble-replan-interval"
-            )
-        if self.zero_bubble_save_plan is not None and self.schedule == "stock":
-            raise ConfigError("--zero-bubble-save-plan: the stock schedule has no plan; choose a schedule of this package")
-        if self.plan is not None:
-            one_of(
-                self.schedule, get_args(ScheduleName)[2:], f"--zero-bubble-load-plan {self.zero_bubble_load_plan}: its schedule"
-            )
+        fixed = f"--zero-bubble-pipeline-timers-start-iter, -end-iter and --zero-bubble-replan-interval need {_searching()}"
+        refuse(f"schedule {self.schedule} has a fixed order:", {fixed: self._asks_for_planning and not self._can_replan})
+        early = f"is before the first profiled iteration {first} (--zero-bubble-pipeline-timers-start-iter)"
+        refuse(f"--zero-bubble-pipeline-timers-end-iter {last}", {early: last < first})
+        width = last - first + 1
+        short = f"is shorter than the {width} iterations that are profiled; give at least that many, or a shorter window"
+        refuse(f"--zero-bubble-replan-interval {interval}", {short: interval is not None and interval < width})
+        none = "needs profiled iterations: give --zero-bubble-planning-seconds above 0, or choose a schedule by name"
+        refuse("--zero-bubble-schedule auto", {none: self.schedule == AUTO and self.timed_iterations is None})
 
     @property
     def num_slices(self) -> int:
@@ -323,11 +291,13 @@ class ZeroBubbleConfig:
     @property
     def timed_iterations(self) -> tuple[int, int] | None:
         """First and last iteration of the job that are profiled for re-planning; None: no re-planning."""
-        given = (self.zero_bubble_pipeline_timers_start_iter, self.zero_bubble_pipeline_timers_end_iter)
-        asked = (*given, self.zero_bubble_replan_interval) != (None, None, None)
-        if not self._can_replan or self.zero_bubble_planning_seconds == 0 or (self.plan is not None and not asked):
-            return None
-        return self._window
+        is_wanted = self.plan is None or self._asks_for_planning
+        return self._window if self._can_replan and self.zero_bubble_planning_seconds and is_wanted else None
+
+    @property
+    def _asks_for_planning(self) -> bool:
+        start, end = self.zero_bubble_pipeline_timers_start_iter, self.zero_bubble_pipeline_timers_end_iter
+        return (start, end, self.zero_bubble_replan_interval) != (None, None, None)
 
     @property
     def _window(self) -> tuple[int, int]:
@@ -356,38 +326,18 @@ class ZeroBubbleConfig:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the --zero-bubble-load-plan file; None without the flag. Raises as `plan_costs`."""
+        """The plan of the --zero-bubble-load-plan file; None without the flag. Raises as `loaded_plan`."""
         return self._given[0]
 
     @property
     def plan_costs(self) -> CostModel | None:
-        """The costs that the --zero-bubble-load-plan plan was made for; None if the file has none.
-
-        Raises:
-            ConfigError: the file cannot be read.
-            PlanError: it is not a plan, or its costs do not fit its stages.
-        """
+        """The costs that the --zero-bubble-load-plan plan was made for; None if the file has none. Raises as `loaded_plan`."""
         return self._given[1]
 
     @cached_property
     def _given(self) -> tuple[Plan | None, CostModel | None]:
         """The --zero-bubble-load-plan file, read once."""
-        if self.zero_bubble_load_plan is None:
-            return None, None
-        try:
-            plan, costs = read_plan(read_regular(Path(self.zero_bubble_load_plan), most=MOST_GIVEN))
-            if costs is not None:
-                costs.check_fits(plan.placement)
-            if plan.assignment or plan.slice_counts or (costs is not None and costs.num_microbatches is not None):
-                raise PlanError(
-                    "it plans microbatches of certain lengths, and a run plans each iteration for its own; plan without "
-                    "--microbatch-tokens"
-                )
-            return plan, costs
-        except OSError as error:
-            raise ConfigError(f"--zero-bubble-load-plan {self.zero_bubble_load_plan}: {error.strerror}") from None
-        except (PlanError, ConfigError) as error:
-            raise PlanError(f"--zero-bubble-load-plan {self.zero_bubble_load_plan}: {error}") from None
+        return (None, None) if self.zero_bubble_load_plan is None else loaded_plan(self.zero_bubble_load_plan)
 
     @property
     def schedule(self) -> str:
@@ -469,17 +419,9 @@ class ZeroBubbleConfig:
         return spec
 
     def max_pending_microbatches(self, *, num_ranks: int) -> int | None:
-        """--zero-bubble-max-pending-backward in microbatches on `num_ranks` pipeline ranks; None if not given.
-
-        Raises:
-            ConfigError: it is neither a number nor a multiple of the pipeline size such as 2p.
-        """
-        if self.zero_bubble_max_pending_backward is None:
-            return None
-        try:
-            return parse_max_pending_backward(self.zero_bubble_max_pending_backward, num_ranks)
-        except ConfigError as error:
-            raise ConfigError(f"--zero-bubble-max-pending-backward: {error}") from None
+        """--zero-bubble-max-pending-backward in microbatches on p pipeline ranks; None if not given. Raises ConfigError."""
+        given = self.zero_bubble_max_pending_backward
+        return None if given is None else parse_max_pending_backward("--zero-bubble-max-pending-backward", given, num_ranks)
 
 
 def _listed(placement: Placement) -> str:
@@ -490,6 +432,7 @@ def _is_searched(name: str) -> bool:
     return name == AUTO or schedule_info(name).is_searched
 
 
-def _searched_names() -> tuple[str, ...]:
-    """Names of schedules whose order the planner searches for."""
-    return (AUTO, *(info.name for info in known_schedules() if info.is_searched))
+def _searching() -> str:
+    """The flags that choose a schedule whose order the planner searches for."""
+    names = ", ".join([AUTO, *(info.name for info in known_schedules() if info.is_searched)])
+    return f"--enable-zero-bubble, --zero-bubble-v-schedule, or --zero-bubble-schedule with one of {names}"

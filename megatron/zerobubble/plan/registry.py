@@ -378,14 +378,13 @@ def executed_plan(spec: ScheduleSpec, plan: Plan) -> Plan:
     return grouped
 
 
-def parse_max_pending_backward(text: str, num_ranks: int) -> int:
-    """Read `1p`, `2p` (any multiple of p) or a plain number of microbatches. Raises ConfigError on anything else."""
+def parse_max_pending_backward(flag: str, text: str, num_ranks: int) -> int:
+    """Read `1p`, `2p` (any multiple of p) or a number of microbatches. Raises ConfigError with the flag on anything else."""
     stripped = text.strip().lower()
     digits = stripped.removesuffix("p")
     if not digits.isdecimal() or len(digits) > 9 or int(digits) < 1:
         raise ConfigError(
-            f"max pending backward is {quoted(text)}: give 1p or 2p (multiples of the number of ranks) or a number of "
-            "microbatches"
+            f"{flag} is {quoted(text)}: give 1p or 2p (multiples of the number of ranks) or a number of microbatches"
         )
     return int(digits) * (num_ranks if stripped.endswith("p") else 1)
 

@@ -163,7 +163,7 @@ def _pending(given: Mapping[str, Any], num_ranks: int) -> int | None:
     value = given.get("max_pending_backward")
     if value is None or value == "":
         return None
-    pending = parse_max_pending_backward(shown(value)[:20], num_ranks)
+    pending = parse_max_pending_backward("max pending backward", shown(value)[:20], num_ranks)
     if pending > 2 * MAX_MICROBATCHES:
         raise ConfigError(f"max pending backward is {quoted(value)}; the playground takes at most {2 * MAX_MICROBATCHES}")
     return pending
