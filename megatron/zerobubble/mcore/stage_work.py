@@ -70,6 +70,12 @@ class Iteration:
     context_parallel_size: int
 
     @property
+    def longest_message(self) -> tuple[int, ...]:
+        """Shape of the longest activation that travels between stages in front of MTP layers: of a slice where they are cut."""
+        shares = [max((part.length / part.whole for part in own), default=1) for own in self.parts] or [1] * self.num_microbatches
+        return max((round(shape[0] * share), *shape[1:]) for shape, share in zip(self.tensor_shapes, shares, strict=True))
+
+    @property
     def pass_lengths(self) -> Sequence[Sequence[tuple[int, float]]]:
         """Per microbatch of the plan and slice, its tokens and the squared lengths that it adds; empty: all are equal."""
         if not self.lengths or not self.parts:

@@ -33,11 +33,9 @@ from megatron.zerobubble.mcore.model.graph_replays import LayerGraphs
 from megatron.zerobubble.mcore.model.layer_graphs import IMPLEMENTATION
 from megatron.zerobubble.mcore.model.stage_layout import output_lengths
 from megatron.zerobubble.mcore.post_validation.token_count import TokenCount
-from megatron.zerobubble.mcore.schedule_call import check_call, tensor_shape
+from megatron.zerobubble.mcore.schedule_call import Call
 from megatron.zerobubble.mcore.slices.current_slice import SlicePart
-from megatron.zerobubble.mcore.slices.refusals import check_sliced_call
 from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
-from megatron.zerobubble.mcore.stage_work import Iteration
 from megatron.zerobubble.mcore.stock_recording import PipelineGroupLinks, recorded_passes
 from megatron.zerobubble.mcore.warm_up import warm_up_groups
 from megatron.zerobubble.plan.communication import Program, longest_messages, place_communication, speculative_forwards
@@ -332,80 +330,42 @@ class PipelineSchedule:
         with recorded_passes(self._config, recorder, self._plans[num_microbatches].ops[self._rank]):
             return function(num_microbatches=num_microbatches, forward_only=forward_only, **others)
 
-    def _forward_backward(
-        self,
-        *,
-        forward_step_func: Callable[..., Any],
-        data_iterator: Any,
-        model: Any,
-        num_microbatches: int,
-        seq_length: int,
-        micro_batch_size: int,
-        decoder_seq_length: int | None = None,
-        forward_only: bool = False,
-        collect_non_loss_data: bool = False,
-        first_val_step: bool | None = None,
-        adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
-        p2p_communicator: Any = None,
-        pg_collection: Any = None,
-        force_all_reduce: bool | None = False,
-    ) -> list[Any]:
+    def _forward_backward(self, **given: Any) -> list[Any]:
+        """A call with megatron-core's arguments (`Call`)."""
         assert self._runner is not None
-        with nullcontext() if forward_only in self._has_begun else refusing_together():
-            iterators = check_call(
-                self.spec.name,
-                self._chunks,
-                model=model,
-                data_iterator=data_iterator,
-                forward_only=forward_only,
-                adjust_tensor_shapes_fn=adjust_tensor_shapes_fn,
-                pg_collection=pg_collection,
-                p2p_communicator=p2p_communicator,
-            )
-        self._has_begun.add(forward_only)
+        call, hooks = Call(**given), self.hooks
+        with nullcontext() if call.forward_only in self._has_begun else refusing_together():
+            iterators = call.checked(self.spec.name, self._chunks)
+        self._has_begun.add(call.forward_only)
         if self.graphs is not None:
-            self.graphs.begin(num_microbatches, forward_only=forward_only)
-        timers, hooks = self._config.timers, self.hooks
+            self.graphs.begin(call.num_microbatches, forward_only=call.forward_only)
+        with self._timed():
+            arranged = self._arranged(iterators, call.num_microbatches, forward_only=call.forward_only)
+            slicing = None if self._runner.sliced is None else self.slicing
+            iteration = call.iteration(
+                arranged, self._config, schedule=self.spec.name, output_lengths=self._output_lengths, slicing=slicing
+            )
+            self._message = iteration.longest_message, self._config.pipeline_dtype
+            self._count_tokens(forward_only=call.forward_only)
+            if not call.forward_only:
+                alike = iteration.parts[:1] if self.unequal is None else ()
+                self.slice_lengths = tuple(part.length for parts in alike for part in parts)
+            with nullcontext() if hooks.watch is None else hooks.watch.passes(forward_only=call.forward_only):
+                with self._without_timers():
+                    work = self._runner.run(arranged.program, iteration, hooks)
+                if self._config.finalize_model_grads_func is not None and not call.forward_only:
+                    self._finalize_gradients(work.num_tokens, call.pg_collection, call.force_all_reduce)
+        return arranged.restored(work.losses)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """megatron-core's timer of the whole call, if the loop has timers."""
+        timers = self._config.timers
         if timers is not None:
             timers("forward-backward", log_level=1).start(barrier=self._config.barrier_with_L1_time)
-        arranged = self._arranged(iterators, num_microbatches, forward_only=forward_only)
-        program, lengths = arranged.program, arranged.lengths or (None,) * num_microbatches
-        shape_of = partial(tensor_shape, self._config, seq_length, micro_batch_size, decoder_seq_length, schedule=self.spec.name)
-        shapes = {each: shape_of(each) for each in dict.fromkeys(lengths)}
-        parts: Sequence[tuple[SlicePart, ...]] = ()
-        if self._runner.sliced is not None:
-            check_sliced_call(seq_length, decoder_seq_length, collect_non_loss_data=collect_non_loss_data)
-            tokens = [seq_length if each is None else each.tokens for each in lengths]
-            parts = self.slicing.parts_of(tokens, program.plan.passes.slices)
-        iteration = Iteration(
-            forward_step_func=forward_step_func,
-            data_iterators=arranged.iterators,
-            num_microbatches=num_microbatches,
-            tensor_shapes=[shapes[each] for each in lengths],
-            output_lengths=self._output_lengths,
-            order=arranged.order,
-            lengths=arranged.lengths,
-            parts=parts,
-            cut=self.slicing.cut,
-            forward_only=forward_only,
-            collect_non_loss_data=collect_non_loss_data,
-            first_val_step=first_val_step,
-            context_parallel_size=parallel_state.get_context_parallel_world_size(),
-        )
-        longest = [max((part.length / part.whole for part in own), default=1) for own in parts] or [1] * num_microbatches
-        sent = ((round(shapes[each][0] * share), *shapes[each][1:]) for each, share in zip(lengths, longest, strict=True))
-        self._message = max(sent), self._config.pipeline_dtype
-        self._count_tokens(forward_only=forward_only)
-        if not forward_only:
-            self.slice_lengths = tuple(part.length for part in parts[0]) if parts and self.unequal is None else ()
-        with nullcontext() if hooks.watch is None else hooks.watch.passes(forward_only=forward_only):
-            with self._without_timers():
-                work = self._runner.run(program, iteration, hooks)
-            if self._config.finalize_model_grads_func is not None and not forward_only:
-                self._finalize_gradients(work.num_tokens, pg_collection, force_all_reduce)
+        yield
         if timers is not None:
             timers("forward-backward").stop()
-        return arranged.restored(work.losses)
 
     def _arranged(self, iterators: Sequence[Any], num_microbatches: int, *, forward_only: bool) -> Arranged:
         """What the call runs: the program for its microbatches, and their data in the program's order."""
