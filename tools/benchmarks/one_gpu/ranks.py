@@ -79,8 +79,8 @@ def flags(contender: Contender, setting: Setting, num_ranks: int, num_microbatch
     """Of the reference trainer."""
     words = (
         f"{'--bf16' if setting.on_gpu else ''} --num-layers {_LAYERS_PER_RANK * num_ranks} {setting.sizes} "
-        "--group-query-attention --swiglu --normalization RMSNorm "
-        "--disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights --hidden-dropout 0 "
+        "--group-query-attention --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
+        "--untie-embeddings-and-output-weights --hidden-dropout 0 "
         f"--attention-dropout 0 --mock-data --tokenizer-type NullTokenizer --vocab-size {vocabulary(setting) - 1} --eval-iters 0 "
         f"--micro-batch-size 1 --global-batch-size {num_microbatches} --train-iters 10 --lr 1e-30 --init-by-rank "
         f"--pipeline-model-parallel-size {num_ranks} --zero-bubble-schedule {contender.schedule}"
@@ -114,6 +114,7 @@ def run(contender: Contender, rank: int, setting: Setting, host: HostDevice, num
         for _ in _TIMED:
             job.iterate()
             row["iterations"].append(_times(schedule.recorder.timeline()))
+        schedule.hooks.watch = None
         if on_gpu:
             row |= {"peak_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.memory_reserved()}
         job.close()
