@@ -21,7 +21,6 @@ from megatron.zerobubble.files import read_given
 from megatron.zerobubble.flags.dataclass_flags import add_group, from_namespace
 from megatron.zerobubble.flags.memory_limit import bytes_of
 from megatron.zerobubble.messages import quoted
-from megatron.zerobubble.plan.bounds.schedule_bound import TimeBound
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.partition.joint import LayoutResult, plan_layout, plan_of_layout
 from megatron.zerobubble.plan.partition.layer_costs import Model
@@ -29,12 +28,10 @@ from megatron.zerobubble.plan.partition.layout import Layout
 from megatron.zerobubble.plan.partition.model_estimate import ASSUMED, NOT_ESTIMATED, ModelFlags
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.planner import AUTO
-from megatron.zerobubble.plan.registry import check_at_least_one
-from megatron.zerobubble.plan.render.plan_summary import headline, iteration_times
+from megatron.zerobubble.plan.render.plan_summary import bounds, headline, iteration_times
 from megatron.zerobubble.plan.render.text import render_text
 from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from megatron.zerobubble.plan.search.search_progress import Progress
-from megatron.zerobubble.plan.simulate import Simulation
 
 __all__ = ["add_layout_flags", "parse_bytes", "run_layout"]
 
@@ -46,8 +43,8 @@ class _Asked(NamedTuple):
     """What to plan for."""
 
     model: Model
-    sizes: Sequence[tuple[int, int]]
-    """Ranks and microbatches of every pipeline to try."""
+    num_ranks: int
+    num_microbatches: int
     memory_bytes: float | None
     """Of one device; None: any."""
     options: SearchOptions
@@ -59,8 +56,6 @@ class _Compared(NamedTuple):
     """What `layout` compares: the best layout of the schedule, the even split, and the best of all schedules."""
 
     best: LayoutResult
-    sizes: list[str]
-    """A line for each size of the pipeline that was tried, if there are several."""
     even_ms: float | None
     """The same schedule and placement with the layers spread evenly, whether or not that fits the memory; None if they do not
     divide."""
@@ -100,12 +95,6 @@ def add_layout_flags(command: argparse.ArgumentParser) -> None:
         type=int,
         help=f"microbatches per iteration of one pipeline, m (default: by a run's flags, or {_MICROBATCHES_PER_RANK} per rank)",
     )
-    command.add_argument(
-        "--pipeline-sizes",
-        metavar="LIST",
-        help="other numbers of pipeline ranks to try on the same devices with the same global batch, for example 4,8,16; "
-        "--num-microbatches is that of --num-ranks",
-    )
     command.add_argument("--memory", metavar="SIZE", help="memory of one device, for example 70GiB (default: any)")
     command.add_argument(
         "--empty-stages",
@@ -129,14 +118,11 @@ def run_layout(args: argparse.Namespace) -> None:
 
     def search(progress: Progress) -> _Compared:
         options = replace(asked.options, progress=progress)
-        best, sizes = _fastest(args, asked, options)
-        simulation = best.result.simulation
-        size = simulation.plan.num_ranks, simulation.plan.num_microbatches
-        ours = best if args.schedule == AUTO else _layout_of(args, asked, size, options, schedule=AUTO, num_chunks=None)
-        return _Compared(best, sizes, _even_ms(best, size[1], options), ours)
+        best = _layout_of(asked, options, args.schedule, args.num_chunks, allow_empty=args.empty_stages)
+        ours = best if args.schedule == AUTO else _layout_of(asked, options, AUTO, None, allow_empty=args.empty_stages)
+        return _Compared(best, _even_ms(best, asked.num_microbatches, options), ours)
 
-    ranks = " or ".join(f"{size} pipeline ranks (PP)" for size, _ in asked.sizes)
-    what = f"planning the layout of {asked.model.num_layers} layers, {ranks}"
+    what = f"planning the layout of {asked.model.num_layers} layers, {asked.num_ranks} pipeline ranks (PP)"
     found = stoppable(what, search, least="the best of its layout")
     if args.json is not None:
         own, ours = json.loads(_to_json(found.best)), json.loads(_to_json(found.ours))
@@ -171,7 +157,8 @@ def _asked(args: argparse.Namespace) -> _Asked:
     )
     return _Asked(
         model=model,
-        sizes=_pipeline_sizes(args.pipeline_sizes, num_ranks, num_microbatches),
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
         memory_bytes=None if args.memory is None else parse_bytes(args.memory),
         options=options,
         assumed=None if flags is None else ASSUMED,
@@ -191,35 +178,6 @@ def _flags_of_run(words: Sequence[str]) -> ModelFlags:
     return from_namespace(ModelFlags, parser.parse_known_args(words)[0])
 
 
-def _pipeline_sizes(text: str | None, num_ranks: int, num_microbatches: int) -> list[tuple[int, int]]:
-    """Ranks and microbatches of every pipeline to try: the same devices and global batch, divided otherwise.
-
-    With half as many ranks per pipeline there are twice as many data-parallel replicas, each with half of the microbatches.
-
-    Args:
-        text: numbers of ranks, separated by commas; None: only `num_ranks`.
-        num_ranks: the ranks that `num_microbatches` is for.
-        num_microbatches: microbatches of one pipeline of `num_ranks`.
-
-    Raises:
-        ConfigError: not a list of numbers, or the microbatches do not divide.
-    """
-    if text is None:
-        return [(num_ranks, num_microbatches)]
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and 1 <= len(word) <= 6 and int(word) > 0 for word in words):
-        raise ConfigError(f"--pipeline-sizes is {quoted(text)}; give numbers of ranks separated by commas, such as 4,8,16")
-    check_at_least_one(num_ranks=num_ranks, num_microbatches=num_microbatches)
-    sizes = sorted({int(word) for word in words} | {num_ranks})
-    for size in sizes:
-        if num_microbatches * size % num_ranks:
-            raise ConfigError(
-                f"--pipeline-sizes has {size}: the global batch of {num_microbatches} microbatches per pipeline of {num_ranks} "
-                f"ranks does not divide over pipelines of {size}"
-            )
-    return [(size, num_microbatches * size // num_ranks) for size in sizes]
-
-
 def parse_bytes(text: str) -> float:
     """Read `70GiB`, `80GB` or a number of bytes. Raises ConfigError on anything else."""
     stripped = text.strip()
@@ -231,46 +189,19 @@ def parse_bytes(text: str) -> float:
 
 
 def _layout_of(
-    args: argparse.Namespace,
-    asked: _Asked,
-    size: tuple[int, int],
-    options: SearchOptions,
-    *,
-    schedule: str,
-    num_chunks: int | None,
+    asked: _Asked, options: SearchOptions, schedule: str, num_chunks: int | None, *, allow_empty: bool
 ) -> LayoutResult:
-    """The best layout of a schedule on a pipeline of some ranks and microbatches."""
+    """The best layout of a schedule."""
     return plan_layout(
         asked.model,
-        num_ranks=size[0],
-        num_microbatches=size[1],
+        num_ranks=asked.num_ranks,
+        num_microbatches=asked.num_microbatches,
         memory_bytes=asked.memory_bytes,
         schedule=schedule,
         num_chunks=num_chunks,
         options=options,
-        allow_empty=args.empty_stages,
+        allow_empty=allow_empty,
     )
-
-
-def _fastest(args: argparse.Namespace, asked: _Asked, options: SearchOptions) -> tuple[LayoutResult, list[str]]:
-    """The fastest layout of some numbers of ranks and microbatches, and a line for each if there are several."""
-    found: list[LayoutResult] = []
-    lines: list[str] = []
-    for size in asked.sizes:
-        title = f"{size[0]} pipeline ranks (PP), {size[1]} microbatches"
-        try:
-            one = _layout_of(args, asked, size, options, schedule=args.schedule, num_chunks=args.num_chunks)
-        except ConfigError as error:
-            if len(asked.sizes) == 1 or (size == asked.sizes[-1] and not found):
-                raise
-            lines.append(f"{title}: {error}")
-            continue
-        found.append(one)
-        lines.append(
-            f"{title}: {options.objective.of(one.result.simulation):.3f} ms per iteration {options.objective.label}, "
-            f"{options.objective.of(one.bound):.3f} ms or more with any layout"
-        )
-    return min(found, key=lambda one: options.objective.of(one.result.simulation)), lines if len(asked.sizes) > 1 else []
 
 
 def _even_ms(best: LayoutResult, num_microbatches: int, options: SearchOptions) -> float | None:
@@ -297,28 +228,18 @@ def _to_json(found: LayoutResult) -> str:
     return json.dumps(body)
 
 
-def _bounds(bound: TimeBound, simulation: Simulation) -> str:
-    """Both lower bounds and the plan's gaps to them; a gap is never less than 0 but for rounding."""
-    gaps = [max(0.0, 100 * gap) for gap in (bound.gap(simulation.span_ms), bound.makespan_gap(simulation.makespan_ms))]
-    return (
-        f"span {bound.span_ms:.3f} ms or more (gap {gaps[0]:.2f} %), "
-        f"makespan {bound.makespan_ms:.3f} ms or more (gap {gaps[1]:.2f} %)"
-    )
-
-
 def _report(found: _Compared, asked: _Asked, width: int) -> str:
     """The layout as a flag, the timeline in `width` columns, times, bounds, the memory of every rank, and what others take."""
     best, ours, simulation = found.best, found.ours, found.best.result.simulation
     work = zip(*(best.layout.ranks(name) for name in ("forward_ms", "backward_ms", "wgrad_ms")), strict=True)
-    lines = [*found.sizes, *[""] * bool(found.sizes)]
-    lines += [f'{best.layout.flag} "{best.layout.text}"', "", headline(simulation.plan), ""]
+    lines = [f'{best.layout.flag} "{best.layout.text}"', "", headline(simulation.plan), ""]
     lines += [render_text(simulation.rows, max_width=width, is_colored=has_colors()), "", iteration_times(simulation)]
     if found.even_ms is not None:
         ratio = found.even_ms / simulation.makespan_ms
         lines.append(f"{ratio:.3f} times as fast as with the layers spread evenly ({found.even_ms:.3f} ms)")
     lines += [
-        f"this layout: {_bounds(best.result.bound, simulation)}",
-        f"all layouts: {_bounds(best.bound, simulation)}; "
+        f"lower bounds of this layout: {bounds(best.result.bound, simulation)}",
+        f"lower bounds of all layouts: {bounds(best.bound, simulation)}; "
         f"{best.num_planned} planned, {best.num_ruled_out} ruled out by their bounds",
     ]
     lines += [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from megatron.zerobubble.plan.bounds.schedule_bound import TimeBound
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.objective import Objective, TimesAndBubble
@@ -135,13 +136,10 @@ def step_times(simulation: Simulation) -> list[str]:
     return [f"with reductions over replicas, gathering and the optimizer step: {both}"]
 
 
-def bounds(result: Result) -> str:
-    """The lower bounds and the plan's gaps to them, in one line."""
-    simulation, bound = result.simulation, result.bound
-    return (
-        f"lower bounds: makespan {bound.makespan_ms:.3f} ms (gap {100 * bound.makespan_gap(simulation.makespan_ms):.2f} %), "
-        f"span {bound.span_ms:.3f} ms (gap {100 * bound.gap(simulation.span_ms):.2f} %)"
-    )
+def bounds(bound: TimeBound, simulation: Simulation) -> str:
+    """Lower bounds and a plan's gaps to them, in one line. A gap is never less than 0 but for rounding."""
+    gaps = [max(0.0, 100 * gap) for gap in (bound.makespan_gap(simulation.makespan_ms), bound.gap(simulation.span_ms))]
+    return f"makespan {bound.makespan_ms:.3f} ms (gap {gaps[0]:.2f} %), span {bound.span_ms:.3f} ms (gap {gaps[1]:.2f} %)"
 
 
 def summary(result: Result, width: int, *, is_colored: bool = False) -> str:
@@ -165,7 +163,7 @@ def summary(result: Result, width: int, *, is_colored: bool = False) -> str:
             measures(simulation),
             *step_times(simulation),
             *all_to_alls(simulation),
-            bounds(result),
+            f"lower bounds: {bounds(result.bound, simulation)}",
             *ranks,
         ]
     )
