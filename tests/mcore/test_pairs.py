@@ -22,7 +22,6 @@ class PairedCase(Case):
 
     @property
     def plan(self) -> Plan:
-        """What it runs."""
         return paired(plan_of(super().spec, self.num_microbatches))
 
     @property

@@ -60,7 +60,6 @@ Row = dict[str, Any]
 
 
 def is_allowed(row: Row) -> bool:
-    """Whether the values of a row can be combined."""
     used = row["num_ranks"] * row["tensor_parallel"]
     return (
         used <= WORLD
@@ -85,7 +84,6 @@ def covering_rows() -> list[Row]:
 
 
 def pairs_of(row: Row) -> set[Any]:
-    """The pairs that occur in a row."""
     return set(itertools.combinations(row.items(), 2))
 
 
@@ -125,7 +123,6 @@ class PairCase(Case):
 
 
 def case_of(row: Row) -> PairCase:
-    """The case that a row of values describes."""
     values = dict(row)
     num_ranks, schedule = values["num_ranks"], values["schedule"]
     num_chunks = 2 if schedule in ("zb-interleaved", "1f1b-v", "zbv", "v-half", "v-min") else 1

@@ -23,8 +23,6 @@ BASE = Case(schedule="zb-h2", num_ranks=2, num_microbatches=4, num_layers=4, dro
 
 @dataclass(frozen=True)
 class Scenario:
-    """One row of the table."""
-
     name: str
     case: Case = BASE
     spikes: dict[tuple[int, int], float] = field(default_factory=dict)
@@ -143,7 +141,6 @@ def _trainer(scenario: Scenario) -> _Trainer:
 
 
 def train(rank: int, scenario: Scenario, optimistic: bool) -> History:
-    """Train."""
     trainer = _trainer(scenario)
     post = post_validation(
         trainer.optimizer,
@@ -214,7 +211,6 @@ def _bits(value: float) -> bytes:
 
 
 def differences(a: History, b: History) -> list[str]:
-    """Names of the results in which two histories differ."""
     found = [name for name in ("steps", "losses") if repr(getattr(a, name)) != repr(getattr(b, name))]
     found += [name for name in a.weights if not _same(a.weights[name], b.weights[name])]
     found += [f"state {i}" for i, (x, y) in enumerate(zip(a.state, b.state, strict=True)) if not _same(x, y)]

@@ -34,7 +34,6 @@ def shortest(costs: CostModel, placement: Placement, num_microbatches: int, limi
 
 
 def slices_of(costs: CostModel, num_microbatches: int) -> list[int]:
-    """The number of slices of every microbatch."""
     return [costs.table.of(i).num_slices for i in range(num_microbatches)]
 
 

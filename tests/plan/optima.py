@@ -18,8 +18,6 @@ PLACEMENTS = {"linear": Placement.linear, "V": Placement.v, "loop": lambda num_r
 
 
 class Instance(NamedTuple):
-    """One instance as in the file."""
-
     placement: str
     num_ranks: int
     num_microbatches: int
@@ -30,7 +28,6 @@ class Instance(NamedTuple):
     """Milliseconds; None: not known."""
 
     def stages(self) -> Placement:
-        """Its placement."""
         return PLACEMENTS[self.placement](self.num_ranks)
 
     def costs(self) -> CostModel:

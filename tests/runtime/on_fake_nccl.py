@@ -138,8 +138,6 @@ class Setup:
 
 @dataclass
 class RankResult:
-    """What one rank saw."""
-
     stalls: list[str]
     """Sends that were retired before they were over."""
     num_reused: int

@@ -31,8 +31,6 @@ from tests.support.ranks import RankPool
 
 
 class Scribe(Recorder):
-    """Writes everything down."""
-
     def __init__(self) -> None:
         self.log: list[tuple[str, Message | Op]] = []
         self.in_transit: list[int] = []

@@ -79,7 +79,6 @@ def run_seed(program: Program, seed: int) -> int:
 
 
 def outcomes(program: Program, setup: Setup, seeds: range, **options: Any) -> Counter[str]:
-    """How often runs end how."""
     found: Counter[str] = Counter()
     for seed in seeds:
         try:

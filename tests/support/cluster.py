@@ -123,7 +123,6 @@ class Cluster:
         return self.environment(**slurm, HOSTS=" ".join(hosts), GPUS=str(gpus)) | variables
 
     def run(self, script: str, *arguments: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-        """Run an example to its end."""
         command = ["bash", str(ROOT / "examples" / script), *arguments]
         return subprocess.run(
             command, env=environment, cwd=self.folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False

@@ -43,8 +43,6 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison."""
-
     trainer_class: ClassVar[type[Trainer]]
     schedule: str
     num_ranks: int
@@ -110,7 +108,6 @@ class Case:
 
     @property
     def spec(self) -> ScheduleSpec:
-        """The schedule under test."""
         return schedule_spec(
             self.schedule,
             num_ranks=self.num_ranks,
@@ -120,12 +117,10 @@ class Case:
         )
 
     def trainer(self, initial: Tensors | None = None) -> Trainer:
-        """What trains this case."""
         return self.trainer_class(self, initial)
 
     @property
     def unpipelined(self) -> Case:
-        """The same training without a pipeline."""
         return replace(self, schedule="stock", num_ranks=1, num_chunks=1, layout=None, shard_gradients=None)
 
 
@@ -206,11 +201,9 @@ class Trainer:
         _destroy_groups()
 
     def _parallel_sizes(self) -> dict[str, Any]:
-        """More keywords for megatron-core's parallel state."""
         return {}
 
     def _schedule_options(self) -> dict[str, Any]:
-        """More keywords for the schedule."""
         return {}
 
     # -- construction -----------------------------------------------------------------------------------------------------
@@ -272,11 +265,9 @@ class Trainer:
         return StageLayers.parse(case.layout) if case.layout else StageLayers.spread(case.num_layers, case.spec.placement)
 
     def _config_changes(self) -> dict[str, Any]:
-        """More fields of the configuration."""
         return {}
 
     def _model_options(self, vp_stage: int | None) -> dict[str, Any]:
-        """More keywords for the model."""
         return {"position_embedding_type": "rope" if self.case.llama else "learned_absolute"}
 
     def _ddp_config(self) -> DistributedDataParallelConfig:
@@ -352,19 +343,16 @@ class Trainer:
                 yield ".".join(words), parameter
 
     def snapshot(self) -> Tensors:
-        """A copy of the weights."""
         return {name: parameter.detach().clone() for name, parameter in self.parameters()}
 
     # -- training ---------------------------------------------------------------------------------------------------------
 
     def zero_gradients(self) -> None:
-        """Zero all gradients, as before every step."""
         for chunk in self.built.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def train(self) -> Outcome:
-        """Run the case's steps."""
         losses, norms = [], []
         gradients: Tensors = {}
         for step in range(self.case.num_steps):
@@ -399,7 +387,6 @@ class Trainer:
         return [self.loss_of(result) for result in results]
 
     def loss_of(self, result: Any) -> float:
-        """The loss in the report of a microbatch."""
         return float(result["lm loss"])
 
     def batches(self, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -26,8 +26,6 @@ WHY_NOT = "this megatron-core has no HybridModel: 0.18 added it"
 
 @dataclass(frozen=True)
 class HybridCase(MoeCase):
-    """One comparison of a model that is built from a pattern."""
-
     pattern: str = "*-*-*-*-"
 
     def __str__(self) -> str:
@@ -45,7 +43,6 @@ class HybridCase(MoeCase):
 
     @property
     def unpipelined(self) -> HybridCase:
-        """The same training without a pipeline."""
         unpipelined = super().unpipelined
         assert isinstance(unpipelined, HybridCase)
         return replace(unpipelined, pattern=self.stages.layers)
@@ -58,8 +55,6 @@ def case(schedule: str, num_ranks: int, num_microbatches: int, pattern: str, *, 
 
 
 class HybridTrainer(MoeTrainer, trains=HybridCase):
-    """Trains a `HybridCase`."""
-
     case: HybridCase
 
     def __init__(self, case: HybridCase, initial: Tensors | None = None, **options: Any) -> None:

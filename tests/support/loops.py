@@ -98,11 +98,9 @@ class Loop:
         self.config.finalize_model_grads_func = functools.partial(finalize_model_grads, **given)
 
     def restart_data(self) -> None:
-        """Begin at the first microbatch."""
         self.data = [self.batches(self.args.micro_batch_size, self.args.seq_length) for _ in self.model]
 
     def batches(self, rows: int = 2, length: int = 8, seed: int = 7) -> Iterator[Tensor]:
-        """Random tokens without end, different ones on every replica."""
         generator = torch.Generator().manual_seed(seed + parallel_state.get_data_parallel_rank())
         while True:
             yield torch.randint(0, example().VOCABULARY, (rows, length + 1), generator=generator)
@@ -112,13 +110,11 @@ class Loop:
         return values if len(values) > 1 else values[0]
 
     def overlap_reductions(self, *, is_aligned: bool) -> None:
-        """Set what a loop sets with --overlap-grad-reduce."""
         self.config.no_sync_func = self.one_or_list([chunk.no_sync for chunk in self.model])
         if is_aligned:
             self.config.grad_sync_func = self.one_or_list([chunk.start_grad_sync for chunk in self.model])
 
     def passes(self, num_microbatches: int | None = None, **given: Any) -> list[Any]:
-        """One call of the schedule."""
         arguments: dict[str, Any] = {
             "forward_step_func": forward_step,
             "data_iterator": self.one_or_list(self.data),
@@ -147,13 +143,11 @@ class Loop:
         return results
 
     def zero(self) -> None:
-        """Zero gradients."""
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def train(self, num_microbatches: int | None = None, **given: Any) -> None:
-        """One iteration."""
         self.zero()
         self.passes(num_microbatches, **given)
         self.optimizer.step()
@@ -164,7 +158,6 @@ class Loop:
             yield from named(chunk)
 
     def state(self) -> dict[str, Any]:
-        """Weights and gradients."""
         found = {name: plain(parameter) for name, parameter in self.named()}
         gradients = {f"{name} gradient": plain(getattr(parameter, "main_grad", None)) for name, parameter in self.named()}
         return found | gradients

@@ -15,8 +15,6 @@ from tests.support.gpt import Case, Trainer
 
 @dataclass(frozen=True)
 class MlaCase(Case):
-    """One comparison of a model with multi-latent attention."""
-
     q_lora_rank: int | None = 24
     qk_layernorm: bool = False
     rope_type: str = "yarn"
@@ -32,8 +30,6 @@ class MlaCase(Case):
 
 
 class MlaTrainer(Trainer, trains=MlaCase):
-    """Trains an `MlaCase`."""
-
     case: MlaCase
 
     config_type = MLATransformerConfig

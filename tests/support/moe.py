@@ -16,8 +16,6 @@ from tests.support.gpt import Case, Trainer
 
 @dataclass(frozen=True)
 class MoeCase(Case):
-    """One comparison of a model with experts."""
-
     num_experts: int = 4
     topk: int = 2
     expert_parallel: int = 1

@@ -14,8 +14,6 @@ from tests.support.gpt import Case, Trainer
 
 @dataclass(frozen=True)
 class MtpCase(Case):
-    """One comparison of a model with MTP layers."""
-
     num_mtp_layers: int = 2
 
     def __str__(self) -> str:

@@ -81,7 +81,6 @@ def model(
     config: Any = None,
     pg_collection: Any = None,
 ) -> GPTModel:
-    """One chunk."""
     args, layer = get_args(), get_gpt_layer_local_spec()
     config = config or arguments.core_transformer_config_from_args(args)
     mtp = {"mtp_block_spec": get_gpt_mtp_block_spec(config, layer, False, vp_stage)} if args.mtp_num_layers else {}
@@ -154,7 +153,6 @@ def loss(mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def forward_step(data: Any, chunk: Any) -> tuple[torch.Tensor, Any]:
-    """One microbatch of one chunk."""
     args = get_args()
     arguments.core_transformer_config_from_args(args)
     given = batch(data, get_attr_wrapped_model(chunk, "vp_stage"))
@@ -170,7 +168,6 @@ def embedding_ranks(pipeline: list[int]) -> list[int]:
 
 
 def main() -> None:
-    """Train by the flags of the process."""
     if "cfg_container" in inspect.signature(training.pretrain).parameters:  # from 0.18 on
         from megatron.training.argument_utils import pretrain_cfg_container_from_args
 

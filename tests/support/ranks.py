@@ -110,7 +110,6 @@ class RankPool:
                 time.sleep(1)
 
     def stop(self) -> None:
-        """End the processes."""
         for process in self._processes:
             process.kill()
             process.join()

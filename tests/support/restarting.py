@@ -97,7 +97,6 @@ def _attempt(job: dict, attempts: list, call: inprocess.CallWrapper = None) -> N
 
 
 def main() -> None:
-    """One rank."""
     job = json.loads(sys.argv[1])
     rank, often = os.environ["RANK"], timedelta(milliseconds=50)
     HostDevice().install()

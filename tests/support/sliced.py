@@ -125,8 +125,6 @@ class SlicedUnequalCase(Sliced, UnequalCase):
 
 
 class SlicedUnequalTrainer(SlicedBatches, UnequalTrainer, trains=SlicedUnequalCase):
-    """Trains a `SlicedUnequalCase`."""
-
     case: SlicedUnequalCase
 
     def _schedule_options(self) -> dict[str, Any]:
@@ -176,8 +174,6 @@ class SlicedPositionsCase(Sliced):
 
 
 class SlicedPositionsTrainer(SlicedTrainer, trains=SlicedPositionsCase):
-    """Trains a `SlicedPositionsCase`."""
-
     case: SlicedPositionsCase
 
     def _config_changes(self) -> dict[str, Any]:
@@ -225,8 +221,6 @@ class SlicedMtpPositionsCase(SlicedPositionsCase, MtpCase):
 
 
 class SlicedMtpPositionsTrainer(MtpTrainer, SlicedPositionsTrainer, trains=SlicedMtpPositionsCase):
-    """Trains a `SlicedMtpPositionsCase`."""
-
     weights_seed = 1  # under V a rank has two embeddings of one name
 
     def _model_options(self, vp_stage: int | None) -> dict[str, Any]:

@@ -34,7 +34,6 @@ class UnequalCase(Case):
 
     @property
     def unpipelined(self) -> Case:
-        """The same training without a pipeline."""
         return replace(super().unpipelined, reorders=True)  # type: ignore[call-arg]
 
     def lengths(self, step: int, replica: int) -> list[int]:

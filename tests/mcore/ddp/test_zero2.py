@@ -88,7 +88,6 @@ class _ReadTwice(Trainer):
     """The loss reads weights of the last stage, and a user's hook masks the gradient of its head."""
 
     def forward_step(self, iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
-        """With a penalty."""
         output, loss = super().forward_step(iterator, model)
         weights = dict(self.parameters())
         head = weights.get("output_layer.weight")
@@ -128,7 +127,6 @@ class _Counted(Reductions):
     reduced = peak = 0
 
     def started(self, reduction: Any) -> None:
-        """Count."""
         super().started(reduction)
         self.reduced += reduction.full.nbytes
         self.peak = max(self.peak, sum(each.full.nbytes + each.part.nbytes for each in self._in_flight))

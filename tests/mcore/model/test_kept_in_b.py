@@ -241,7 +241,6 @@ def test_each_kind_is_logged_once_per_stage_with_its_share(two_ranks: RankPool) 
 
 
 def _refused(_rank: int, prepare: Callable[[Any], None], schedule: str) -> list[str]:
-    """The errors of a rank's chunks."""
     flags = f"{SIZES} {'' if schedule == 'zb-h1' else '--virtual-pipeline-model-parallel-size 2'}"
     store, messages = WeightGradStore(WgradKernel(KernelKind.PLAIN, plain_accumulate)), []
     with installed(flags, schedule) as args:

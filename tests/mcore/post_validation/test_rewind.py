@@ -27,8 +27,6 @@ USES: dict[str, Use] = {}
 
 
 def use(make: Callable[[], Any]) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
-    """Add a forward step to the list."""
-
     def add(forward: Callable[[Any], Any]) -> Callable[[Any], Any]:
         USES[forward.__name__] = make, forward
         return forward

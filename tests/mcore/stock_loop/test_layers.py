@@ -51,7 +51,6 @@ EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_i
 
 @pytest.fixture
 def schedule(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The installed schedule."""
     name = getattr(request, "param", "zbv")
     megatron.zerobubble.install(schedule=name)
     yield name

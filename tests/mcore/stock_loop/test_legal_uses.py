@@ -65,7 +65,6 @@ def run_use(rank: int, name: str, schedule: str | None) -> dict[str, Any]:
 
 
 def use(function: Use) -> Use:
-    """Add a use to the list."""
     USES[function.__name__] = function
     return function
 

@@ -39,7 +39,6 @@ USES: Uses = {}
 
 
 def use(function: Callable[[Readers], None]) -> Callable[[Readers], None]:
-    """Add a use to the list."""
     USES[function.__name__] = function
     return function
 
@@ -74,7 +73,6 @@ class Readers(Loop):
         return output, loss
 
     def iterate(self, number: int) -> None:
-        """The passes of one iteration."""
         self.before_iteration(number)
         self.zero()
         data = [enumerate(self.batches(seed=number)) for _ in self.model]
@@ -82,7 +80,6 @@ class Readers(Loop):
 
 
 def layers_of(chunk: Any) -> Any:
-    """The layers of a chunk that DDP has not wrapped."""
     return chunk.decoder.layers
 
 

@@ -42,7 +42,6 @@ KINDS = ("equal", "links", "slices", "unequal", "unequal slices")
 
 
 def instance(kind: str, random: Random) -> tuple[Placement, int, CostModel]:
-    """A placement, m, and costs of one kind."""
     p, m = random.randint(1, 4), random.randint(1, 6)
     placement = random.choice([Placement.linear(p), Placement.v(p), Placement.loop(p, 2)])
     stages = range(placement.num_stages)

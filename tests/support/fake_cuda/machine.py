@@ -88,7 +88,6 @@ class _Installed:
 
 
 def machine() -> Machine:
-    """The installed machine."""
     if _Installed.machine is None:
         raise FakeCudaError("no fake of torch.cuda is installed in this process")
     return _Installed.machine

@@ -20,8 +20,6 @@ __all__ = ["nccl_by_gloo"]
 
 
 class _Options:
-    """As `ProcessGroupNCCL.Options`."""
-
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream = is_high_priority_stream
         self.config = SimpleNamespace(max_ctas=None, min_ctas=None, cga_cluster_size=None)

@@ -34,8 +34,6 @@ def device_index(device: Any, current: int | None) -> int:
 
 
 class Stream:
-    """As `torch.cuda.Stream`."""
-
     def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
         if kwargs:
             raise FakeCudaError(f"the fake torch.cuda.Stream does not know {', '.join(kwargs)}")
@@ -62,7 +60,6 @@ class Stream:
 
     @property
     def device_index(self) -> int:
-        """Index of its device."""
         return int(self.device.index)
 
     def wait_event(self, event: Event) -> None:
@@ -84,19 +81,15 @@ class Stream:
         return False
 
     def query(self) -> bool:
-        """Whether everything on it has ended."""
         self._owner.called("Stream.query")
         return True
 
     def synchronize(self) -> None:
-        """Block until everything on it has ended."""
         self._owner.called("Stream.synchronize")
         self._owner.host_waits("Stream.synchronize")
 
 
 class Event:
-    """As `torch.cuda.Event`."""
-
     def __init__(
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
     ) -> None:
@@ -143,7 +136,6 @@ class Event:
 
 
 def default_stream(device: Any = None) -> Stream:
-    """As `torch.cuda.default_stream`."""
     owner = machine()
     return Stream._default(owner, device_index(device, owner.called("torch.cuda.default_stream").device))
 
@@ -166,8 +158,6 @@ def set_stream(stream: Stream | None) -> None:
 
 
 class StreamContext:
-    """As `torch.cuda.StreamContext`."""
-
     def __init__(self, stream: Stream | None) -> None:
         self.stream = stream
         self._before: list[Stream] = []
@@ -184,5 +174,4 @@ class StreamContext:
 
 
 def stream(stream: Stream | None) -> StreamContext:
-    """As `torch.cuda.stream`."""
     return StreamContext(stream)

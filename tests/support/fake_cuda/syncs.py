@@ -59,7 +59,6 @@ class SyncLog:
         )
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Plain objects."""
         return [asdict(sync) for sync in self.syncs]
 
 

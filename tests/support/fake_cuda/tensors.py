@@ -66,11 +66,9 @@ class DeviceMemory:
         return None if found is None else found[1]
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Whether the tensor is in pinned host memory."""
         return tensor.untyped_storage()._cdata in self._pinned
 
     def add(self, tensor: Tensor, index: int) -> None:
-        """Register the tensor's storage as memory of a device."""
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key in self._device:
@@ -87,7 +85,6 @@ class DeviceMemory:
             self.peak = max(self.peak, self.allocated)
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """Register the tensor's storage as pinned host memory."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         self._pinned[key] = weakref.ref(storage, lambda _: self._pinned.pop(key, None))

@@ -23,8 +23,6 @@ def _reduce(values: Sequence[Tensor], operation: str) -> Tensor:
 
 
 def all_reduce(operation: str) -> Callable[[PerRank, PerRank], None]:
-    """Every rank gets the result."""
-
     def carry(inputs: PerRank, outputs: PerRank) -> None:
         results = [_reduce(values, operation) for values in zip(*inputs, strict=True)]
         for tensors in outputs:
@@ -35,8 +33,6 @@ def all_reduce(operation: str) -> Callable[[PerRank, PerRank], None]:
 
 
 def broadcast(root: int) -> Callable[[PerRank, PerRank], None]:
-    """Every rank gets the root's."""
-
     def carry(inputs: PerRank, outputs: PerRank) -> None:
         for place, tensors in enumerate(outputs):
             for tensor, given in zip(tensors, inputs[root], strict=True):
@@ -47,14 +43,12 @@ def broadcast(root: int) -> Callable[[PerRank, PerRank], None]:
 
 
 def all_gather(inputs: PerRank, outputs: PerRank) -> None:
-    """Every rank gets a list of all."""
     for tensors in outputs:
         for tensor, (given,) in zip(tensors, inputs, strict=True):
             tensor.copy_(given)
 
 
 def all_gather_single(inputs: PerRank, outputs: PerRank) -> None:
-    """Every rank gets all, one behind the other."""
     gathered = [torch.cat([given.reshape(-1) for given in each]) for each in zip(*inputs, strict=True)]
     for tensors in outputs:
         for tensor, whole in zip(tensors, gathered, strict=True):
@@ -62,8 +56,6 @@ def all_gather_single(inputs: PerRank, outputs: PerRank) -> None:
 
 
 def reduce_scatter_single(operation: str) -> Callable[[PerRank, PerRank], None]:
-    """Every rank gets its part of the result."""
-
     def carry(inputs: PerRank, outputs: PerRank) -> None:
         results = [_reduce(values, operation) for values in zip(*inputs, strict=True)]
         for place, tensors in enumerate(outputs):

@@ -157,11 +157,9 @@ class Communicator:
     # -- as a mover -------------------------------------------------------------------------------------------------------
 
     def ready(self) -> bool:
-        """Whether an operation can run, or a rank be done with one."""
         return bool(self._moves())
 
     def move(self) -> None:
-        """Run one, or be done with one."""
         moves = self._moves()
         self._engine.random.choice(moves)()
 
@@ -206,7 +204,6 @@ class Communicator:
         self.ends[place].queue.popleft().end.is_reached = True
 
     def waiting(self) -> Sequence[str]:
-        """What is issued and not over."""
         return [
             f"rank {self.ranks[place]}, {self.name}: {end.queue[0].text} is next, {len(end.queue) - 1} behind it"
             for place, end in sorted(self.ends.items())

@@ -48,18 +48,15 @@ class Event(devices.Event):
         self._passed_s = 0.0
 
     def record(self, stream: Any = None) -> None:
-        """As in torch."""
         _current()
         super().record(stream)
         self._passed_s = time.perf_counter()
 
     def query(self) -> bool:
-        """As in torch."""
         _current()
         return super().query()
 
     def synchronize(self) -> None:
-        """As in torch."""
         _current()
         super().synchronize()
 

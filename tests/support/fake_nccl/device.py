@@ -55,7 +55,6 @@ class Stream:
         device.engine.add(self)
 
     def mark(self) -> Mark:
-        """This point."""
         mark = Mark(dict(self.timeline.clock), f"work on {self.name}", is_reached=not self._queue)
         if self._queue:
             self._queue.append((None, lambda: setattr(mark, "is_reached", True), "an event"))
@@ -75,7 +74,6 @@ class Stream:
             self.wait(event.recorded)
 
     def wait_stream(self, stream: Stream) -> None:
-        """As in torch."""
         self.wait(stream.mark())
 
     def compute(self, text: str, *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
@@ -105,25 +103,19 @@ class Stream:
         self._queue.append((None, run, text))
 
     def query(self) -> bool:
-        """Whether everything on it is done."""
         return not self._queue
 
     def ready(self) -> bool:
-        """As a mover."""
         return bool(self._queue) and (self._queue[0][0] is None or self._queue[0][0]())
 
     def move(self) -> None:
-        """Do the next thing."""
         self._queue.popleft()[1]()
 
     def waiting(self) -> Sequence[str]:
-        """As a mover."""
         return [f"rank {self.device.rank}, {self.name}: {self._queue[0][2]} is next"] if self._queue else []
 
 
 class Event:
-    """As `torch.cuda.Event`."""
-
     def __init__(self) -> None:
         self.recorded: Mark | None = None
 
@@ -132,11 +124,9 @@ class Event:
         self.recorded = (stream or Device.current().current_stream()).mark()
 
     def query(self) -> bool:
-        """Whether the stream has come here."""
         return self.recorded is None or self.recorded.is_reached
 
     def synchronize(self) -> None:
-        """Make the host wait."""
         mark = self.recorded
         if mark is not None:
             device = Device.current()
@@ -178,7 +168,6 @@ class Device:
         return device
 
     def timeline(self, name: str) -> Timeline:
-        """A new one."""
         self._num_timelines += 1
         return Timeline(self._num_timelines, name)
 
@@ -199,7 +188,6 @@ class Device:
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
-        """As `torch.cuda.stream`."""
         before = self.current_stream()
         here().state["stream"] = stream
         try:

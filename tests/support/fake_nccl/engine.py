@@ -96,7 +96,6 @@ def is_here() -> bool:
 
 
 def here() -> HostThread:
-    """The thread that runs."""
     return _HERE.thread  # type: ignore[no-any-return]
 
 
@@ -124,14 +123,12 @@ class Engine:
         self._running: HostThread | None = None
 
     def spawn(self, name: str, rank: int, run: Callable[[], None], *, serves: bool = False) -> HostThread:
-        """Add a thread, which runs when the scheduler picks it."""
         thread = HostThread(self, name, rank, run, serves=serves)
         self._threads.append(thread)
         thread.thread.start()
         return thread
 
     def add(self, mover: Mover) -> None:
-        """Add a mover."""
         self._movers.append(mover)
 
     def run(self) -> None:
@@ -167,7 +164,6 @@ class Engine:
             self._switch(ready, waits_for)
 
     def fail(self, error: BaseException, where: str) -> None:
-        """End the run with an error. The first one counts."""
         if self.failure is None:
             self.failure, self.failed_in = error, where
             self._running = getattr(_HERE, "thread", None)

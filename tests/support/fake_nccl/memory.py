@@ -176,7 +176,6 @@ class Arena:
         """Bytes handed out, now and at most."""
 
     def reset_peak(self) -> None:
-        """As `torch.cuda.reset_peak_memory_stats`."""
         self.most_allocated = self.allocated
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -75,7 +75,6 @@ class FakeWork(dist.Work):
         self._device.host().join(kernel.end.clock)
 
     def is_completed(self) -> bool:
-        """Whether it is over."""
         return all(kernel.end.is_reached for kernel in self._kernels)
 
 
@@ -102,11 +101,9 @@ class FakeNccl(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        """As in torch."""
         return self._name
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's
-        """As in torch."""
         return HOST_BACKEND if self.ON_HOST else BACKEND
 
     def shutdown(self) -> None:
@@ -133,13 +130,11 @@ class FakeNccl(dist.ProcessGroup):
     # -- sends and receives -------------------------------------------------------------------------------------------------
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> FakeWork:
-        """As in torch."""
         communicator, place, peer = self._of_the_pair(dst)
         text = f"send {self._count()} of {communicator.name} to rank {self._ranks[dst]}"
         return FakeWork(self._device, [communicator.issue(place, "send", text, tensors, [], peer=peer)], on_host=self.ON_HOST)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> FakeWork:
-        """As in torch."""
         communicator, place, peer = self._of_the_pair(src)
         text = f"receive {self._count()} of {communicator.name} from rank {self._ranks[src]}"
         return FakeWork(self._device, [communicator.issue(place, "receive", text, [], tensors, peer=peer)], on_host=self.ON_HOST)
@@ -164,33 +159,26 @@ class FakeNccl(dist.ProcessGroup):
         return FakeWork(self._device, [kernel], blocks=blocks, on_host=self.ON_HOST)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> FakeWork:
-        """As in torch."""
         return self._collective("all-reduce", tensors, tensors, collectives.all_reduce(_operation(opts)))
 
     allreduce_coalesced = allreduce
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> FakeWork:
-        """As in torch."""
         return self._collective("broadcast", tensors, tensors, collectives.broadcast(opts.rootRank))
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> FakeWork:
-        """As in torch."""
         return self._collective("all-gather", inputs, outputs[0], collectives.all_gather)
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> FakeWork:
-        """As in torch."""
         return self._collective("all-gather", [given], [output], collectives.all_gather_single)
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> FakeWork:
-        """As in torch."""
         return self._collective("all-gather", inputs, outputs, collectives.all_gather_single)
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> FakeWork:
-        """As in torch."""
         return self._collective("reduce-scatter", [given], [output], collectives.reduce_scatter_single(_operation(opts)))
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> FakeWork:
-        """As in torch."""
         return self._collective("reduce-scatter", inputs, outputs, collectives.reduce_scatter_single(_operation(opts)))
 
     _allgather_base = all_gather_single  # torch before 2.13
@@ -222,7 +210,6 @@ def _create(kind: type[FakeNccl], options: Any, _: Any) -> FakeNccl:
 
 
 def register() -> None:
-    """Register the backends."""
     for name, kind in ((BACKEND, FakeNccl), (HOST_BACKEND, FakeGloo)):
         if name not in dist.Backend.backend_list:
             dist.Backend.register_backend(name, partial(_create, kind), extended_api=True, devices=["cpu"])

@@ -32,7 +32,6 @@ class InlineIssuer:
         """No thread to start."""
 
     def __call__(self, begin: Callable[[], dist.Work]) -> dist.Work:
-        """Make the call."""
         return begin()
 
     def close(self) -> None:

@@ -38,14 +38,11 @@ class _Waitable:
 
 
 class Lock(_Waitable):
-    """As `threading.Lock`."""
-
     def __init__(self) -> None:
         super().__init__()
         self._is_held = False
 
     def acquire(self, blocking: bool = True) -> bool:
-        """As in `threading`."""
         if blocking or not self._is_held:
             Device.current().engine.pause()
         if self._is_held and not blocking:
@@ -57,7 +54,6 @@ class Lock(_Waitable):
         return True
 
     def release(self) -> None:
-        """As in `threading`."""
         self._hand_on()
         self._is_held = False
 
@@ -69,14 +65,11 @@ class Lock(_Waitable):
 
 
 class Event(_Waitable):
-    """As `threading.Event`."""
-
     def __init__(self) -> None:
         super().__init__()
         self._is_set = False
 
     def set(self) -> None:
-        """As in `threading`."""
         self._hand_on()
         self._is_set = True
 
@@ -87,19 +80,15 @@ class Event(_Waitable):
 
 
 class SimpleQueue(_Waitable):
-    """As `queue.SimpleQueue`."""
-
     def __init__(self) -> None:
         super().__init__()
         self._items: deque[Any] = deque()
 
     def put(self, item: Any) -> None:
-        """As in `queue`."""
         self._hand_on()
         self._items.append(item)
 
     def get(self) -> Any:
-        """As in `queue`."""
         self._wait(lambda: bool(self._items), "something in a queue")
         return self._items.popleft()
 
@@ -113,7 +102,6 @@ class Thread:
         self._thread: HostThread | None = None
 
     def start(self) -> None:
-        """As in `threading`."""
         parent = here()
         state = {key: value for key, value in parent.state.items() if key in ("device", "fabric", "enter")}
         world = ThreadLocalWorld._world.world
@@ -127,7 +115,6 @@ class Thread:
         self._thread = parent.engine.spawn(f"thread {self._name}", parent.rank, run, serves=True)
 
     def join(self) -> None:
-        """As in `threading`."""
         thread = self._thread
         assert thread is not None
         here().engine.block_until(lambda: thread.is_over, lambda: f"the end of {thread.name}")

@@ -19,8 +19,6 @@ __all__ = ["Extension"]
 
 
 class DType(enum.IntEnum):
-    """Data types as the extension numbers them."""
-
     kByte = 0  # noqa: N815 - the extension's own names, here and below
     kInt32 = 2  # noqa: N815
     kFloat32 = 4  # noqa: N815

@@ -83,7 +83,6 @@ def _put(place: Tensor | None, value: Tensor, noop: Tensor | None) -> Tensor:
 
 
 def dequantize(tensor: Any, dtype: Any) -> Tensor:
-    """The values of a quantized tensor."""
     return _from_bytes(tensor, torch_dtype(dtype))
 
 
@@ -106,7 +105,6 @@ def fp8_transpose(data: Tensor, _dtype: Any, out: Tensor | None = None) -> Tenso
 
 
 def compute_amax(tensor: Tensor, amax: Tensor) -> None:
-    """Write the largest magnitude of `tensor` into `amax`."""
     amax.copy_(_magnitude(tensor).view(amax.shape))
 
 

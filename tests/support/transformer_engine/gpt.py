@@ -26,8 +26,6 @@ __all__ = ["EngineCase", "EngineMlaCase", "EngineMoeCase", "compare_engine"]
 
 @dataclass(frozen=True)
 class EngineCase(Case):
-    """One comparison of a model of Transformer Engine's layers."""
-
     fuses: bool = False
     """Whether its GEMMs add to `main_grad` (`gradient_accumulation_fusion`)."""
     fp8: str | None = None
@@ -64,8 +62,6 @@ class EngineMoeCase(MoeCase):
 
 @dataclass(frozen=True)
 class EngineMlaCase(MlaCase):
-    """With multi-latent attention."""
-
     fuses: bool = False
 
     def __str__(self) -> str:
@@ -81,8 +77,6 @@ ENGINE = {"transformer_impl": "transformer_engine"}
 
 
 class EngineTrainer(Trainer, trains=EngineCase):
-    """Trains an `EngineCase`."""
-
     case: EngineCase
 
     def _config_changes(self) -> dict[str, Any]:
@@ -106,8 +100,6 @@ class EngineTrainer(Trainer, trains=EngineCase):
 
 
 class EngineMlaTrainer(MlaTrainer, trains=EngineMlaCase):
-    """Trains an `EngineMlaCase`."""
-
     case: EngineMlaCase
 
     def _config_changes(self) -> dict[str, Any]:
@@ -115,8 +107,6 @@ class EngineMlaTrainer(MlaTrainer, trains=EngineMlaCase):
 
 
 class EngineMoeTrainer(MoeTrainer, trains=EngineMoeCase):
-    """Trains an `EngineMoeCase`."""
-
     case: EngineMoeCase
 
     def _config_changes(self) -> dict[str, Any]:

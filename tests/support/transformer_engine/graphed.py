@@ -43,14 +43,11 @@ class GraphedCase(EngineCase):
 
     @property
     def unpipelined(self) -> Case:
-        """Without a pipeline and without graphs."""
         return _as(EngineCase, self).unpipelined
 
 
 @dataclass(frozen=True)
 class GraphedMoeCase(EngineMoeCase):
-    """With experts."""
-
     scopes: tuple[str, ...] = ("attn", "moe_router", "moe_preprocess")
     dtype: torch.dtype = torch.bfloat16
     num_steps: int = 3
@@ -61,7 +58,6 @@ class GraphedMoeCase(EngineMoeCase):
 
     @property
     def unpipelined(self) -> Any:
-        """Without a pipeline and without graphs."""
         return _as(EngineMoeCase, self).unpipelined
 
 

@@ -72,8 +72,6 @@ _CAPTURING: list[CUDAGraph] = []
 
 
 class CUDAGraph:
-    """The operations of one capture."""
-
     def __init__(self) -> None:
         self._operations: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
 
@@ -87,7 +85,6 @@ class CUDAGraph:
                         place.copy_(value)
 
     def reset(self) -> None:
-        """Forget them."""
         self._operations.clear()
 
     def add(self, function: Any, args: Any, kwargs: Any, results: Any) -> None:
@@ -154,7 +151,6 @@ def handed_out_again() -> int:
 
 
 def is_capturing() -> bool:
-    """Whether a graph is being captured."""
     return bool(_CAPTURING)
 
 

@@ -19,8 +19,6 @@ __all__ = ["Userbuffer", "initialized"]
 
 
 class Userbuffer:
-    """The communicator of one name."""
-
     def __init__(self) -> None:
         self._buffer = torch.empty(0)
 
