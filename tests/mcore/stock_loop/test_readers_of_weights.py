@@ -86,111 +86,89 @@ def layers_of(chunk: Any) -> Any:
 # -- weights that others read -----------------------------------------------------------------------------------------------
 
 
+def _of_last_stage(loop: Readers, of: Callable[[Any], Any] = lambda chunk: [chunk.output_layer.weight]) -> list[nn.Parameter]:
+    """Weights of the last stage, by default its head's, once the model is built."""
+    weights: list[nn.Parameter] = []
+    loop.prepare = lambda chunk: weights.extend(of(chunk)) if chunk.post_process else None
+    return weights
+
+
 def _without_head(loop: Readers, then: Callable[[Tensor, Tensor, int, nn.Parameter], Tensor]) -> None:
-    head: list[nn.Parameter] = []
+    def head_of(chunk: Any) -> list[nn.Parameter]:
+        chunk.output_layer.forward = lambda x, weight=None, runtime_gather_output=None: (x, None)
+        return [chunk.output_layer.weight]
 
-    def prepare(chunk: Any) -> None:
-        if chunk.post_process:
-            head.append(chunk.output_layer.weight)
-            chunk.output_layer.forward = lambda x, weight=None, runtime_gather_output=None: (x, None)
-
-    loop.prepare, loop.has_labels = prepare, False
+    head, loop.has_labels = _of_last_stage(loop, head_of), False
     loop.loss = lambda output, labels, number: then(output, labels, number, head[0])
 
 
-@use
-def a_head_that_only_the_loss_reads(loop: Readers) -> None:
-    _without_head(loop, lambda hidden, labels, _, head: _cross_entropy(functional.linear(hidden, head), labels))
-
-
-@use
-def a_head_that_the_loss_reads_in_some_microbatches(loop: Readers) -> None:
-    def loss(hidden: Tensor, labels: Tensor, number: int, head: nn.Parameter) -> Tensor:
-        return _cross_entropy(functional.linear(hidden, head), labels) if number % 2 else hidden.square().mean()
-
-    _without_head(loop, loss)
-
-
-@use
-def a_penalty_on_all_weights_of_the_last_layer_and_the_head(loop: Readers) -> None:
-    weights: list[nn.Parameter] = []
-
-    def prepare(chunk: Any) -> None:
-        if chunk.post_process:
-            weights.extend([*layers_of(chunk)[-1].parameters(), *chunk.output_layer.parameters()])
-
-    loop.prepare = prepare
-    loop.loss = lambda output, labels, _: output.mean() + 0.1 * sum(weight.square().sum() for weight in weights)
-
-
-@use
-def a_penalty_in_the_first_microbatch(loop: Readers) -> None:
-    weights: list[nn.Parameter] = []
-    loop.prepare = lambda chunk: weights.append(chunk.output_layer.weight) if chunk.post_process else None
-    loop.loss = lambda output, labels, number: output.mean() + (weights[0].square().sum() if number == 0 else 0.0)
-
-
-@use
-def a_projection_that_is_absorbed(loop: Readers) -> None:
-    """A layer reads the weight, and its linear's forward never runs."""
+def _with_forward(loop: Readers, name: str, forward: Callable[[Any, Any, Tensor], Any]) -> None:
+    """In place of a linear's forward in each layer: (MLP, its own forward, input)."""
 
     def prepare(chunk: Any) -> None:
         for layer in layers_of(chunk):
-            linear = layer.mlp.linear_fc2
-            linear.forward = functools.partial(lambda linear, x: (functional.linear(x, linear.weight), linear.bias), linear)
+            linear = getattr(layer.mlp, name)
+            linear.forward = functools.partial(forward, layer.mlp, linear.forward)
 
     loop.prepare = prepare
 
 
-@use
-def a_weight_that_its_layer_reads_twice(loop: Readers) -> None:
-    def prepare(chunk: Any) -> None:
-        for layer in layers_of(chunk):
-            linear = layer.mlp.linear_fc1
-            forward = linear.forward
-            linear.forward = functools.partial(_scaled, forward, linear.weight)
-
-    loop.prepare = prepare
-
-
-@use
-def a_weight_that_is_computed(loop: Readers) -> None:
-    """Its linear is given what is computed from the weight, and from that of another layer."""
-
-    def prepare(chunk: Any) -> None:
-        for layer in layers_of(chunk):
-            first, second = layer.mlp.linear_fc1, layer.mlp.linear_fc2
-            first.forward = functools.partial(_with_other_weight, first.forward, first, second)
-
-    loop.prepare = prepare
-
-
-def _with_other_weight(forward: Any, own: Any, other: Any, x: Tensor) -> Any:
-    return forward(x, weight=own.weight * 0.9 + 0.1 * other.weight.t())
-
-
-def _scaled(forward: Any, weight: Tensor, x: Tensor) -> Any:
+def _scaled(mlp: Any, forward: Any, x: Tensor) -> Any:
     output, bias = forward(x)
-    return output * (1.0 + weight.square().mean()), bias
+    return output * (1.0 + mlp.linear_fc1.weight.square().mean()), bias
+
+
+def _penalized(loop: Readers, weights: list[nn.Parameter], factor: Callable[[int], float] = lambda number: 0.1) -> None:
+    loop.loss = lambda output, labels, number: output.mean() + factor(number) * sum(each.square().sum() for each in weights)
+
+
+USES |= {
+    "a_head_that_only_the_loss_reads": lambda loop: _without_head(
+        loop, lambda hidden, labels, _, head: _cross_entropy(functional.linear(hidden, head), labels)
+    ),
+    "a_head_that_the_loss_reads_in_some_microbatches": lambda loop: _without_head(
+        loop,
+        lambda hidden, labels, number, head: (
+            _cross_entropy(functional.linear(hidden, head), labels) if number % 2 else hidden.square().mean()
+        ),
+    ),
+    "a_penalty_on_all_weights_of_the_last_layer_and_the_head": lambda loop: _penalized(
+        loop, _of_last_stage(loop, lambda chunk: [*layers_of(chunk)[-1].parameters(), *chunk.output_layer.parameters()])
+    ),
+    "a_penalty_in_the_first_microbatch": lambda loop: _penalized(loop, _of_last_stage(loop), lambda number: float(number == 0)),
+    # a layer reads the weight, and its linear's forward never runs
+    "a_projection_that_is_absorbed": lambda loop: _with_forward(
+        loop, "linear_fc2", lambda mlp, forward, x: (functional.linear(x, mlp.linear_fc2.weight), mlp.linear_fc2.bias)
+    ),
+    "a_weight_that_its_layer_reads_twice": lambda loop: _with_forward(loop, "linear_fc1", _scaled),
+    # its linear is given what is computed from the weight, and from that of another layer
+    "a_weight_that_is_computed": lambda loop: _with_forward(
+        loop,
+        "linear_fc1",
+        lambda mlp, forward, x: forward(x, weight=mlp.linear_fc1.weight * 0.9 + 0.1 * mlp.linear_fc2.weight.t()),
+    ),
+}
 
 
 # -- hooks ----------------------------------------------------------------------------------------------------------------
 
 
-def _mask(weight: Tensor) -> Tensor:
-    mask = torch.zeros(len(weight), 1)
-    mask[-8:] = 1
-    return mask
+def _hooked_head(hook: Callable[[Tensor], Tensor]) -> Callable[[Any], list[nn.Parameter]]:
+    def of(chunk: Any) -> list[nn.Parameter]:
+        chunk.output_layer.weight.register_hook(hook)
+        return [chunk.output_layer.weight]
+
+    return of
 
 
-@use
-def a_hook_that_masks_rows(loop: Readers) -> None:
-    def prepare(chunk: Any) -> None:
-        if chunk.post_process:
-            mask = _mask(chunk.output_layer.weight)
-            chunk.output_layer.weight.register_hook(lambda gradient: gradient * mask)
-
-    loop.prepare = prepare
+USES |= {
+    "a_hook_that_masks_rows": lambda loop: _of_last_stage(
+        loop, _hooked_head(lambda gradient: torch.cat([torch.zeros_like(gradient[:-8]), gradient[-8:]]))
+    ),
+    "a_hook_and_a_penalty": lambda loop: _penalized(
+        loop, _of_last_stage(loop, _hooked_head(lambda gradient: gradient.clamp(-0.01, 0.01)))
+    ),
+}
 
 
 @use
@@ -224,19 +202,6 @@ def a_hook_behind_the_accumulation(loop: Readers) -> None:
     loop.wrapped = wrapped
 
 
-@use
-def a_hook_and_a_penalty(loop: Readers) -> None:
-    weights: list[nn.Parameter] = []
-
-    def prepare(chunk: Any) -> None:
-        if chunk.post_process:
-            weights.append(chunk.output_layer.weight)
-            weights[0].register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
-
-    loop.prepare = prepare
-    loop.loss = lambda output, labels, _: output.mean() + 0.1 * weights[0].square().sum()
-
-
 # -- gradients that the loss computes -----------------------------------------------------------------------------------------
 
 
@@ -244,12 +209,24 @@ def _with_hidden(loop: Readers, then: Callable[[Tensor, Tensor], Tensor]) -> Non
     """A loss of the logits' cross entropy and the hidden states in front of the head."""
     hidden: list[Tensor] = []
 
-    def prepare(chunk: Any) -> None:
-        if chunk.post_process:
-            chunk.decoder.register_forward_hook(lambda module, given, output: hidden.append(output))
+    def watched(chunk: Any) -> list[nn.Parameter]:
+        chunk.decoder.register_forward_hook(lambda module, given, output: hidden.append(output))
+        return []
 
-    loop.prepare, loop.has_labels = prepare, False
+    _of_last_stage(loop, watched)
+    loop.has_labels = False
     loop.loss = lambda logits, labels, _: then(_cross_entropy(logits, labels), hidden.pop())
+
+
+def _with_head(loop: Readers, then: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """A loss of the logits' cross entropy and its gradient by the head's weight."""
+    weights, loop.has_labels = _of_last_stage(loop), False
+
+    def loss(logits: Tensor, labels: Tensor, number: int) -> Tensor:
+        value = _cross_entropy(logits, labels)
+        return then(value, _gradient(value, weights[0], create_graph=True))
+
+    loop.loss = loss
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -257,58 +234,32 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-@use
-def a_loss_weighted_by_the_norm_of_a_gradient(loop: Readers) -> None:
-    def loss(value: Tensor, hidden: Tensor) -> Tensor:
-        (gradient,) = torch.autograd.grad(value, hidden, retain_graph=True)
-        return value / gradient.norm()
-
-    _with_hidden(loop, loss)
+def _gradient(value: Tensor, by: Tensor, **how: bool) -> Tensor:
+    return torch.autograd.grad(value, by, **how)[0]
 
 
-@use
-def a_penalty_on_a_gradient(loop: Readers) -> None:
-    def loss(value: Tensor, hidden: Tensor) -> Tensor:
-        (gradient,) = torch.autograd.grad(value, hidden, create_graph=True)
-        return value + gradient.square().sum()
-
-    _with_hidden(loop, loss)
-
-
-@use
-def backward_for_an_activation_alone(loop: Readers) -> None:
-    def loss(value: Tensor, hidden: Tensor) -> Tensor:
-        hidden.retain_grad()
-        value.backward(retain_graph=True, inputs=[hidden])
-        norm = hidden.grad.norm()
-        hidden.grad = None
-        return value / norm
-
-    _with_hidden(loop, loss)
+def _backward_alone(value: Tensor, hidden: Tensor) -> Tensor:
+    hidden.retain_grad()
+    value.backward(retain_graph=True, inputs=[hidden])
+    norm = hidden.grad.norm()
+    hidden.grad = None
+    return value / norm
 
 
-@use
-def the_gradient_of_a_weight(loop: Readers) -> None:
-    """As losses are balanced by the norms of their gradients by the last shared weight."""
-    _with_head(loop, lambda value, gradient: value / gradient.norm().detach())
-
-
-@use
-def a_penalty_on_the_gradient_of_a_weight(loop: Readers) -> None:
-    _with_head(loop, lambda value, gradient: value + gradient.square().sum())
-
-
-def _with_head(loop: Readers, then: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """A loss of the logits' cross entropy and its gradient by the head's weight."""
-    weights: list[nn.Parameter] = []
-
-    def loss(logits: Tensor, labels: Tensor, number: int) -> Tensor:
-        value = _cross_entropy(logits, labels)
-        (gradient,) = torch.autograd.grad(value, weights[0], create_graph=True)
-        return then(value, gradient)
-
-    loop.prepare = lambda chunk: weights.append(chunk.output_layer.weight) if chunk.post_process else None
-    loop.has_labels, loop.loss = False, loss
+USES |= {
+    "a_loss_weighted_by_the_norm_of_a_gradient": lambda loop: _with_hidden(
+        loop, lambda value, hidden: value / _gradient(value, hidden, retain_graph=True).norm()
+    ),
+    "a_penalty_on_a_gradient": lambda loop: _with_hidden(
+        loop, lambda value, hidden: value + _gradient(value, hidden, create_graph=True).square().sum()
+    ),
+    "backward_for_an_activation_alone": lambda loop: _with_hidden(loop, _backward_alone),
+    # as losses are balanced by the norms of their gradients by the last shared weight
+    "the_gradient_of_a_weight": lambda loop: _with_head(loop, lambda value, gradient: value / gradient.norm().detach()),
+    "a_penalty_on_the_gradient_of_a_weight": lambda loop: _with_head(
+        loop, lambda value, gradient: value + gradient.square().sum()
+    ),
+}
 
 
 # -- the tests ------------------------------------------------------------------------------------------------------------
