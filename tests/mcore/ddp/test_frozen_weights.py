@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
 from tests.support.gpt import Case, Tensors, Trainer
 from tests.support.moe import MoeCase
 from tests.support.ranks import RankPool
-from tests.support.stock import example, train
 from tests.support.tolerances import OTHER_ORDER
 
 STEPS = 5
@@ -90,6 +88,13 @@ ZB_H1, ZBV = Case("zb-h1", 4, 4), Case("zbv", 2, 4, num_chunks=2)
     ids=str,
 )
 @pytest.mark.sampled(0.33)
+@pytest.mark.claims(
+    "Layers",
+    "weights frozen and trained again between iterations (a head alone, layer by layer), adapters on a frozen base: ZB-H1, "
+    "ZBV, 1F1B, tensor parallel, experts, tied embeddings, Transformer Engine's Python, a loop of your own",
+    "works, bit for bit (tied: 4e-6)",
+    also=("mcore/model/test_kept_in_b.py", "mcore/stock_loop/test_legal_uses.py"),
+)
 def test_frozen_weights_get_no_gradient_and_the_others_the_same_bits(four_ranks: RankPool, case: Case) -> None:
     assert four_ranks.run(_unequal, case) == [[]] * 4
 
@@ -158,109 +163,6 @@ def test_both_copies_of_a_tied_embedding_get_one_gradient(four_ranks: RankPool, 
     """4e-6: the unpipelined model adds the two shares in another order."""
     for differences in four_ranks.run(_tied, case, frozen):
         assert all(difference < OTHER_ORDER for difference in differences.values())
-
-
-# -- a loop written for megatron-core -----------------------------------------------------------------------------------
-
-
-def _stock_loop(rank: int, flags: str, options: dict[str, Any]) -> Any:
-    loop, counts = example(), {}
-    forward_step: Callable[..., Any] = loop.forward_step
-
-    def freezing(args: Any, data_iterator: Any, chunk: Any) -> Any:
-        counts[id(chunk)] = counts.get(id(chunk), 0) + 1
-        step = (counts[id(chunk)] - 1) // args.num_microbatches
-        _freeze(_named(chunk), step)
-        return forward_step(args, data_iterator, chunk)
-
-    with mock.patch.object(loop, "forward_step", freezing):
-        return train(rank, flags, **options)
-
-
-def _named(chunk: Any) -> Iterator[tuple[str, nn.Parameter]]:
-    """Names with the layer's number in the model, of eight layers in both halves."""
-    model = chunk.module
-    while hasattr(model, "module"):
-        model = model.module
-    for name, parameter in model.named_parameters():
-        words = name.split(".")
-        if words[:2] == ["decoder", "layers"]:
-            words[2] = str(2 * (model.decoder.layers[int(words[2])].layer_number - 1))
-        yield ".".join(words), parameter
-
-
-@pytest.mark.claims(
-    "Layers",
-    "weights frozen and trained again between iterations (a head alone, layer by layer), adapters on a frozen base: ZB-H1, "
-    "ZBV, 1F1B, tensor parallel, experts, tied embeddings, Transformer Engine's Python, a loop of your own",
-    "works, bit for bit (tied: 4e-6)",
-)
-@pytest.mark.parametrize(
-    ("flags", "schedule"), [("", "zb-h1"), ("--virtual-pipeline-model-parallel-size 2", "zbv")], ids=["zb-h1", "zbv"]
-)
-@pytest.mark.sampled(0.5)
-def test_a_stock_loop_that_freezes_weights_has_the_losses_of_megatron_cores_own_schedule(
-    four_ranks: RankPool, flags: str, schedule: str
-) -> None:
-    flags = f"--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 32 --train-iters {STEPS + 1} {flags}"
-    expected, actual = (four_ranks.run(_stock_loop, flags, options) for options in ({}, {"schedule": schedule}))
-    losses = [[[entry["losses"] for entry in history] for history in each if history] for each in (expected, actual)]
-    assert losses[0] == losses[1] != []
-
-
-# -- frozen before DDP wraps the model ------------------------------------------------------------------------------------
-
-
-class _Adapted(nn.Module):
-    """A frozen linear and a low-rank adapter beside it, of megatron-core's linears."""
-
-    def __init__(self, base: Any, config: Any) -> None:
-        super().__init__()
-        self.base = base
-        init = functools.partial(nn.init.normal_, std=0.02)
-        self.down, self.up = (
-            ColumnParallelLinear(*sizes, config=config, init_method=init, bias=False, gather_output=False)
-            for sizes in ((base.input_size, 4), (4, base.output_size))
-        )
-
-    def forward(self, x: torch.Tensor) -> Any:
-        output, bias = self.base(x)
-        return output + self.up(self.down(x)[0])[0], bias
-
-
-def _adapted(rank: int, case: Case) -> list[str]:
-    provide = Trainer._provide
-
-    def adapting(self: Trainer, *args: Any) -> Any:
-        model = provide(self, *args)
-        model.requires_grad_(False)
-        for layer in model.decoder.layers:
-            layer.mlp.linear_fc1 = _Adapted(layer.mlp.linear_fc1, self.config)
-        return model
-
-    with mock.patch.object(Trainer, "_provide", adapting):
-        results = []
-        for each, initial in ((case.unpipelined, None), (case, "first")):
-            trainer = each.trainer(results[0][0] if initial else None)
-            first = trainer.snapshot()
-            for step in range(2):
-                trainer.zero_gradients()
-                trainer.forward_backward(step)
-                gradients = {name: p.main_grad.clone() for name, p in trainer.parameters() if p.requires_grad}
-                with trainer.host.on_host():
-                    trainer.optimizer.step()
-            results.append((first, gradients))
-            assert not any(hasattr(p, "main_grad") for _, p in trainer.parameters() if not p.requires_grad)
-            trainer.close()
-    (_, expected), (_, actual) = results
-    assert actual
-    return [name for name, gradient in actual.items() if not torch.equal(gradient, expected[name]) or not gradient.any()]
-
-
-@pytest.mark.parametrize("case", [ZB_H1, ZBV], ids=str)
-@pytest.mark.sampled(0.5)
-def test_adapters_on_a_frozen_base_get_the_same_bits(four_ranks: RankPool, case: Case) -> None:
-    assert four_ranks.run(_adapted, case) == [[]] * 4
 
 
 # -- refused ------------------------------------------------------------------------------------------------------------

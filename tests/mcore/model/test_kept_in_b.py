@@ -41,13 +41,16 @@ class _ValueHead(nn.Linear):
 
 
 class _Adapted(nn.Module):
-    """A frozen linear with an adapter beside it, of `nn.Linear` or of parameters."""
+    """A frozen linear with an adapter beside it, of megatron-core's linears, of `nn.Linear` or of parameters."""
 
-    def __init__(self, base: Any, *, of_linears: bool) -> None:
+    def __init__(self, base: Any, kind: str) -> None:
         super().__init__()
         rank, (outs, ins) = 4, base.weight.shape
-        self.base, self.of_linears = base, of_linears
-        if of_linears:
+        self.base, self.kind = base, kind
+        if kind == "core":
+            how: dict[str, Any] = {"config": base.config, "init_method": nn.init.zeros_, "bias": False, "gather_output": False}
+            self.a, self.b = (ColumnParallelLinear(*sizes, **how) for sizes in ((ins, rank), (rank, outs)))
+        elif kind == "linears":
             self.a, self.b = nn.Linear(ins, rank, bias=False), nn.Linear(rank, outs, bias=False)
         else:
             self.a, self.b = nn.Parameter(torch.empty(ins, rank)), nn.Parameter(torch.empty(rank, outs))
@@ -57,7 +60,9 @@ class _Adapted(nn.Module):
 
     def forward(self, x: Tensor, *args: Any, **named: Any) -> Any:
         y, bias = self.base(x, *args, **named)
-        return y + (self.b(self.a(x)) if self.of_linears else x @ self.a @ self.b), bias
+        if self.kind == "core":
+            return y + self.b(self.a(x)[0])[0], bias
+        return y + (self.b(self.a(x)) if self.kind == "linears" else x @ self.a @ self.b), bias
 
 
 class _Tower(nn.Module):
@@ -89,7 +94,7 @@ def _value_head(chunk: Any) -> None:
         chunk.output_layer.weight.data.fill_(0.1)
 
 
-def _adapters(chunk: Any, *, of_linears: bool, is_head_trained: bool = False) -> None:
+def _adapters(chunk: Any, *, kind: str, is_head_trained: bool = False) -> None:
     chunk.requires_grad_(False)
     for layer in chunk.decoder.layers:
         for module, name in (
@@ -98,7 +103,7 @@ def _adapters(chunk: Any, *, of_linears: bool, is_head_trained: bool = False) ->
             (layer.mlp, "linear_fc1"),
             (layer.mlp, "linear_fc2"),
         ):
-            setattr(module, name, _Adapted(getattr(module, name), of_linears=of_linears))
+            setattr(module, name, _Adapted(getattr(module, name), kind))
     if is_head_trained and chunk.post_process:
         chunk.output_layer.requires_grad_(True)
 
@@ -179,10 +184,11 @@ def _values(data_iterator: Iterator[Tensor], model: Any) -> tuple[Tensor, Any]:
 
 USES: dict[str, tuple[Callable[[Any], None], str]] = {
     "value head": (_value_head, "_ValueHead"),
-    "adapters of nn.Linear": (functools.partial(_adapters, of_linears=True), "torch.nn.modules.linear.Linear"),
-    "adapters of parameters": (functools.partial(_adapters, of_linears=False), "_Adapted"),
+    "adapters of megatron-core's linears": (functools.partial(_adapters, kind="core"), ""),
+    "adapters of nn.Linear": (functools.partial(_adapters, kind="linears"), "torch.nn.modules.linear.Linear"),
+    "adapters of parameters": (functools.partial(_adapters, kind="parameters"), "_Adapted"),
     "adapters and a head": (
-        functools.partial(_adapters, of_linears=True, is_head_trained=True),
+        functools.partial(_adapters, kind="linears", is_head_trained=True),
         "torch.nn.modules.linear.Linear",
     ),
     "parameter of the model": (_parameter_of_the_model, "GPTModel"),
@@ -195,10 +201,10 @@ USES: dict[str, tuple[Callable[[Any], None], str]] = {
 
 @pytest.mark.claims(
     "Your own script",
-    "weights that nobody can defer: a value head, adapters (LoRA) of `nn.Linear` and of parameters, with a trained head too, a "
-    "tower or linears with `wgrad_in_backward` on a module around them, weights that are computed (`weight_norm`, rounding) "
-    "too; ZB-H1, ZBV, with the distributed optimizer and "
-    "overlapped reduction; above 5 % of a stage, without the attribute: refused",
+    "weights that nobody can defer: a value head, adapters (LoRA) of megatron-core's linears, of `nn.Linear` and of parameters, "
+    "with a trained head too, a tower or linears with `wgrad_in_backward` on a module around them, weights that are computed "
+    "(`weight_norm`, rounding) too; ZB-H1, ZBV, with the distributed optimizer and overlapped reduction; above 5 % of a stage, "
+    "without the attribute: refused",
     "works, bit for bit",
 )
 @pytest.mark.parametrize("more", ["", SHARDED], ids=["plain", "sharded"])
@@ -221,8 +227,8 @@ def test_weights_in_b_train_as_under_1f1b(two_ranks: RankPool, name: str, more: 
         assert [kind in text for text in texts] == [True] * len(texts)
         assert bool(texts) == bool(kind), texts
         split = {word for *_, names in results[schedule] for word in names}
-        if "adapters" not in name:
-            assert any("linear_fc2" in each for each in split)
+        assert "adapters" in name or any("linear_fc2" in each for each in split)
+        assert "core" not in name or any(".b.weight" in each for each in split)
         if name.startswith("declared") and "tower" not in name:
             assert not any(each.endswith("linear_fc1.weight") for each in split)
         if name == "declared linears":

@@ -69,22 +69,90 @@ def use(function: Use) -> Use:
     return function
 
 
-# -- models and optimizers -------------------------------------------------------------------------------------------------
+def _do(loop: Loop, *steps: Callable[[Loop], object]) -> None:
+    for step in steps:
+        step(loop)
 
 
-@use
-def two_models_in_turn(start: Start) -> None:
-    first, second = start(), start()
+def _in_turn(first: Loop, second: Loop) -> None:
     for loop in (first, second, second, first):
         loop.train()
 
 
-@use
-def a_model_built_again(start: Start) -> None:
-    start().train()
-    loop = start()
-    loop.train()
-    loop.evaluate()
+def _setting(name: str, value: Any) -> Callable[[Loop], None]:
+    return lambda loop: setattr(loop.config, name, value)
+
+
+def _freeze(chunk: nn.Module) -> None:
+    for name, parameter in chunk.named_parameters():
+        parameter.requires_grad_("mlp.linear_fc1" not in name and "embedding" not in name)
+
+
+def _frozen_from_now_on(loop: Loop) -> None:
+    for chunk in loop.model:
+        _freeze(chunk)
+
+
+def _mean(losses: Tensor) -> Any:
+    return losses.mean(), {"mean": losses.mean().detach(), "text": "as is", "number": 3}
+
+
+def _ragged(losses: Tensor) -> Any:
+    rows = [row[: 3 + number] for number, row in enumerate(losses.detach())]
+    return losses.mean(), {"rows": torch.nested.nested_tensor(rows, layout=torch.jagged)}
+
+
+def _no_loss(losses: Tensor, non_loss_data: bool = False) -> Any:
+    assert non_loss_data
+    return {"losses": losses, "rows": len(losses)}
+
+
+class _Step:
+    def __call__(self, data_iterator: Any, model: Any) -> Any:
+        return forward_step(data_iterator, model)
+
+
+TRAIN, EVALUATE = Loop.train, Loop.evaluate
+
+USES |= {
+    # models and weights
+    "two_models_in_turn": lambda start: _in_turn(start(), start()),
+    "a_model_built_again": lambda start: [_do(start(), TRAIN, EVALUATE) for _ in range(2)],
+    "a_part_that_is_frozen": lambda start: _do(start(prepare=_freeze), TRAIN, TRAIN),
+    "weights_frozen_and_trained_again": lambda start: _do(
+        start(), TRAIN, _frozen_from_now_on, TRAIN, lambda loop: [weight.requires_grad_() for _, weight in loop.named()], TRAIN
+    ),
+    "a_bare_model_in_place_of_a_list": lambda start: _do(start(), lambda loop: loop.train(model=loop.one_or_list(loop.model))),
+    # iterations
+    "another_number_of_microbatches_each_call": lambda start: _do(
+        start(), *(functools.partial(TRAIN, num_microbatches=number) for number in (4, 2, 6, 1, 3))
+    ),
+    "one_microbatch": lambda start: _do(start(), lambda loop: loop.train(1), lambda loop: loop.evaluate(1)),
+    # forward passes only
+    "evaluation_between_steps": lambda start: _do(start(), *[EVALUATE, TRAIN, lambda loop: loop.evaluate(5)] * 2),
+    "evaluation_between_passes_and_step": lambda start: _do(start(), Loop.passes, EVALUATE, lambda loop: loop.optimizer.step()),
+    "evaluation_with_gradients_enabled": lambda start: _do(start(), lambda loop: loop.passes(3, forward_only=True), TRAIN),
+    "evaluation_of_a_model_with_dropout": lambda start: _do(start(hidden_dropout=0.5, attention_dropout=0.5), EVALUATE),
+    "data_that_is_no_loss": lambda start: _do(
+        start(), lambda loop: loop.evaluate(forward_step_func=with_loss(_no_loss), collect_non_loss_data=True), TRAIN
+    ),
+    "the_first_validation_step": lambda start: _do(
+        start(), *(functools.partial(EVALUATE, first_val_step=is_first) for is_first in (True, False))
+    ),
+    # loss and callbacks
+    "a_loss_function_with_two_results": lambda start: start().train(forward_step_func=with_loss(_mean)),
+    "a_loss_function_that_returns_nested_tensors": lambda start: start().train(forward_step_func=with_loss(_ragged)),
+    "a_loss_per_token": lambda start: _do(start("--calculate-per-token-loss"), TRAIN, lambda loop: loop.train(2)),
+    "a_scale_of_the_loss": lambda start: _do(
+        start(), _setting("grad_scale_func", lambda loss: loss * 4), TRAIN, _setting("grad_scale_func", None), TRAIN
+    ),
+    "a_callable_object_as_forward_step": lambda start: start().train(forward_step_func=_Step()),
+    "an_error_in_the_last_microbatch_of_an_evaluation": lambda start: _failing(start(), at=2),
+    "an_error_in_the_first_microbatch_of_an_evaluation": lambda start: _failing(start(), at=0),
+    # configuration
+    "outputs_that_are_deallocated": lambda start: _do(start(deallocate_pipeline_outputs=True), TRAIN, EVALUATE, TRAIN),
+    "timers": lambda start: _do(start(), _setting("timers", Timers(2, "max")), TRAIN, EVALUATE),
+}
 
 
 @use
@@ -103,17 +171,6 @@ def an_optimizer_for_each_half_of_the_weights(start: Start) -> None:
 
 
 @use
-def a_part_that_is_frozen(start: Start) -> None:
-    def freeze(chunk: nn.Module) -> None:
-        for name, parameter in chunk.named_parameters():
-            parameter.requires_grad_("mlp.linear_fc1" not in name and "embedding" not in name)
-
-    loop = start(prepare=freeze)
-    loop.train()
-    loop.train()
-
-
-@use
 def weights_saved_and_loaded(start: Start) -> None:
     loop = start()
     loop.train()
@@ -123,15 +180,6 @@ def weights_saved_and_loaded(start: Start) -> None:
         chunk.load_state_dict(state)
     loop.optimizer.reload_model_params()
     loop.train()
-
-
-@use
-def a_bare_model_in_place_of_a_list(start: Start) -> None:
-    loop = start()
-    loop.train(model=loop.one_or_list(loop.model))
-
-
-# -- iterations ------------------------------------------------------------------------------------------------------------
 
 
 @use
@@ -145,36 +193,14 @@ def gradients_over_several_calls(start: Start) -> None:
 
 
 @use
-def zero_grad_buffer_left_out(start: Start) -> None:
-    loop = start()
-    for _ in range(2):
-        loop.optimizer.zero_grad()
-        loop.passes()
-        loop.optimizer.step()
-
-
-@use
-def steps_that_are_skipped(start: Start) -> None:
+def zero_grad_buffer_left_out_and_steps_that_are_skipped(start: Start) -> None:
     loop = start()
     for is_skipped in (False, True, True, False):
-        loop.zero()
+        loop.optimizer.zero_grad()
         loop.passes()
         if not is_skipped:
             loop.optimizer.step()
-
-
-@use
-def another_number_of_microbatches_each_call(start: Start) -> None:
-    loop = start()
-    for num_microbatches in (4, 2, 6, 1, 3):
-        loop.train(num_microbatches)
-
-
-@use
-def one_microbatch(start: Start) -> None:
-    loop = start()
-    loop.train(1)
-    loop.evaluate(1)
+            loop.zero()
 
 
 @use
@@ -204,111 +230,6 @@ def no_data_in_the_middle(start: Start) -> None:
         loop.train(forward_step_func=forward, data_iterator=loop.one_or_list(data))
 
 
-# -- forward passes only ---------------------------------------------------------------------------------------------------
-
-
-@use
-def evaluation_between_steps(start: Start) -> None:
-    loop = start()
-    for _ in range(2):
-        loop.evaluate()
-        loop.train()
-        loop.evaluate(5)
-
-
-@use
-def evaluation_between_passes_and_step(start: Start) -> None:
-    loop = start()
-    loop.passes()
-    loop.evaluate()
-    loop.optimizer.step()
-
-
-@use
-def evaluation_with_gradients_enabled(start: Start) -> None:
-    loop = start()
-    loop.passes(3, forward_only=True)
-    loop.train()
-
-
-@use
-def evaluation_of_a_model_with_dropout(start: Start) -> None:
-    loop = start(hidden_dropout=0.5, attention_dropout=0.5)
-    loop.evaluate()
-
-
-@use
-def data_that_is_no_loss(start: Start) -> None:
-    def collect(losses: Tensor, non_loss_data: bool = False) -> Any:
-        assert non_loss_data
-        return {"losses": losses, "rows": len(losses)}
-
-    loop = start()
-    loop.evaluate(forward_step_func=with_loss(collect), collect_non_loss_data=True)
-    loop.train()
-
-
-@use
-def the_first_validation_step(start: Start) -> None:
-    loop = start()
-    for is_first in (True, False):
-        loop.evaluate(first_val_step=is_first)
-
-
-# -- loss and callbacks ----------------------------------------------------------------------------------------------------
-
-
-@use
-def a_loss_function_with_two_results(start: Start) -> None:
-    def mean(losses: Tensor) -> Any:
-        return losses.mean(), {"mean": losses.mean().detach(), "text": "as is", "number": 3}
-
-    start().train(forward_step_func=with_loss(mean))
-
-
-@use
-def a_loss_function_that_returns_nested_tensors(start: Start) -> None:
-    def ragged(losses: Tensor) -> Any:
-        rows = [row[: 3 + number] for number, row in enumerate(losses.detach())]
-        return losses.mean(), {"rows": torch.nested.nested_tensor(rows, layout=torch.jagged)}
-
-    start().train(forward_step_func=with_loss(ragged))
-
-
-@use
-def a_loss_per_token(start: Start) -> None:
-    loop = start("--calculate-per-token-loss")
-    loop.train()
-    loop.train(2)
-
-
-@use
-def a_scale_of_the_loss(start: Start) -> None:
-    loop = start()
-    for scale in (lambda loss: loss * 4, None):
-        loop.config.grad_scale_func = scale
-        loop.train()
-
-
-@use
-def a_callable_object_as_forward_step(start: Start) -> None:
-    class Step:
-        def __call__(self, data_iterator: Any, model: Any) -> Any:
-            return forward_step(data_iterator, model)
-
-    start().train(forward_step_func=Step())
-
-
-@use
-def an_error_in_the_last_microbatch_of_an_evaluation(start: Start) -> list[str]:
-    return _failing(start(), at=2)
-
-
-@use
-def an_error_in_the_first_microbatch_of_an_evaluation(start: Start) -> list[str]:
-    return _failing(start(), at=0)
-
-
 def _failing(loop: Loop, *, at: int) -> list[str]:
     """The loss function fails, the loop catches it and goes on. What was raised on this rank."""
     counted, caught = [], []
@@ -329,9 +250,6 @@ def _failing(loop: Loop, *, at: int) -> list[str]:
     loop.train()
     loop.evaluate()
     return caught
-
-
-# -- data parallelism ------------------------------------------------------------------------------------------------------
 
 
 @use
@@ -367,25 +285,6 @@ def weights_that_are_gathered_during_forward_passes(start: Start) -> None:
         functions = [chunk.start_param_sync for chunk in loop.model]
         loop.config.param_sync_func = loop.one_or_list(functions) if is_aligned else None
         loop.train()
-
-
-# -- configuration and hooks -----------------------------------------------------------------------------------------------
-
-
-@use
-def outputs_that_are_deallocated(start: Start) -> None:
-    loop = start(deallocate_pipeline_outputs=True)
-    loop.train()
-    loop.evaluate()
-    loop.train()
-
-
-@use
-def timers(start: Start) -> None:
-    loop = start()
-    loop.config.timers = Timers(2, "max")
-    loop.train()
-    loop.evaluate()
 
 
 @use
