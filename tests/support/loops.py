@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -226,6 +227,9 @@ def train_optimistically(
 ) -> dict[str, Any]:
     """Train with what the flags install, with a learning rate and a weight decay that change.
 
+    Forward steps take their batches apart and change tensors of them in place, and layers assign a buffer: a forward that runs
+    again must see neither.
+
     Args:
         rank: of the pool.
         flags: of the example, zero-bubble flags among them.
@@ -251,11 +255,11 @@ def train_optimistically(
     with installed(flags, by_flags=True) as args, mock.patch.object(PostValidation, "validate", counting):
         # A first loss scale that overflows in the first step
         scaling = {"initial_loss_scale": 2.0**20, "loss_scale_window": 2, "hysteresis": 1}
-        loop = Loop(args, optimizer={"min_lr": 0.0, "weight_decay": 0.01, **scaling})
-        loop.data = [example().batches(args) for _ in loop.model]  # to learn from: norms on both sides of CLIP
+        loop = Loop(args, _add_average, optimizer={"min_lr": 0.0, "weight_decay": 0.01, **scaling})
+        loop.data = [_nested(example().batches(args)) for _ in loop.model]  # to learn from: norms on both sides of CLIP
         result = _schedule(loop, args, evaluate_at, save_at, overflows)
         megatron.zerobubble.uninstall()  # validates the last step
-        result["weights"] = dict(_tensors(loop, "named_parameters"))
+        result["weights"] = dict(_tensors(loop, "named_parameters")) | dict(_tensors(loop, "named_buffers"))
         result["advanced"] = result.pop("scheduler").num_steps
     return result | {"redone": [each.is_redone for each in validated], "rolled back": [each.rolled_back for each in validated]}
 
@@ -277,7 +281,7 @@ def _schedule(loop: Loop, args: Namespace, evaluate_at: int, save_at: int, overf
     norms, steps, saved = [], [], {}
     for iteration in range(1, 1 + args.train_iters):
         loop.zero()
-        loop.passes()
+        loop.passes(forward_step_func=_taking_apart)
         if iteration in overflows and parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             next(loop.model[0].parameters()).main_grad.fill_(torch.inf)
         steps.append((*{group["lr"] for group in loop.optimizer.param_groups}, float(loop.optimizer.get_loss_scale())))
@@ -286,7 +290,7 @@ def _schedule(loop: Loop, args: Namespace, evaluate_at: int, save_at: int, overf
         if is_stepped:
             scheduler.step(increment=1)
         if iteration == evaluate_at:
-            loop.evaluate()
+            loop.evaluate(forward_step_func=_taking_apart)
         if iteration == save_at:
             saved = dict(_tensors(loop, "state_dict"))
         if iteration > save_at and saved and not (args.bf16 or args.fp16):
@@ -295,6 +299,31 @@ def _schedule(loop: Loop, args: Namespace, evaluate_at: int, save_at: int, overf
                 chunk.load_state_dict(own, strict=False)
     losses = [[float(report["lm loss"]) for report in results] for results in loop.seen]
     return {"losses": losses, "norms": norms, "steps": steps, "saved": saved, "scheduler": scheduler}
+
+
+def _nested(batches: Iterator[Tensor]) -> Iterator[Any]:
+    """Objects with nested containers of views of one tensor."""
+    for text in batches:
+        yield SimpleNamespace(text=text, rows=[{"tokens": text[:, :-1], "labels": text[:, 1:]}])
+
+
+def _taking_apart(data: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
+    batch = next(data)
+    row = batch.rows.pop()
+    row["tokens"].add_(1)  # a second time they were others
+    del batch.text
+    return forward_step(iter([torch.cat([row.pop("tokens") - 1, row.pop("labels")[:, -1:]], dim=1)]), model)
+
+
+def _add_average(chunk: Any) -> None:
+    """Let each layer keep a moving average of its output in a buffer that its forward assigns."""
+
+    def average(layer: Any, given: Any, output: Any) -> None:
+        layer.average = 0.5 * layer.average + 0.5 * output[0].detach().float().abs().mean()
+
+    for layer in chunk.decoder.layers:
+        layer.register_buffer("average", torch.zeros(()), persistent=False)
+        layer.register_forward_hook(average)
 
 
 def _largest(norm: float | None) -> float:

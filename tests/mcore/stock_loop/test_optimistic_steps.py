@@ -19,7 +19,8 @@ from tests.support.tolerances import OTHER_ORDER, after_steps
 pytestmark = pytest.mark.claims(
     "Your own script",
     "in a loop of your own: post-validation with clipping, a learning rate that changes, an evaluation and a checkpoint "
-    "between a step and its validation; fp32, bf16, fp16 whose loss scale overflows, distributed optimizer",
+    "between a step and its validation; fp32, bf16, fp16 whose loss scale overflows, distributed optimizer; forward steps that "
+    "pop keys of their batches, change tensors of them in place, and assign registered buffers",
     "works, bit for bit",
 )
 
@@ -37,7 +38,7 @@ def _run(four_ranks: RankPool, flags: str) -> list[dict[str, Any]]:
 
 
 def _differences(results: list[dict[str, Any]], others: list[dict[str, Any]]) -> list[float]:
-    """Largest differences of losses, weights that were saved, and weights at the end."""
+    """Largest differences of losses, weights that were saved, and weights and buffers at the end."""
     largest = [0.0, 0.0, 0.0]
     for one, other in zip(results, others, strict=True):
         pairs = [
