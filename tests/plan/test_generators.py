@@ -36,48 +36,41 @@ def peaks_in_microbatches(plan: Plan, rest: float) -> list[float]:
     return [peak * unit for peak in simulate(plan, costs).peak_memory]
 
 
-@pytest.mark.parametrize(
-    ("module", "name", "p", "m", "pending"),
-    [
-        ("one_f_one_b", "1f1b", 4, 6, None),
-        ("interleaved_1f1b", "interleaved-1f1b", 2, 4, None),
-        ("zb_h1", "zb-h1", 4, 6, None),
-        ("zb_h2", "zb-h2", 3, 6, None),
-        ("zb", "zb", 4, 6, 5),
-        ("zbv", "zbv", 2, 4, None),
-        ("v_half", "v-half", 4, 5, None),
-        ("v_min", "v-min", 4, 5, None),
-        ("one_f_one_b_v", "1f1b-v", 3, 3, None),
-        ("zb_interleaved", "zb-interleaved", 2, 4, None),
-    ],
-)
-def test_a_generator_makes_the_plan_that_its_docstring_draws(module: str, name: str, p: int, m: int, pending: int | None) -> None:
-    plan = build_plan(name, num_ranks=p, num_microbatches=m, max_pending_backward=pending)
-    doc = importlib.import_module(f"megatron.zerobubble.plan.generators.{module}").__doc__ or ""
-    shown = [line.strip() for line in doc.splitlines() if line.strip().startswith("rank ")]
-    _, *rows = render_text(simulate(plan, CostModel.uniform(plan.placement)).rows).splitlines()
-    assert shown[:p] == rows
+DRAWN = [
+    # module of the generator, name, p, m, slices
+    ("one_f_one_b", "1f1b", 4, 6, 1),
+    ("interleaved_1f1b", "interleaved-1f1b", 2, 4, 1),
+    ("zb_h1", "zb-h1", 4, 6, 1),
+    ("zb_h2", "zb-h2", 3, 6, 1),
+    ("zb", "zb", 4, 6, 1),
+    ("zbv", "zbv", 2, 4, 1),
+    ("v_half", "v-half", 4, 5, 1),
+    ("v_min", "v-min", 4, 5, 1),
+    ("one_f_one_b_v", "1f1b-v", 3, 3, 1),
+    ("zb_interleaved", "zb-interleaved", 2, 4, 1),
+    ("one_f_one_b", "1f1b", 3, 2, 2),
+    ("zb_h1", "zb-h1", 3, 2, 2),
+    ("zb_h2", "zb-h2", 3, 2, 2),
+    ("zb", "zb", 3, 2, 2),
+    ("zbv", "zbv", 2, 2, 2),
+    ("v_half", "v-half", 3, 2, 2),
+]
 
 
-@pytest.mark.parametrize(
-    ("module", "name", "p"),
-    [
-        ("one_f_one_b", "1f1b", 3),
-        ("zb_h1", "zb-h1", 3),
-        ("zb_h2", "zb-h2", 3),
-        ("zb", "zb", 3),
-        ("zbv", "zbv", 2),
-        ("v_half", "v-half", 3),
-    ],
-)
-def test_a_generator_makes_the_plan_of_slices_that_its_docstring_draws(module: str, name: str, p: int) -> None:
-    plan = zbv_pattern(p, 2, 2) if name == "zbv" else build_plan(name, num_ranks=p, num_microbatches=2, num_slices=2)
+@pytest.mark.parametrize(("module", "name", "p", "m", "n"), DRAWN)
+def test_a_generator_makes_the_plan_that_its_docstring_draws(module: str, name: str, p: int, m: int, n: int) -> None:
+    """With slices below the drawing without."""
+    if (name, n) == ("zbv", 2):
+        plan = zbv_pattern(p, m, n)
+    else:
+        pending = 5 if (name, n) == ("zb", 1) else None
+        plan = build_plan(name, num_ranks=p, num_microbatches=m, num_slices=n, max_pending_backward=pending)
     doc = importlib.import_module(f"megatron.zerobubble.plan.generators.{module}").__doc__ or ""
     shown = [line.strip() for line in doc.splitlines() if line.strip().startswith("rank ")]
-    each = 2.0 * plan.placement.num_chunks
+    each = 1.0 if n == 1 else 2.0 * plan.placement.num_chunks
     costs = CostModel.uniform(plan.placement, forward_ms=each, backward_ms=each, wgrad_ms=each)
     _, *rows = render_text(simulate(plan, costs).rows).splitlines()
-    assert shown[-p:] == rows
+    assert (shown[:p] if n == 1 else shown[-p:]) == rows
 
 
 # -- closed forms -------------------------------------------------------------------------------------------------------
@@ -108,19 +101,21 @@ def test_interleaved_1f1b(p: int, v: int) -> None:
     assert plan.placement.name == ("linear" if v == 1 else "V" if p == 1 and v == 2 else "loop")
 
 
+@pytest.mark.parametrize("name", ["zb-h1", "zb-h2"])
 @pytest.mark.parametrize("p", RANKS)
-def test_zb_h1(p: int) -> None:
+def test_zb_h1_and_zb_h2(name: str, p: int) -> None:
+    ahead = 1 if name == "zb-h1" else 2
     for m in microbatches(p):
-        plan = build_plan("zb-h1", num_ranks=p, num_microbatches=m)
-        assert idle_of(plan) == max(p - 1, 2 * p - 1 - m)
+        plan = build_plan(name, num_ranks=p, num_microbatches=m)
+        assert idle_of(plan) == max((2 - ahead) * (p - 1), 2 * p - 1 - m)
         for rest in (0.0, 0.375, 1.0):
             peaks = peaks_in_microbatches(plan, rest)
-            bounds = [(p - rank) + rank * rest for rank in range(p)]
+            bounds = [ahead * (p - rank - 1) + 1 + ahead * rank * rest for rank in range(p)]
             assert all(peak <= bound for peak, bound in zip(peaks, bounds, strict=True))
-            if m >= p:
+            if m >= ahead * (p - 1) + 1:
                 assert peaks == bounds
         one_f_one_b = build_plan("1f1b", num_ranks=p, num_microbatches=m)
-        assert max(peaks_in_microbatches(plan, 1.0)) <= max(peaks_in_microbatches(one_f_one_b, 1.0))
+        assert max(peaks_in_microbatches(plan, 1.0)) <= ahead * max(peaks_in_microbatches(one_f_one_b, 1.0))
 
 
 @pytest.mark.parametrize("times", [(3, 3, 1), (2, 3, 2), (2, 2, 1)])
@@ -131,19 +126,6 @@ def test_zb_h1_with_uneven_passes(times: tuple[int, int, int]) -> None:
         plan = build_plan("zb-h1", num_ranks=p, num_microbatches=3 * p)
         costs = CostModel.uniform(plan.placement, forward_ms=forward, backward_ms=backward, wgrad_ms=wgrad)
         assert simulate(plan, costs).span_ms - 3 * p * sum(times) == (p - 1) * (forward + backward - wgrad)
-
-
-@pytest.mark.parametrize("p", RANKS)
-def test_zb_h2(p: int) -> None:
-    for m in microbatches(p):
-        plan = build_plan("zb-h2", num_ranks=p, num_microbatches=m)
-        assert idle_of(plan) == max(0, 2 * p - 1 - m)
-        for rest in (0.0, 0.375, 1.0):
-            peaks = peaks_in_microbatches(plan, rest)
-            bounds = [(2 * p - 2 * rank - 1) + 2 * rank * rest for rank in range(p)]
-            assert all(peak <= bound for peak, bound in zip(peaks, bounds, strict=True))
-            if m >= 2 * p - 1:
-                assert peaks == bounds
 
 
 @pytest.mark.parametrize("p", RANKS)
