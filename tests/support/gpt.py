@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import torch
@@ -82,29 +82,10 @@ class Case:
     initial_loss_scale: float = 1024.0
 
     def __str__(self) -> str:
-        extras = [
-            name
-            for name in (
-                *("distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"),
-                *("tied", "llama", "per_token_loss", "different_data"),
-            )
-            if getattr(self, name)
-        ]
-        if self.tensor_parallel > 1:
-            extras.append(f"tp{self.tensor_parallel}")
-        if self.shard_gradients:
-            extras.append(f"shard{self.shard_gradients}")
-        if self.context_parallel > 1:
-            extras.append(f"cp{self.context_parallel}")
-        if self.sequence_parallel:
-            extras.append("sp")
-        if self.clip_grad:
-            extras.append("clip")
-        if self.layout:
-            extras.append(self.layout)
-        if self.dtype is not torch.float32:
-            extras.append(str(self.dtype).removeprefix("torch."))
-        return "-".join([self.schedule, f"p{self.num_ranks}", f"m{self.num_microbatches}", *extras])
+        """The schedule, and the fields that have other values than their defaults."""
+        own = {each.name: value for each in fields(self) if (value := getattr(self, each.name)) != each.default}
+        first = f"{own.pop('schedule')}-p{own.pop('num_ranks')}-m{own.pop('num_microbatches')}"
+        return "-".join([first, *(name if value is True else f"{name}={value}" for name, value in own.items())])
 
     @property
     def spec(self) -> ScheduleSpec:

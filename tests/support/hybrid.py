@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.zerobubble.mcore.compat import has_hybrid_model
 from megatron.zerobubble.mcore.model.hybrid_layers import place_stack
 from megatron.zerobubble.plan.partition.hybrid_pattern import HybridPattern
 from megatron.zerobubble.training.models.layer_specs import LocalNorm, local_layer
-from tests.support.gpt import SEQUENCE, VOCABULARY, Case, Tensors
+from tests.support.gpt import SEQUENCE, VOCABULARY, Tensors
 from tests.support.mamba import stand_ins
 from tests.support.moe import MoeCase, MoeTrainer
 
@@ -27,14 +27,6 @@ WHY_NOT = "this megatron-core has no HybridModel: 0.18 added it"
 @dataclass(frozen=True)
 class HybridCase(MoeCase):
     pattern: str = "*-*-*-*-"
-
-    def __str__(self) -> str:
-        return "-".join([str(self._as_gpt()), self.pattern])
-
-    def _as_gpt(self) -> Case:
-        """What names the case besides the pattern, which implies the layout."""
-        names = (each.name for each in fields(Case))
-        return Case(**{name: getattr(self, name) for name in names} | {"layout": None})
 
     @property
     def stages(self) -> HybridPattern:

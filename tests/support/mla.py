@@ -24,10 +24,6 @@ class MlaCase(Case):
     """Whether scores are computed by megatron-core's attention, in place of torch's. In the spec and not by `attention_backend`:
     megatron-core writes that into the environment of the process, once."""
 
-    def __str__(self) -> str:
-        words = [super().__str__(), f"q{self.q_lora_rank}", self.rope_type]
-        return "-".join(words + ["qknorm"] * self.qk_layernorm + [self.recompute or ""]).rstrip("-")
-
 
 class MlaTrainer(Trainer, trains=MlaCase):
     case: MlaCase

@@ -33,10 +33,6 @@ class MoeCase(Case):
     capacity_factor: float | None = None
     pre_softmax: bool = False
 
-    def __str__(self) -> str:
-        words = [super().__str__(), f"ep{self.expert_parallel}", self.dispatcher, f"{self.num_experts}experts"]
-        return "-".join(words + ["shared"] * self.shared)
-
     @property
     def unpipelined(self) -> MoeCase:
         """The same training without a pipeline, on num_ranks times as many data-parallel replicas. megatron-core divides the
@@ -46,7 +42,7 @@ class MoeCase(Case):
         if isinstance(coeff, tuple):
             weights = [self.num_ranks if kind == "global_aux_loss" else 1 for kind in self.balancing]
             coeff = tuple(weight * each for weight, each in zip(weights, coeff, strict=True))
-        return replace(self, schedule="stock", num_ranks=1, num_chunks=1, layout=None, aux_loss_coeff=coeff)
+        return replace(super().unpipelined, aux_loss_coeff=coeff)  # type: ignore[call-arg,return-value]
 
 
 class MoeTrainer(Trainer, trains=MoeCase):

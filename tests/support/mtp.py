@@ -16,9 +16,6 @@ from tests.support.gpt import Case, Trainer
 class MtpCase(Case):
     num_mtp_layers: int = 2
 
-    def __str__(self) -> str:
-        return f"{super().__str__()}-heads{self.num_mtp_layers}"
-
 
 class MtpTrainer(Trainer, trains=MtpCase):
     """Trains a `MtpCase`. Its losses are those of the microbatches, then the sum over them of each MTP layer's."""

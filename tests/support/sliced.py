@@ -40,10 +40,6 @@ class Sliced(Case):
     mask: str | None = None
     """Which of `MASKS` every batch has; None: none."""
 
-    def __str__(self) -> str:
-        recompute = "-" + self.recompute.replace(" ", "+") if self.recompute else ""
-        return f"{super().__str__()}-n{self.num_slices}" + recompute + (f"-{self.mask}-mask" if self.mask else "")
-
     @property
     def spec(self) -> ScheduleSpec:
         return replace(super().spec, num_slices=self.num_slices)
@@ -162,10 +158,6 @@ class SlicedPositionsCase(Sliced):
     """Whether the loop copies what it reads, as to a device."""
     multimodal: bool = False
     """Whether they are rotary positions in time, height and width."""
-
-    def __str__(self) -> str:
-        words = [self.positions, self.batch, *["up"] * self.counts_up, *["copied"] * self.copies, *["mrope"] * self.multimodal]
-        return "-".join([super().__str__(), *words])
 
     @property
     def are_read(self) -> bool:

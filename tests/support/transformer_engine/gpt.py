@@ -37,16 +37,9 @@ class EngineCase(Case):
     userbuffers: bool = False
     """Whether tensor-parallel communication overlaps with GEMMs (`tp_comm_overlap`), by megatron-core's defaults."""
 
-    def __str__(self) -> str:
-        words = [super().__str__(), *["fused"] * self.fuses, *["fp8param"] * self.fp8_param, *["userbuffers"] * self.userbuffers]
-        words += [f"{self.fp8}-{self.fp8_recipe}"] if self.fp8 else []
-        words += [f"history{self.fp8_history}"] if self.fp8_history > 1 else []
-        return "-".join(words + ([f"recompute-{self.recompute.replace(' ', '-')}"] if self.recompute else []))
-
     @property
     def unpipelined(self) -> Case:
-        """Without a pipeline; sequences stay shared."""
-        return replace(self, schedule="stock", num_ranks=1, num_chunks=1, layout=None, userbuffers=False)
+        return replace(super().unpipelined, userbuffers=False)  # type: ignore[call-arg]
 
 
 @dataclass(frozen=True)
@@ -56,21 +49,10 @@ class EngineMoeCase(MoeCase):
     fuses: bool = False
     grouped: bool = True
 
-    def __str__(self) -> str:
-        return "-".join([super().__str__(), *["fused"] * self.fuses, *["grouped"] * self.grouped])
-
 
 @dataclass(frozen=True)
 class EngineMlaCase(MlaCase):
     fuses: bool = False
-
-    def __str__(self) -> str:
-        return "-".join([super().__str__(), *["fused"] * self.fuses])
-
-    @property
-    def unpipelined(self) -> Case:
-        """Without a pipeline; sequences stay shared."""
-        return replace(self, schedule="stock", num_ranks=1, num_chunks=1, layout=None)
 
 
 ENGINE = {"transformer_impl": "transformer_engine"}

@@ -38,9 +38,6 @@ class GraphedCase(EngineCase):
     """One before the capture."""
     gradient_step: int = 2
 
-    def __str__(self) -> str:
-        return f"{super().__str__()}-graphs-{'-'.join(self.scopes) or 'of-layers'}"
-
     @property
     def unpipelined(self) -> Case:
         return _as(EngineCase, self).unpipelined
@@ -52,9 +49,6 @@ class GraphedMoeCase(EngineMoeCase):
     dtype: torch.dtype = torch.bfloat16
     num_steps: int = 3
     gradient_step: int = 2
-
-    def __str__(self) -> str:
-        return f"{super().__str__()}-graphs-{'-'.join(self.scopes) or 'of-layers'}"
 
     @property
     def unpipelined(self) -> Any:
