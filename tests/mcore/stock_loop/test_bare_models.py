@@ -5,7 +5,9 @@ pipeline and stages that a loop runs itself are left alone.
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
@@ -202,44 +204,36 @@ def _gradients(chunks: list[DistributedDataParallel], backward: Any) -> list[Ten
     return [parameter.main_grad.clone() for chunk in chunks for parameter in chunk.module.parameters()]
 
 
-def _tower(rank: int, schedule: str | None, overlaps: bool) -> list[Tensor]:
-    """A model without a pipeline beside one with, trained by hand."""
-    with installed(TWO_RANKS, schedule) as args:
-        loop = example()
-        wider = {"pipeline_model_parallel_size": 1, "hidden_size": 48}
-        with mock.patch.object(loop, "TransformerConfig", lambda **given: TransformerConfig(**given | wider)):
-            config = loop.transformer_config(args)
-        with (
-            mock.patch.object(loop.parallel_state, "is_pipeline_first_stage", return_value=True),
-            mock.patch.object(loop.parallel_state, "is_pipeline_last_stage", return_value=True),
-            mock.patch.object(loop, "DistributedDataParallel", lambda *, module, **_: module),
-        ):
-            (model,) = loop.build_model(args, config)
-        chunk = _ddp(config, model, overlaps=overlaps)
-        batches = loop.batches(args)
-
-        def backward(chunk: Any, _: int) -> None:
-            output, loss_function = loop.forward_step(args, batches, chunk)
-            loss_function(output)[0].backward()
-
-        return _gradients([chunk], backward)
+Loops = tuple[list[DistributedDataParallel], Callable[[Any, int], None]]
+"""Chunks that DDP has wrapped, and what runs a microbatch of one forward and backward."""
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_a_model_beside_the_pipeline_has_its_gradients(four_ranks: RankPool, overlaps: bool) -> None:
-    expected, actual = (four_ranks.run(_tower, schedule, overlaps) for schedule in (None, "zb-h1"))
-    for own, reference in zip(actual, expected, strict=True):
-        assert all(map(torch.equal, own, reference))
-        assert any(each.any() for each in own)
+def _model_beside_the_pipeline(args: Any, overlaps: bool) -> Loops:
+    """Wider, and without a pipeline."""
+    loop = example()
+    wider = {"pipeline_model_parallel_size": 1, "hidden_size": 48}
+    with mock.patch.object(loop, "TransformerConfig", lambda **given: TransformerConfig(**given | wider)):
+        config = loop.transformer_config(args)
+    with (
+        mock.patch.object(loop.parallel_state, "is_pipeline_first_stage", return_value=True),
+        mock.patch.object(loop.parallel_state, "is_pipeline_last_stage", return_value=True),
+        mock.patch.object(loop, "DistributedDataParallel", lambda *, module, **_: module),
+    ):
+        (model,) = loop.build_model(args, config)
+    batches = loop.batches(args)
+
+    def run(chunk: Any, _: int) -> None:
+        output, loss_function = loop.forward_step(args, batches, chunk)
+        loss_function(output)[0].backward()
+
+    return [_ddp(config, model, overlaps=overlaps)], run
 
 
-def _stage_by_hand(rank: int, flags: str, schedule: str | None, overlaps: bool) -> list[Tensor]:
-    """Every stage of a pipeline, run by the loop itself."""
-    with installed(flags, schedule) as args:
-        loop = example()
-        args.overlap_grad_reduce = overlaps
-        chunks = loop.build_model(args, loop.transformer_config(args))
-        return _gradients(chunks, lambda chunk, number: _run_stage(loop, args, chunk, number))
+def _stage_of_the_pipeline(args: Any, overlaps: bool) -> Loops:
+    """It was split when DDP wrapped it, and never saw the schedule."""
+    args.overlap_grad_reduce = overlaps
+    chunks = example().build_model(args, example().transformer_config(args))
+    return chunks, functools.partial(_run_stage, example(), args)
 
 
 def _run_stage(loop: ModuleType, args: Any, chunk: Any, microbatch: int) -> None:
@@ -251,17 +245,6 @@ def _run_stage(loop: ModuleType, args: Any, chunk: Any, microbatch: int) -> None
     output.square().sum().backward()
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
-@pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2"])
-@pytest.mark.sampled(0.5)
-def test_a_stage_that_the_loop_runs_itself_has_its_gradients(four_ranks: RankPool, schedule: str, overlaps: bool) -> None:
-    """Bit for bit. Such a model was split when DDP wrapped it, and never saw the schedule."""
-    expected, actual = (four_ranks.run(_stage_by_hand, TWO_RANKS, name, overlaps) for name in (None, schedule))
-    for own, reference in zip(actual, expected, strict=True):
-        assert all(map(torch.equal, own, reference))
-        assert all(each.any() for each in own if each.dim() > 1)
-
-
 class _Tower(nn.Module):
     """A module that no pipeline schedule can run, with a weight that no linear of megatron-core has."""
 
@@ -270,19 +253,26 @@ class _Tower(nn.Module):
         self.conv = nn.Conv2d(3, 4, 3)
 
 
-def _plain(rank: int, schedule: str | None) -> list[Tensor]:
+def _module_that_is_no_stage(args: Any, overlaps: bool) -> Loops:
+    torch.manual_seed(3)
+    chunk = _ddp(example().transformer_config(args), _Tower(), overlaps=overlaps)
+    image = torch.randn(2, 3, 8, 8)
+    return [chunk], lambda chunk, number: chunk.module.conv(image * (number + 1)).square().sum().backward()
+
+
+def _by_hand(rank: int, build: Callable[[Any, bool], Loops], schedule: str | None, overlaps: bool) -> list[Tensor]:
     with installed(TWO_RANKS, schedule) as args:
-        loop = example()
-        torch.manual_seed(3)
-        chunk = _ddp(loop.transformer_config(args), _Tower(), overlaps=False)
-        image = torch.randn(2, 3, 8, 8)
-        return _gradients([chunk], lambda chunk, number: chunk.module.conv(image * (number + 1)).square().sum().backward())
+        return _gradients(*build(args, overlaps))
 
 
-def test_a_module_that_is_no_stage_is_left_alone(four_ranks: RankPool) -> None:
-    expected, actual = (four_ranks.run(_plain, schedule) for schedule in (None, "zb-h1"))
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("build", [_model_beside_the_pipeline, _stage_of_the_pipeline, _module_that_is_no_stage])
+@pytest.mark.sampled(0.5)
+def test_what_the_loop_runs_itself_has_its_gradients(four_ranks: RankPool, build: Any, overlaps: bool) -> None:
+    expected, actual = (four_ranks.run(_by_hand, build, schedule, overlaps) for schedule in (None, "zb-h1"))
     for own, reference in zip(actual, expected, strict=True):
         assert all(map(torch.equal, own, reference))
+        assert all(each.any() for each in own if each.dim() > 1)
 
 
 def _after_the_schedule(rank: int, flags: str, schedule: str) -> bool:
@@ -290,7 +280,8 @@ def _after_the_schedule(rank: int, flags: str, schedule: str) -> bool:
     with installed(flags, schedule) as args:
         loop = example()
         chunks = loop.build_model(args, loop.transformer_config(args))
-        by_hand = [_gradients(chunks, lambda chunk, number: _run_stage(loop, args, chunk, number)) for _ in range(2)]
+        run_stage = functools.partial(_run_stage, loop, args)
+        by_hand = [_gradients(chunks, run_stage) for _ in range(2)]
         loop.get_forward_backward_func()(
             forward_step_func=lambda data, chunk: loop.forward_step(args, data, chunk),
             data_iterator=loop.batches(args),
@@ -299,7 +290,7 @@ def _after_the_schedule(rank: int, flags: str, schedule: str) -> bool:
             seq_length=args.seq_length,
             micro_batch_size=args.micro_batch_size,
         )
-        by_hand.append(_gradients(chunks, lambda chunk, number: _run_stage(loop, args, chunk, number)))
+        by_hand.append(_gradients(chunks, run_stage))
         return all(all(map(torch.equal, by_hand[0], each)) for each in by_hand)
 
 
