@@ -18,12 +18,8 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.loop_options import MicrobatchLengths, Seeds
 from megatron.zerobubble.mcore import agreement, zb_schedules
 from megatron.zerobubble.mcore.agreement import Given, Record, check_same, content_digest, differences
-from megatron.zerobubble.mcore.replanner import Replanner, Window
 from megatron.zerobubble.mcore.stock_loop import same_options
-from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.registry import build_plan
-from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
-from tests.support.comparisons import error_of
 from tests.support.gpt import Case, Trainer
 from tests.support.plans import reordered
 from tests.support.ranks import RankPool
@@ -172,27 +168,6 @@ def _count_comparisons(rank: int) -> list[int]:
 
 def test_a_known_plan_is_not_compared_again(four_ranks: RankPool) -> None:
     assert four_ranks.run(_count_comparisons) == [[1, 1, 1, 2]] * 4
-
-
-def _replan(rank: int) -> str:
-    """Rank 3 reads another plan from the text that rank 0 sends to all, as another version of the package may."""
-    trainer = Trainer(Case("zb", 4, 6))
-    schedule = trainer.schedule
-    replanner = Replanner(schedule, Window(start=1, end=1), SearchOptions(budget=0.01 * Effort.FAST.budget), num_microbatches=6)
-    replanner.before(1, 6)
-    trainer.forward_backward(0)
-    from_json = Plan.from_json
-    with mock.patch.object(Plan, "from_json", (lambda text: reordered(from_json(text))) if rank == 3 else from_json):
-        replanner.after(1, 6)
-    return error_of(trainer, 1)
-
-
-def test_a_replanned_plan_that_a_rank_reads_differently_is_refused(four_ranks: RankPool) -> None:
-    found = four_ranks.run(_replan)
-    assert len(set(found)) == 1
-    assert re.match(r"ConfigError: ranks were not given the same: the plan about to run is zb for 6 microbatches \(", found[0]), (
-        found
-    )
 
 
 def test_unequal_plans_that_differ_are_refused(four_ranks: RankPool) -> None:

@@ -17,16 +17,13 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.distributed.distributed_c10d import _coalescing_manager
 
 from megatron.zerobubble.errors import CompatibilityError
 from megatron.zerobubble.mcore.cpu.device import HostDevice, quiet_third_parties
 from megatron.zerobubble.mcore.cpu.gathers import one_at_a_time
 from megatron.zerobubble.mcore.cpu.malloc import keep_freed_memory
 from megatron.zerobubble.mcore.cpu.scripts import without_gpus
-from tests.support.ranks import RankPool
 
 with quiet_third_parties():
     from megatron.core.pipeline_parallel import schedules
@@ -136,10 +133,6 @@ def test_quiet_third_parties_drops_only_what_it_names() -> None:
     assert [str(warning.message) for warning in caught] == ["something else is wrong"]
 
 
-NUM_PAIRS = 600
-"""Without waiting, one of four ranks dies in about every third run."""
-
-
 class Group:
     """Of ranks."""
 
@@ -166,34 +159,6 @@ def test_an_all_gather_waits_for_the_previous_one_of_its_group_only() -> None:
     start(one, "again", is_waited_for=False)
     start(two, "last")
     assert log[4:] == ["start again", "start last"]
-
-
-def gather_in_pairs(rank: int) -> bool:
-    """Two buckets of one group, both in flight before the first is waited for."""
-
-    def gather(buckets: Any) -> None:
-        with _coalescing_manager(dist.group.WORLD, async_ops=True) as handle:
-            dist.all_gather_into_tensor(buckets.weights, buckets.shard, async_op=True)
-        buckets.param_gather_handle = handle
-
-    start = one_at_a_time(gather)
-    both = [buckets(dist.group.WORLD) for _ in range(2)]
-    for index, each in enumerate(both):
-        each.weights = torch.zeros(dist.get_world_size() * (100 + 1000 * index))
-        each.shard = each.weights.chunk(dist.get_world_size())[rank]
-    for number in range(NUM_PAIRS):
-        for each in both:
-            each.shard.fill_(number + rank)
-            start(each)
-        for each in both:
-            each.param_gather_handle.wait()
-            each.param_gather_handle = None
-    expected = NUM_PAIRS - 1 + torch.arange(dist.get_world_size())
-    return all((each.weights.view(dist.get_world_size(), -1) == expected[:, None]).all() for each in both)
-
-
-def test_hundreds_of_pairs_survive(four_ranks: RankPool) -> None:
-    assert four_ranks.run(gather_in_pairs) == [True] * 4
 
 
 COUNT_FAULTS = """
