@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,11 +79,16 @@ def difference(actual: Outcome, expected: Outcome) -> Difference:
     )
 
 
+def message_of(rank: int, function: Callable[..., Any], *args: Any) -> str:
+    """The message of the `ConfigError` in which `function(rank, *args)` ends."""
+    with pytest.raises(ConfigError) as caught:
+        function(rank, *args)
+    return str(caught.value)
+
+
 def refusal(rank: int, case: Case) -> str:
     """Why the case is refused when it is built."""
-    with pytest.raises(ConfigError) as caught:
-        case.trainer()
-    return str(caught.value)
+    return message_of(rank, lambda _: case.trainer())
 
 
 def record(rank: int, case: Case) -> Timeline:

@@ -115,6 +115,11 @@ def train_unequal(rank: int, flags: str, options: dict[str, Any]) -> History:
         return train(rank, flags, **({"lengths": MicrobatchLengths(tokens_of)} | options if options else {}))
 
 
+def losses_of(histories: list[History]) -> list[Any]:
+    """The losses of the ranks that logged any, in the order of data-parallel replicas."""
+    return [[entry["losses"] for entry in history] for history in histories if history]
+
+
 def with_flags(**flags: Any) -> dict[str, Any]:
     """The options of `install` for what only flags say."""
     return {"args": ZeroBubbleConfig(**flags)}

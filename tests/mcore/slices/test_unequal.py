@@ -1,7 +1,8 @@
-"""Slices of unequal microbatches: numbers of slices, evaluation, re-planning, and what is refused."""
+"""Unequal microbatches in a loop of your own; of their slices numbers, evaluation, re-planning, and what is refused."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -14,14 +15,16 @@ from megatron.zerobubble.mcore.slices.batches import cut_batch
 from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
 from megatron.zerobubble.plan.costs.length_model import Work
 from megatron.zerobubble.plan.costs.slicing import TILE, CutRule
-from tests.support.comparisons import error_of
+from tests.support.comparisons import error_of, message_of
 from tests.support.ranks import RankPool
 from tests.support.sliced import SlicedUnequalCase
-from tests.support.stock import tokens_of, train_unequal
+from tests.support.stock import losses_of, tokens_of, train_unequal
 from tests.support.tolerances import OTHER_ORDER
 from tests.support.unequal import evaluate_unequal, replan_unequal
 
 LOOP = "--num-layers 4 --hidden-size 32 --train-iters 3 --num-microbatches 6 --lr 1e-4 --pipeline-model-parallel-size 2"
+CHUNKS = "--virtual-pipeline-model-parallel-size 2"
+IN_ORDER = MicrobatchLengths(tokens_of, reorder=False)
 ZBV = SlicedUnequalCase("zbv", 4, 6, num_chunks=2, num_layers=8, num_slices=4, adam_eps=1.0)
 
 
@@ -94,20 +97,40 @@ def test_nested_tensors_are_not_cut() -> None:
     "replicas with different ones, ZB-H1 and ZBV",
     "works, 1e-4 after three steps",
 )
+@pytest.mark.claims(
+    "Planning and measuring",
+    "`install(lengths=)` against megatron-core's own 1F1B with `variable_seq_lengths`, two replicas with lengths of"
+    " their own, also with post-validation",
+    "works, first losses bit for bit",
+)
 @pytest.mark.parametrize(
     ("more", "options"),
     [
-        ("", {"schedule": "zb-h1", "slices": Slices(4), "lengths": MicrobatchLengths(tokens_of, reorder=False)}),
-        ("--virtual-pipeline-model-parallel-size 2", {"schedule": "zbv", "slices": Slices(2), "optimizer_post_validation": True}),
+        ("", {"schedule": "zb-h1"}),
+        (f"{CHUNKS} --overlap-grad-reduce --use-distributed-optimizer", {"schedule": "zbv"}),
+        (CHUNKS, {"schedule": "zbv", "optimizer_post_validation": True}),
+        ("", {"schedule": "1f1b", "lengths": IN_ORDER}),
+        ("", {"schedule": "zb-h1", "slices": Slices(4), "lengths": IN_ORDER}),
+        (CHUNKS, {"schedule": "zbv", "slices": Slices(2), "optimizer_post_validation": True}),
     ],
-    ids=["zb-h1-in-order", "zbv-post-validation"],
+    ids=["zb-h1", "zbv", "post-validation", "in-order", "slices-zb-h1-in-order", "slices-zbv-post-validation"],
 )
-@pytest.mark.sampled(0.5)
-def test_slices_of_unequal_microbatches(four_ranks: RankPool, more: str, options: dict[str, Any]) -> None:
-    expected, actual = (
-        [[entry["losses"] for entry in history] for history in four_ranks.run(train_unequal, *given) if history]
-        for given in ((LOOP, {}), (f"{LOOP} {more}", options))
-    )
-    assert len(expected) == 2, "two replicas"
+@pytest.mark.sampled(0.34)
+def test_unequal_microbatches(four_ranks: RankPool, more: str, options: dict[str, Any]) -> None:
+    """The losses of megatron-core's own 1F1B with variable_seq_lengths, in the order of the data, on two replicas."""
+    expected = losses_of(four_ranks.run(train_unequal, LOOP, {}))
+    actual = losses_of(four_ranks.run(train_unequal, f"{LOOP} {more}", options))
+    assert len(expected) == 2
     for own, reference in zip(actual, expected, strict=True):
-        assert own == [pytest.approx(losses, rel=1e-4) for losses in reference]
+        if "slices" in options:
+            assert own == [pytest.approx(losses, rel=1e-4) for losses in reference]
+        elif "lengths" in options:
+            assert own == reference
+        else:
+            assert own[0] == reference[0], "a forward pass sees one microbatch, whenever it runs"
+            assert own[1:] == [pytest.approx(losses, rel=1e-4) for losses in reference[1:]]
+
+
+def test_lengths_that_are_not_known(four_ranks: RankPool) -> None:
+    for message in four_ranks.run(message_of, train_unequal, LOOP, {"schedule": "zb-h1", "lengths": None}):
+        assert re.search(r"variable_seq_lengths .* schedule 'zb-h1'.*give .*install lengths=", message)

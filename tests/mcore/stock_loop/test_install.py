@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
+import pkgutil
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -29,15 +29,22 @@ from megatron.core.transformer.module import Float16Module
 import megatron.zerobubble
 from megatron.zerobubble.errors import CompatibilityError, ConfigError
 from megatron.zerobubble.flags.loop_options import MicrobatchLengths, Seeds, Slices
-from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.mcore.compat import hybrid_model
 from megatron.zerobubble.mcore.stock_loop import patches as installing
+from tests.support.comparisons import message_of
 from tests.support.gpt import _destroy_groups
 from tests.support.hybrid import HAS_HYBRID_MODEL, WHY_NOT
 from tests.support.ranks import RankPool
-from tests.support.stock import EXAMPLE, example, tokens_of, train, train_hybrid, train_mtp, train_shared, train_unequal
+from tests.support.stock import (
+    example,
+    losses_of,
+    train,
+    train_hybrid,
+    train_mtp,
+    train_shared,
+    with_flags,
+)
 from tests.support.tolerances import after_steps
-from tests.training.launch import launch
 
 TWO, FOUR = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
 CHUNKS = f"{TWO} --virtual-pipeline-model-parallel-size 2"
@@ -48,24 +55,27 @@ TIED = "--tie-embeddings-and-output-weights"
 PROFILED = (
     "--zero-bubble-pipeline-timers-start-iter 1 --zero-bubble-pipeline-timers-end-iter 2 --zero-bubble-planning-seconds 0.1"
 )
+TORCHS = "--zero-bubble-torch-attention"
 BATCHED = "--enable-zero-bubble --zero-bubble-batch-p2p-comm"
 OPTIMISTIC = {"schedule": "zb-h1", "optimizer_post_validation": True}
 FOUR_STEPS = after_steps(4, lr=1e-3)
 """Of the example, where sums have another order."""
-UNEQUAL = f"--num-layers 4 --hidden-size 32 --train-iters 3 --num-microbatches 6 --lr 1e-4 {TWO}"
 
 
 def _train(rank: int, flags: str, options: dict[str, Any]) -> Any:
     return train(rank, flags, **options)
 
 
-def _train_batched(rank: int, flags: str, options: dict[str, Any]) -> Any:
-    """`_train`, and with our schedule every transfer in a batch."""
-    batch = torch.distributed.batch_isend_irecv
-    with mock.patch.object(torch.distributed, "batch_isend_irecv", side_effect=batch) as watched:
+def _train_by(rank: int, flags: str, options: dict[str, Any], function: str) -> Any:
+    """`_train`, where with our schedule every rank calls this function."""
+    with mock.patch(function, side_effect=pkgutil.resolve_name(function)) as watched:
         history = _train(rank, flags, options)
     assert watched.call_count > 0 or "zero-bubble" not in flags
     return history
+
+
+_train_batched = functools.partial(_train_by, function="torch.distributed.batch_isend_irecv")
+_train_with_torchs_attention = functools.partial(_train_by, function="torch.nn.functional.scaled_dot_product_attention")
 
 
 def _cut_text(text: torch.Tensor, offset: int, length: int) -> torch.Tensor:
@@ -76,46 +86,6 @@ def _hybrid(stock: str, pattern: str, options: dict[str, Any]) -> Any:
     """A case of a `HybridModel`."""
     skip = pytest.mark.skipif(not HAS_HYBRID_MODEL, reason=WHY_NOT)
     return pytest.param(functools.partial(train_hybrid, pattern=pattern), stock, "", options, marks=skip)
-
-
-@pytest.mark.claims(
-    "Planning and measuring",
-    "`install(lengths=)` against megatron-core's own 1F1B with `variable_seq_lengths`, two replicas with lengths of"
-    " their own, also with post-validation",
-    "works, first losses bit for bit",
-)
-@pytest.mark.parametrize(
-    ("more", "options"),
-    [
-        ("", {"schedule": "zb-h1"}),
-        ("--virtual-pipeline-model-parallel-size 2 --overlap-grad-reduce --use-distributed-optimizer", {"schedule": "zbv"}),
-        ("--virtual-pipeline-model-parallel-size 2", {"schedule": "zbv", "optimizer_post_validation": True}),
-        ("", {"schedule": "1f1b", "lengths": MicrobatchLengths(tokens_of, reorder=False)}),
-    ],
-    ids=["zb-h1", "zbv", "post-validation", "in-order"],
-)
-@pytest.mark.sampled(0.25)
-def test_unequal_microbatches(four_ranks: RankPool, more: str, options: dict[str, Any]) -> None:
-    """The losses of megatron-core's own 1F1B with variable_seq_lengths, in the order of the data, on two replicas."""
-    expected = _losses(four_ranks.run(train_unequal, UNEQUAL, {}))
-    actual = _losses(four_ranks.run(train_unequal, f"{UNEQUAL} {more}", options))
-    assert len(expected) == 2
-    for own, reference in zip(actual, expected, strict=True):
-        if "lengths" not in options:
-            assert own[0] == reference[0], "a forward pass sees one microbatch, whenever it runs"
-            assert own[1:] == [pytest.approx(losses, rel=1e-4) for losses in reference[1:]]
-        else:
-            assert own == reference
-
-
-def test_lengths_that_are_not_known(four_ranks: RankPool) -> None:
-    with pytest.raises(AssertionError, match=r"variable_seq_lengths .* schedule 'zb-h1'.*give .*install lengths="):
-        four_ranks.run(train_unequal, UNEQUAL, {"schedule": "zb-h1", "lengths": None})
-
-
-def _losses(histories: list[Any]) -> list[Any]:
-    """The losses of the ranks that logged any, in the order of data-parallel replicas."""
-    return [[entry["losses"] for entry in history] for history in histories if history]
 
 
 @pytest.mark.claims(
@@ -141,6 +111,17 @@ def _losses(histories: list[Any]) -> list[Any]:
     "(megatron-core 0.18.2 and 0.19.2)",
     "works, bit for bit",
 )
+@pytest.mark.claims(
+    "Your own script",
+    "in a loop of your own: slices of microbatches (`install(slices=)`, `--zero-bubble-slices`) with the distributed "
+    "optimizer and overlapped reduction, post-validation, re-planning, bf16, megatron-core's and torch's attention",
+    "works, 1e-5 after four steps (bf16: 1e-2)",
+)
+@pytest.mark.claims(
+    "Your own script",
+    "in a loop of your own: torch's attention (`--zero-bubble-torch-attention`), ZB-H1 and ZBV",
+    "works, 1e-5 after four steps",
+)
 @pytest.mark.parametrize(
     ("run", "stock", "more", "options"),
     [
@@ -164,85 +145,42 @@ def _losses(histories: list[Any]) -> list[Any]:
         _hybrid(f"{CHUNKS} {TIED}", "*-*|E|*-|-", {"schedule": "zbv"}),
         _hybrid(f"{W} {TIED}", "*|-|*|-*|-|*-|*|-", {"schedule": "zb-w"}),
         _hybrid(f"{CHUNKS} --bf16", "*|-*-|*|-*", {"schedule": "v-min"}),
+        (_train, f"{TWO} --overlap-grad-reduce --use-distributed-optimizer", "", {"schedule": "zb-h1", "slices": Slices(2)}),
+        (
+            _train_with_torchs_attention,
+            f"{FOUR} --clip-grad 0.5",
+            f"--zero-bubble-schedule 1f1b --zero-bubble-slices 4 {TORCHS}",
+            {},
+        ),
+        (_train, f"{CHUNKS} {TIED}", "", {"schedule": "zbv", "slices": Slices(2), "optimizer_post_validation": True}),
+        (_train, f"{TWO} --bf16", "", {"schedule": "zb", "slices": Slices(2, cut=_cut_text)}),
+        (_train, CHUNKS, f"--zero-bubble-v-schedule --zero-bubble-slices 8 {PROFILED}", {}),
+        (_train_with_torchs_attention, f"{TWO} --overlap-grad-reduce", f"--enable-zero-bubble {TORCHS}", {}),
+        (_train_with_torchs_attention, f"{CHUNKS} {TIED}", f"--zero-bubble-v-schedule {TORCHS}", {}),
     ],
     ids=[
         *("zb-h1-overlapped", "zb-h2-bf16", "zb-replanned", "interleaved", "interleaved-4", "zbv-tied"),
         *("zb-w-tied-optimistic", "v-half-bf16-per-token", "mtp-zb-h2-tied", "mtp-zbv-tied", "mtp-zb-w-tied", "mtp-v-half"),
         *("cp-zb-h1-optimistic", "cp-zbv-per-token", "zb-h1-optimistic-batched", "zbv-batched"),
         *("hybrid-zb-h1", "hybrid-zbv-tied", "hybrid-zb-w-tied", "hybrid-v-min-bf16"),
+        *("slices-zb-h1-overlapped", "slices-1f1b-torch", "slices-zbv-optimistic", "slices-zb-bf16-cut", "slices-zbv-replanned"),
+        *("torch-zb-h1", "torch-zbv-tied"),
     ],
 )
-@pytest.mark.sampled(0.25)
+@pytest.mark.sampled(0.3)
 def test_the_same_losses_as_without(
     four_ranks: RankPool, run: Callable[..., Any], stock: str, more: str, options: dict[str, Any]
 ) -> None:
-    """Bit for bit: the weights start alike, and each one's gradient is summed over the microbatches in the same order. With MTP
-    layers the gradients of embedding and output layer are summed in another order."""
+    """Bit for bit: the weights start alike, and each one's gradient is summed over the microbatches in the same order. Other
+    orders of sums have MTP layers (for embedding and output layer), slices, and the softmax of torch's attention."""
     stock = f"--num-layers 4 --hidden-size 32 --train-iters 4 {stock}"
     expected, actual = four_ranks.run(run, stock, {}), four_ranks.run(run, f"{stock} {more}", options)
     assert [bool(history) for history in actual] == [bool(history) for history in expected], "also where a V ends on rank 0"
-    tolerance = FOUR_STEPS if run is train_mtp else 0.0
-    assert _losses(expected)
-    torch.testing.assert_close(torch.tensor(_losses(actual)), torch.tensor(_losses(expected)), rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.claims(
-    "Your own script",
-    "in a loop of your own: slices of microbatches (`install(slices=)`, `--zero-bubble-slices`) with the distributed "
-    "optimizer and overlapped reduction, post-validation, re-planning, bf16, megatron-core's and torch's attention",
-    "works, 1e-5 after four steps (bf16: 1e-2)",
-)
-@pytest.mark.parametrize(
-    ("stock", "more", "options"),
-    [
-        (f"{TWO} --overlap-grad-reduce --use-distributed-optimizer", "", {"schedule": "zb-h1", "slices": Slices(2)}),
-        (f"{FOUR} --clip-grad 0.5", "--zero-bubble-schedule 1f1b --zero-bubble-slices 4 --zero-bubble-torch-attention", {}),
-        (f"{CHUNKS} {TIED}", "", {"schedule": "zbv", "slices": Slices(2), "optimizer_post_validation": True}),
-        (f"{TWO} --bf16", "", {"schedule": "zb", "slices": Slices(2, cut=_cut_text)}),
-        (CHUNKS, f"--zero-bubble-v-schedule --zero-bubble-slices 8 {PROFILED}", {}),
-    ],
-    ids=["zb-h1-overlapped", "1f1b-torch", "zbv-optimistic", "zb-bf16-cut", "zbv-replanned"],
-)
-@pytest.mark.sampled(0.4)
-def test_slices_have_the_losses_of_whole_microbatches(
-    four_ranks: RankPool, stock: str, more: str, options: dict[str, Any]
-) -> None:
-    stock = f"--num-layers 4 --hidden-size 32 --train-iters 4 {stock}"
-    expected, actual = four_ranks.run(train, stock), four_ranks.run(_train, f"{stock} {more}", options)
-    assert [bool(history) for history in actual] == [bool(history) for history in expected]
-    tolerance = 1e-2 if "--bf16" in stock else FOUR_STEPS
-    torch.testing.assert_close(torch.tensor(_losses(actual)), torch.tensor(_losses(expected)), rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.claims(
-    "Your own script",
-    "in a loop of your own: torch's attention (`--zero-bubble-torch-attention`), ZB-H1 and ZBV",
-    "works, 1e-5 after four steps",
-)
-@pytest.mark.parametrize(
-    ("stock", "more", "options"),
-    [
-        (f"{TWO} --overlap-grad-reduce", "--enable-zero-bubble --zero-bubble-torch-attention", {}),
-        (f"{CHUNKS} {TIED}", "--zero-bubble-v-schedule --zero-bubble-torch-attention", {}),
-    ],
-    ids=["zb-h1-flag", "zbv"],
-)
-@pytest.mark.sampled(0.5)
-def test_the_same_losses_with_torchs_attention(four_ranks: RankPool, stock: str, more: str, options: dict[str, Any]) -> None:
-    """The sums of the softmax are made in another order."""
-    stock = f"--num-layers 4 --hidden-size 32 --train-iters 4 {stock}"
-    expected, found = four_ranks.run(train, stock), four_ranks.run(_train_and_count, f"{stock} {more}", options)
-    actual, calls = [history for history, _ in found], [count for _, count in found]
-    torch.testing.assert_close(torch.tensor(_losses(actual)), torch.tensor(_losses(expected)), rtol=FOUR_STEPS, atol=FOUR_STEPS)
-    assert all(calls), "every rank has attention, and all of it is torch's"
-
-
-def _train_and_count(rank: int, flags: str, options: dict[str, Any]) -> tuple[Any, int]:
-    """`_train`, and the number of calls of torch's attention."""
-    original = torch.nn.functional.scaled_dot_product_attention
-    with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", side_effect=original) as watched:
-        history = _train(rank, flags, options)
-    return history, watched.call_count
+    has_slices = "slices" in more or "slices" in options
+    reordered = has_slices or run in (train_mtp, _train_with_torchs_attention)
+    tolerance = 0.0 if not reordered else 1e-2 if "--bf16" in stock else FOUR_STEPS
+    assert losses_of(expected)
+    torch.testing.assert_close(torch.tensor(losses_of(actual)), torch.tensor(losses_of(expected)), rtol=tolerance, atol=tolerance)
 
 
 SEEDED = [
@@ -259,8 +197,8 @@ def test_weights_and_dropout_masks_by_name_are_those_of_1f1b(four_ranks: RankPoo
     seeds = {"seeds": Seeds(weights=7, dropout=8)}
     one_chunk = flags.replace(CHUNKS, TWO)
     sizes = "--num-layers 4 --hidden-size 32 --train-iters 4"
-    expected = _losses(four_ranks.run(_train_with_dropout, f"{sizes} {one_chunk}", {"schedule": "1f1b"} | seeds))
-    actual = _losses(four_ranks.run(_train_with_dropout, f"{sizes} {flags}", options | seeds))
+    expected = losses_of(four_ranks.run(_train_with_dropout, f"{sizes} {one_chunk}", {"schedule": "1f1b"} | seeds))
+    actual = losses_of(four_ranks.run(_train_with_dropout, f"{sizes} {flags}", options | seeds))
     assert len(expected) == 2
     assert expected[0] != expected[1]
     assert actual == expected
@@ -275,25 +213,19 @@ def _train_with_dropout(rank: int, flags: str, options: dict[str, Any]) -> Any:
 
 
 @pytest.mark.skipif(not HAS_HYBRID_MODEL, reason=WHY_NOT)
-def test_a_hybrid_pattern_that_does_not_fit_is_named_in_the_error(four_ranks: RankPool) -> None:
-    for messages in four_ranks.run(_hybrid_refusals):
-        assert "'*-*|-' has 2 segments, and 2 pipeline ranks with 2 stage(s) each need 4" in messages["segments"]
-        assert "has MTP layers" in messages["mtp"]
-        assert "by its hybrid_layer_pattern: give that" in messages["deprecated"]
-
-
-def _hybrid_refusals(rank: int) -> dict[str, str]:
-    messages = {}
-    for name, pattern in {"segments": "*-*|-", "mtp": "*|-|*|-/*-"}.items():
-        with pytest.raises(ConfigError) as caught:
-            train_hybrid(rank, f"{CHUNKS} --hidden-size 32 --train-iters 1", {"schedule": "zbv"}, pattern)
-        messages[name] = str(caught.value)
-    with pytest.raises(ConfigError) as caught:
-        train_hybrid(
-            rank, f"{CHUNKS} --hidden-size 32 --train-iters 1", {"schedule": "zbv"}, "*|-|*|-", "hybrid_override_pattern"
-        )
-    messages["deprecated"] = str(caught.value)
-    return messages
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        (["*-*|-"], "'*-*|-' has 2 segments, and 2 pipeline ranks with 2 stage(s) each need 4"),
+        (["*|-|*|-/*-"], "has MTP layers"),
+        (["*|-|*|-", "hybrid_override_pattern"], "by its hybrid_layer_pattern: give that"),
+    ],
+    ids=["segments", "mtp", "deprecated"],
+)
+def test_a_hybrid_pattern_that_does_not_fit_is_named_in_the_error(four_ranks: RankPool, pattern: list[str], message: str) -> None:
+    flags = f"{CHUNKS} --hidden-size 32 --train-iters 1"
+    for found in four_ranks.run(message_of, train_hybrid, flags, {"schedule": "zbv"}, *pattern):
+        assert message in found
 
 
 def _touched() -> dict[str, Any]:
@@ -337,10 +269,13 @@ def test_a_loop_that_has_imported_the_function_before_gets_the_schedule() -> Non
     assert get_forward_backward_func(pp_size=1, vp_size=None) is schedules.forward_backward_no_pipelining
 
 
+@pytest.mark.usefixtures("clean")
 def test_flags_that_choose_no_schedule_install_nothing() -> None:
     before = _touched()
     megatron.zerobubble.install(example().parse([]))
     assert _touched() == before
+    with pytest.raises(ConfigError, match="give one of them"):
+        megatron.zerobubble.install(example().parse([]), schedule="zbv")
 
 
 @pytest.mark.claims(
@@ -349,36 +284,28 @@ def test_flags_that_choose_no_schedule_install_nothing() -> None:
     "rejected",
 )
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("options", "message"),
     [
-        (lambda: megatron.zerobubble.install(), "no schedule to install"),
-        (lambda: megatron.zerobubble.install(argparse.Namespace(lr=1.0)), "add_zero_bubble_args"),
-        (lambda: megatron.zerobubble.install(example().parse([]), schedule="zbv"), "give one of them"),
-        (lambda: megatron.zerobubble.install(schedule="zbw"), "zbw.*zbv"),
+        ({}, "no schedule to install"),
+        ({"args": argparse.Namespace(lr=1.0)}, "add_zero_bubble_args"),
+        ({"schedule": "zbw"}, "zbw.*zbv"),
+        (with_flags(enable_zero_bubble=True, zero_bubble_save_plan="/no/plan.json"), "save-plan /no/plan.json: /no is not a"),
+        ({"optimizer_post_validation": True}, "no schedule to install"),
+        ({"schedule": "stock", "overlap_moe": True}, "stock schedule has none: choose a schedule"),
+        (with_flags(zero_bubble_torch_attention=True), "torch-attention needs a schedule of this package"),
+        ({"schedule": "zbv", "slices": Slices(cut=_cut_text)}, "cut cuts .* there are none"),
+        ({"schedule": "zb", "slices": Slices("auto"), "lengths": MicrobatchLengths("thd")}, "a number"),
+        ({"schedule": "zb-h1", "memory_limit": "8GiB"}, "zb-h1 has a fixed order"),
         (
-            lambda: megatron.zerobubble.install(ZeroBubbleConfig(enable_zero_bubble=True, zero_bubble_save_plan="/no/plan.json")),
-            "save-plan /no/plan.json: /no is not a",
-        ),
-        (lambda: megatron.zerobubble.install(optimizer_post_validation=True), "no schedule to install"),
-        (lambda: megatron.zerobubble.install(schedule="stock", overlap_moe=True), "stock schedule has none: choose a schedule"),
-        (
-            lambda: megatron.zerobubble.install(ZeroBubbleConfig(zero_bubble_torch_attention=True)),
-            "torch-attention needs a schedule of this package",
-        ),
-        (lambda: megatron.zerobubble.install(schedule="zbv", slices=Slices(cut=_cut_text)), "cut cuts .* there are none"),
-        (lambda: megatron.zerobubble.install(schedule="zb", slices=Slices("auto"), lengths=MicrobatchLengths("thd")), "a number"),
-        (lambda: megatron.zerobubble.install(schedule="zb-h1", memory_limit="8GiB"), "zb-h1 has a fixed order"),
-        (
-            lambda: megatron.zerobubble.install(argparse.Namespace(enable_zero_bubble=True, zero_bubble_shard_gradients=2)),
+            {"args": argparse.Namespace(enable_zero_bubble=True, zero_bubble_shard_gradients=2)},
             "--zero-bubble-shard-gradients is not supported in a stock training loop",
         ),
     ],
 )
-def test_an_unsupported_option_is_named_in_the_error(call: Callable[[], None], message: str) -> None:
+def test_an_unsupported_option_is_named_in_the_error(options: dict[str, Any], message: str) -> None:
     before = _touched()
     with pytest.raises(ConfigError, match=message):
-        call()
-    megatron.zerobubble.uninstall()  # the error about flags that were parsed and not installed
+        megatron.zerobubble.install(**options)
     assert _touched() == before
 
 
@@ -442,62 +369,54 @@ def test_a_missing_name_is_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None
     assert "get_forward_backward_func does not use forward_backward_pipelining_without_interleaving" in str(caught.value)
 
 
-def _refusals(rank: int) -> dict[str, str]:
-    """The error of each loop that breaks its part of the contract."""
-    messages = {}
-
-    def refused(name: str, flags: str, **options: Any) -> None:
-        with pytest.raises(ConfigError) as caught:
-            train(rank, f"--num-layers 4 --hidden-size 32 --train-iters 1 {flags}", **options)
-        messages[name] = str(caught.value)
-
-    refused("one chunk", TWO, schedule="zbv")
-    refused("two chunks", CHUNKS, schedule="zb-h1")
-    refused("two Vs", CHUNKS, schedule="zb-w")
-    loop, original = example(), example().get_megatron_optimizer
+def _install_after_the_model(rank: int, flags: str) -> None:
+    original = example().get_megatron_optimizer
 
     def install_here(*given: Any) -> Any:
         megatron.zerobubble.install(schedule="zb-h1")
         return original(*given)
 
-    loop.get_megatron_optimizer = install_here
-    refused("after the model", TWO)
-    loop.get_megatron_optimizer = original
+    with mock.patch.object(example(), "get_megatron_optimizer", install_here):
+        train(rank, flags)
+
+
+def _install_too_late(rank: int) -> None:
     _destroy_groups()
     parallel_state.initialize_model_parallel(1, 4, 2)
-    with pytest.raises(ConfigError) as caught:
+    try:
         megatron.zerobubble.install(schedule="zbv")
-    messages["too late"] = str(caught.value)
-    _destroy_groups()
-    return messages
+    finally:
+        _destroy_groups()
 
 
-def test_a_loop_that_breaks_the_contract_gets_a_helpful_error(four_ranks: RankPool) -> None:
-    for messages in four_ranks.run(_refusals):
-        assert (
-            "2 model chunk(s) per rank, the loop was started with virtual_pipeline_model_parallel_size None"
-            in messages["one chunk"]
-        )
-        assert "a V has two chunks per rank, zb-w four, zb-interleaved any number from two" in messages["one chunk"]
-        assert (
-            "1 model chunk(s) per rank, the loop was started with virtual_pipeline_model_parallel_size 2: set "
-            "virtual_pipeline_model_parallel_size=None and pipeline_model_parallel_layout=None in its configuration"
-            in messages["two chunks"]
-        )
-        assert "schedule zb-w has 4 model chunk(s) per rank" in messages["two Vs"]
-        assert "DistributedDataParallel did not wrap" in messages["after the model"]
-        assert "call install before it" in messages["too late"]
+ONE_STEP = "--num-layers 4 --hidden-size 32 --train-iters 1"
 
 
-@pytest.mark.slow
-def test_the_example_through_torchrun() -> None:
-    """As its docstring says, on two ranks without a GPU."""
-    runs = {}
-    for more in ("--zero-bubble-schedule stock", "--zero-bubble-v-schedule", "--zero-bubble-schedule 1f1b-v"):
-        done = launch(["--cpu", EXAMPLE, *f"{CHUNKS} {more}".split()], num_ranks=2, module="megatron.zerobubble.run")
-        assert done.returncode == 0, done.stderr
-        assert done.stderr.count("\n") == done.stderr.count("zero bubble: ") == (0 if "stock" in more else 1)
-        runs[more] = [json.loads(line)["losses"] for line in done.stdout.splitlines()]
-    first, *others = runs.values()
-    assert others == [first, first]
-    assert sum(first[-1]) < sum(first[0])
+@pytest.mark.parametrize(
+    ("given", "messages"),
+    [
+        (
+            (_train, f"{ONE_STEP} {TWO}", {"schedule": "zbv"}),
+            [
+                "2 model chunk(s) per rank, the loop was started with virtual_pipeline_model_parallel_size None",
+                "a V has two chunks per rank, zb-w four, zb-interleaved any number from two",
+            ],
+        ),
+        (
+            (_train, f"{ONE_STEP} {CHUNKS}", {"schedule": "zb-h1"}),
+            [
+                "1 model chunk(s) per rank, the loop was started with virtual_pipeline_model_parallel_size 2: set "
+                "virtual_pipeline_model_parallel_size=None and pipeline_model_parallel_layout=None in its configuration"
+            ],
+        ),
+        ((_train, f"{ONE_STEP} {CHUNKS}", {"schedule": "zb-w"}), ["schedule zb-w has 4 model chunk(s) per rank"]),
+        ((_install_after_the_model, f"{ONE_STEP} {TWO}"), ["DistributedDataParallel did not wrap"]),
+        ((_install_too_late,), ["call install before it"]),
+    ],
+    ids=["one-chunk", "two-chunks", "two-Vs", "after-the-model", "too-late"],
+)
+def test_a_loop_that_breaks_the_contract_gets_a_helpful_error(
+    four_ranks: RankPool, given: tuple[Any, ...], messages: list[str]
+) -> None:
+    for found in four_ranks.run(message_of, *given):
+        assert all(message in found for message in messages), found
