@@ -22,6 +22,8 @@ if importlib.util.find_spec("megatron.training") is None:
 TWO, FOUR = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
 CHUNKS, FOUR_CHUNKS = "--num-virtual-stages-per-pipeline-rank 2", "--num-virtual-stages-per-pipeline-rank 4"
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+GATHERED = "--overlap-param-gather-with-optimizer-step"
+"""Megatron-LM has it for schedules with several chunks per rank only, so 1F1B runs without."""
 UNTIED = "--untie-embeddings-and-output-weights"
 
 
@@ -34,7 +36,7 @@ def _run(ranks: RankPool, flags: str, zero_bubble: str = "") -> dict[str, tuple[
 
 
 def _agree(actual: dict[str, tuple[str, ...]], expected: dict[str, tuple[str, ...]], *, is_tied: bool = False) -> bool:
-    """In every printed digit; but tied, gradients of embedding and output layer are summed in another order.
+    """In every printed digit; but tied, gradients of embedding and output layer are summed in another order, and all of slices.
 
     Losses have seven digits, and norms three after the point.
     """
@@ -53,41 +55,44 @@ def _agree(actual: dict[str, tuple[str, ...]], expected: dict[str, tuple[str, ..
     "(`make test MCORE=0.19.2`)",
     "works, in every printed digit (tied under V: 4e-6, after steps of Adam in proportion to them)",
 )
-@pytest.mark.parametrize(
-    ("parallel", "more", "zero_bubble"),
-    [
-        (TWO, SHARDED, "--enable-zero-bubble"),
-        (FOUR, "", "--zero-bubble-max-pending-backward 2p"),
-        (TWO, SHARDED, "--zero-bubble-v-schedule"),
-        (TWO, f"{UNTIED} --rerun-mode validate_results", "--zero-bubble-v-schedule"),
-        (f"{TWO} --tensor-model-parallel-size 2", "--rerun-mode disabled", "--zero-bubble-v-schedule"),
-        (TWO, "--num-layers 8", "--zero-bubble-schedule zb-w"),
-        (TWO, f"{UNTIED} --bf16 --calculate-per-token-loss", "--zero-bubble-schedule v-half"),
-    ],
-    ids=["zb-h1-sharded", "zb-h2", "zbv-tied-sharded", "zbv-untied-validated", "zbv-tied-tp-2", "zb-w-tied", "v-half-bf16"],
+@pytest.mark.claims(
+    "Your own script",
+    "Megatron-LM's own `pretrain()` with slices of microbatches, also with tensor parallelism 2, whose second rank reads no "
+    "batch (`make test MCORE=0.19.2`)",
+    "works, losses 4e-6, after steps of Adam in proportion to them",
 )
-@pytest.mark.sampled(0.28)
-def test_the_same_log_as_without(four_ranks: RankPool, parallel: str, more: str, zero_bubble: str) -> None:
-    """Losses and gradient norms of training, and losses of evaluation on two data sets."""
-    is_v, chunks = zero_bubble.endswith(("v-schedule", "v-half", "zb-w")), FOUR_CHUNKS if "zb-w" in zero_bubble else CHUNKS
-    flags = f"{parallel} {more} --train-iters 3 --eval-interval 2"
-    expected = _run(four_ranks, flags)
-    assert len(expected) == 3 + 1 + 2
-    actual = _run(four_ranks, f"{flags} {chunks}" if is_v else flags, zero_bubble)
-    assert _agree(actual, expected, is_tied=is_v and UNTIED not in more)
-
-
 @pytest.mark.claims(
     "Your own script",
     "Megatron-LM's `pretrain()` with `--overlap-param-gather-with-optimizer-step` under ZBV (`make test MCORE=0.19.2`)",
     "works, 2e-6",
 )
-def test_weights_gathered_while_the_optimizer_steps(four_ranks: RankPool) -> None:
-    """Megatron-LM has it for schedules with several chunks per rank only, so 1F1B runs without."""
-    flags = f"{TWO} {SHARDED} --ckpt-format torch --train-iters 3 --eval-interval 2"
+@pytest.mark.parametrize(
+    ("stock", "more", "zero_bubble"),
+    [
+        (f"{TWO} {SHARDED}", "", "--enable-zero-bubble"),
+        (FOUR, "", "--zero-bubble-max-pending-backward 2p"),
+        (f"{TWO} {SHARDED}", CHUNKS, "--zero-bubble-v-schedule"),
+        (f"{TWO} {UNTIED} --rerun-mode validate_results", CHUNKS, "--zero-bubble-v-schedule"),
+        (f"{TWO} --tensor-model-parallel-size 2 --rerun-mode disabled", CHUNKS, "--zero-bubble-v-schedule"),
+        (f"{TWO} --num-layers 8", FOUR_CHUNKS, "--zero-bubble-schedule zb-w"),
+        (f"{TWO} {UNTIED} --bf16 --calculate-per-token-loss", CHUNKS, "--zero-bubble-schedule v-half"),
+        (f"{TWO} {SHARDED} --ckpt-format torch", f"{CHUNKS} {GATHERED}", "--zero-bubble-v-schedule"),
+        (f"{TWO} {SHARDED}", "", "--enable-zero-bubble --zero-bubble-slices 2"),
+        (f"{TWO} --tensor-model-parallel-size 2", CHUNKS, "--zero-bubble-v-schedule --zero-bubble-slices 4"),
+    ],
+    ids=[
+        *("zb-h1-sharded", "zb-h2", "zbv-tied-sharded", "zbv-untied-validated", "zbv-tied-tp-2", "zb-w-tied", "v-half-bf16"),
+        *("zbv-tied-gathered", "slices-zb-h1-sharded", "slices-zbv-tp-2"),
+    ],
+)
+@pytest.mark.sampled(0.4)
+def test_the_same_log_as_without(four_ranks: RankPool, stock: str, more: str, zero_bubble: str) -> None:
+    """Losses and gradient norms of training, and losses of evaluation on two data sets."""
+    flags = f"{stock} --train-iters 3 --eval-interval 2"
     expected = _run(four_ranks, flags)
-    actual = _run(four_ranks, f"{flags} {CHUNKS} --overlap-param-gather-with-optimizer-step", "--zero-bubble-v-schedule")
-    assert _agree(actual, expected, is_tied=True)
+    assert len(expected) == 3 + 1 + 2
+    is_tied = "slices" in zero_bubble or (bool(more) and UNTIED not in stock)
+    assert _agree(_run(four_ranks, f"{flags} {more}", zero_bubble), expected, is_tied=is_tied)
 
 
 @pytest.mark.claims(
@@ -112,26 +117,6 @@ def test_a_proposed_layout_trains(
     assert len(set(layout["per_stage"])) > 1
     zero_bubble = "" if "1f1b" in schedule[0] else f"--zero-bubble-schedule {schedule[0]}"
     assert _run(four_ranks, f"{flags} {layout['flag']} {layout['text']}", zero_bubble) == _run(four_ranks, flags)
-
-
-@pytest.mark.claims(
-    "Your own script",
-    "Megatron-LM's own `pretrain()` with slices of microbatches, also with tensor parallelism 2, whose second rank reads no "
-    "batch (`make test MCORE=0.19.2`)",
-    "works, losses 4e-6, after steps of Adam in proportion to them",
-)
-@pytest.mark.parametrize(
-    ("parallel", "zero_bubble"),
-    [
-        (f"{TWO} {SHARDED}", "--enable-zero-bubble --zero-bubble-slices 2"),
-        (f"{TWO} --tensor-model-parallel-size 2", "--zero-bubble-v-schedule --zero-bubble-slices 4"),
-    ],
-    ids=["zb-h1-sharded", "zbv-tp-2"],
-)
-def test_slices(four_ranks: RankPool, parallel: str, zero_bubble: str) -> None:
-    flags = f"{parallel} --train-iters 3 --eval-interval 2"
-    chunks = CHUNKS if "v-schedule" in zero_bubble else ""
-    assert _agree(_run(four_ranks, f"{flags} {chunks}", zero_bubble), _run(four_ranks, flags), is_tied=True)
 
 
 @pytest.mark.claims(
@@ -276,15 +261,22 @@ def _scalars(folder: Path) -> dict[str, list[float]]:
     return {tag: [event.value for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
+def _stock_and_v(ranks: RankPool, folder: Path, more: str) -> tuple[list[str], list[dict[str, list[float]]]]:
+    """What 1F1B and ZBV print and write for TensorBoard with these flags."""
+    texts, written = [], []
+    for name, chunks, zero_bubble in (("stock", "", ""), ("zbv", CHUNKS, "--zero-bubble-v-schedule")):
+        flags = f"{TWO} {UNTIED} --train-iters 3 --eval-interval 2 {more} {chunks}"
+        *_, text = ranks.run(pretrain, f"{flags} --tensorboard-dir {folder / name} --tensorboard-log-interval 1", zero_bubble)
+        texts.append(text)
+        written.append(_scalars(folder / name))
+    return texts, written
+
+
 def test_the_loss_is_in_tensorboard(four_ranks: RankPool, tmp_path: Path) -> None:
-    written = []
-    for name, zero_bubble in (("stock", ""), (CHUNKS, "--zero-bubble-v-schedule")):
-        folder = tmp_path / name.replace(" ", "")
-        flags = f"{TWO} {UNTIED} --train-iters 3 --eval-interval 2 --tensorboard-dir {folder} --tensorboard-log-interval 1"
-        _run(four_ranks, f"{flags} {name}" if zero_bubble else flags, zero_bubble)
-        written.append([_scalars(folder)[tag] for tag in ("lm loss", "lm loss validation")])
-    assert written[0] == written[1]
-    assert [len(values) for values in written[0]] == [3, 3]
+    _, (stock, ours) = _stock_and_v(four_ranks, tmp_path, "")
+    for tag in ("lm loss", "lm loss validation"):
+        assert stock[tag] == ours[tag]
+        assert len(stock[tag]) == 3
 
 
 _MTP_LOSSES = re.compile(r"iteration +(\d+)/.*?mtp_1 loss: (\S+) .*?mtp_2 loss: (\S+) ")
@@ -297,17 +289,12 @@ _MTP_LOSSES = re.compile(r"iteration +(\d+)/.*?mtp_1 loss: (\S+) .*?mtp_2 loss: 
     "works, 2e-6",
 )
 def test_mtp_losses_are_in_the_log_and_in_tensorboard(four_ranks: RankPool, tmp_path: Path) -> None:
-    logs, written = [], []
-    for name, zero_bubble in (("stock", ""), (CHUNKS, "--zero-bubble-v-schedule")):
-        folder = tmp_path / name.replace(" ", "")
-        flags = f"{TWO} {UNTIED} --mtp-num-layers 2 --position-embedding-type rope --train-iters 3 --eval-interval 2"
-        flags = f"{flags} --tensorboard-dir {folder} --tensorboard-log-interval 1 {name if zero_bubble else ''}"
-        *_, last = four_ranks.run(pretrain, flags, zero_bubble)
-        logs.append([float(value) for line in _MTP_LOSSES.findall(last) for value in line])
-        written.append({tag: values for tag, values in _scalars(folder).items() if tag.startswith("mtp")})
+    texts, written = _stock_and_v(four_ranks, tmp_path, "--mtp-num-layers 2 --position-embedding-type rope")
+    logs = [[float(value) for line in _MTP_LOSSES.findall(text) for value in line] for text in texts]
     assert len(logs[0]) == 3 * 3
     assert logs[1] == pytest.approx(logs[0], rel=2e-6)
-    assert {"mtp_1 loss", "mtp_2 loss"} <= written[0].keys() == written[1].keys()
-    for tag, values in written[0].items():
+    stock, ours = ({tag: values for tag, values in each.items() if tag.startswith("mtp")} for each in written)
+    assert {"mtp_1 loss", "mtp_2 loss"} <= stock.keys() == ours.keys()
+    for tag, values in stock.items():
         assert len(values) == 3
-        assert written[1][tag] == pytest.approx(values, rel=2e-6), tag
+        assert ours[tag] == pytest.approx(values, rel=2e-6), tag
