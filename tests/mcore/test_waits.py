@@ -6,6 +6,7 @@ would; if it does not, they give up.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import time
@@ -68,14 +69,6 @@ def _passed(rank: int, watch: Watch, message: Message) -> Act:
     return act
 
 
-def _receive(rank: int, watch: Watch) -> Act:
-    return _passed(rank, watch, GRADIENT)
-
-
-def _send(rank: int, watch: Watch) -> Act:
-    return _passed(rank, watch, ACTIVATION)
-
-
 def _unreported_send(rank: int, watch: Watch) -> Act:
     """As in evaluations of another training loop, or when clocks are compared."""
     return _passed(rank, Watch(CPU), ACTIVATION)
@@ -100,14 +93,6 @@ def _relayed(rank: int, watch: Watch, *, waits_to_send: bool) -> Act:
     return act
 
 
-def _statistics_received(rank: int, watch: Watch) -> Act:
-    return _relayed(rank, watch, waits_to_send=False)
-
-
-def _statistics_sent(rank: int, watch: Watch) -> Act:
-    return _relayed(rank, watch, waits_to_send=True)
-
-
 def _statistics_of_all(rank: int, watch: Watch) -> Act:
     relay = Relay(range(4), rank, waits=watch.waits)
     return lambda: (relay.all_reduce(OWN), relay.close())
@@ -130,14 +115,8 @@ def _gather_of_a_linear(rank: int, watch: Watch) -> Act:
     return lambda: Gathered(torch.ones(2), None).wait()
 
 
-def _context_parallel_gather(rank: int, watch: Watch) -> Act:
-    shared = _Shared(group=dist.group.WORLD, size=4)
-    return lambda: shared.gather(torch.ones(2, 1, 1, 4))
-
-
-def _context_parallel_scatter(rank: int, watch: Watch) -> Act:
-    shared = _Shared(group=dist.group.WORLD, size=4)
-    return lambda: shared.scatter(torch.ones(8, 1, 1, 4))
+def _context_parallel(rank: int, watch: Watch, *, function: str, size: int) -> Act:
+    return functools.partial(getattr(_Shared(group=dist.group.WORLD, size=4), function), torch.ones(size, 1, 1, 4))
 
 
 def _sharded_gradients(rank: int, watch: Watch) -> Act:
@@ -181,22 +160,34 @@ def _phase(rank: int, watch: Watch) -> Act:
     return act
 
 
-REPORTED = {
-    _receive: "waits, before 0B2, to receive the gradient for stage 0, microbatch 2 (rank 1 to rank 0)",
-    _send: "waits until it has sent the activation for stage 1, microbatch 3 (rank 0 to rank 1)",
-    _statistics_received: "waits to receive gradient statistics from rank 1",
-    _statistics_sent: "waits until it has sent gradient statistics to rank 1",
-    _statistics_of_all: None,
-    _number_of_tokens: None,
-    _gather_of_a_linear: None,
-    _context_parallel_gather: None,
-    _context_parallel_scatter: None,
-    _sharded_gradients: None,
-    _gather_before: None,
-    _unreported_send: None,
-    _phase: "saves the checkpoint of iteration 2",
+WAITS: dict[str, tuple[Callable[[int, Watch], Act], str | None]] = {
+    "receive": (
+        functools.partial(_passed, message=GRADIENT),
+        "waits, before 0B2, to receive the gradient for stage 0, microbatch 2 (rank 1 to rank 0)",
+    ),
+    "send": (
+        functools.partial(_passed, message=ACTIVATION),
+        "waits until it has sent the activation for stage 1, microbatch 3 (rank 0 to rank 1)",
+    ),
+    "statistics received": (
+        functools.partial(_relayed, waits_to_send=False),
+        "waits to receive gradient statistics from rank 1",
+    ),
+    "statistics sent": (
+        functools.partial(_relayed, waits_to_send=True),
+        "waits until it has sent gradient statistics to rank 1",
+    ),
+    "statistics of all": (_statistics_of_all, None),
+    "number of tokens": (_number_of_tokens, None),
+    "gather of a linear": (_gather_of_a_linear, None),
+    "context-parallel gather": (functools.partial(_context_parallel, function="gather", size=2), None),
+    "context-parallel scatter": (functools.partial(_context_parallel, function="scatter", size=8), None),
+    "sharded gradients": (_sharded_gradients, None),
+    "gather before": (_gather_before, None),
+    "unreported send": (_unreported_send, None),
+    "phase": (_phase, "saves the checkpoint of iteration 2"),
 }
-"""What prepares a wait -> what rank 0 reports in it; None: nothing, and it is seen by where its main thread is."""
+"""What prepares a wait, and what rank 0 reports in it; None: nothing, and it is seen by where its main thread is."""
 
 
 def _observe(watch: Watch, done: Callable[[str | None], None], is_over: threading.Event) -> None:
@@ -233,10 +224,11 @@ def _first_there(rank: int, prepare: Callable[[int, Watch], Act], key: str) -> s
     return seen[0]
 
 
-@pytest.mark.parametrize("prepare", REPORTED, ids=lambda prepare: prepare.__name__.strip("_"))
-def test_a_rank_in_a_wait_counts_as_waiting(four_ranks: RankPool, prepare: Callable[[int, Watch], Act]) -> None:
-    found, *_ = four_ranks.run(_first_there, prepare, f"waits {prepare.__name__} {time.time_ns()}")
-    assert found == REPORTED[prepare]
+@pytest.mark.parametrize("name", WAITS)
+def test_a_rank_in_a_wait_counts_as_waiting(four_ranks: RankPool, name: str) -> None:
+    prepare, reported = WAITS[name]
+    found, *_ = four_ranks.run(_first_there, prepare, f"waits {name} {time.time_ns()}")
+    assert found == reported
 
 
 class _GroupsUsed(TorchDispatchMode):
