@@ -56,14 +56,7 @@ def links_over_the_world(rank: int, placement: Placement, **options: Any) -> Pro
     return ProcessGroupLinks(placement, pipeline=range(dist.get_world_size()), rank=rank, **options)
 
 
-def run_under_delays(
-    rank: int,
-    program: Program,
-    seeds: tuple[int, ...],
-    patience_s: float = PATIENCE_S,
-    waits: bool = False,
-    batched: bool = False,
-) -> str:
+def run_under_delays(rank: int, program: Program, seeds: tuple[int, ...], batched: bool = False) -> str:
     """An iteration of a program for each seed; what went wrong on this rank, or nothing.
 
     A rank on which something went wrong hangs up. What others wait for from it fails then, and they hang up, too: nobody sits
@@ -73,15 +66,13 @@ def run_under_delays(
         rank: in the world, which is the pipeline.
         program: what is run.
         seeds: of the delays.
-        patience_s: how long a transfer may take.
-        waits: whether sends are waited for where they are issued.
         batched: whether transfers are batched.
     """
-    links = links_over_the_world(rank, program.plan.placement, timeout=timedelta(seconds=patience_s), batched=batched)
+    links = links_over_the_world(rank, program.plan.placement, timeout=timedelta(seconds=PATIENCE_S), batched=batched)
     dist.barrier()  # no rank hangs up while another one is still opening its links
     wrong = ""
     for seed in seeds:
-        wrong = _iterate(rank, program, WaitingLinks(links) if waits else links, seed, batched)
+        wrong = _iterate(rank, program, links, seed, batched)
         if wrong:
             break
     links.close()

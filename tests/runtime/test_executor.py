@@ -24,7 +24,7 @@ from megatron.zerobubble.runtime.p2p import Handle, P2PLinks
 from megatron.zerobubble.runtime.recording import Recorder, fan_out
 from tests.runtime.delays import run_under_delays
 from tests.runtime.on_fake_nccl import Setup, run_program
-from tests.runtime.support import PATIENCE_S, LabelWork, NoLinks, label
+from tests.runtime.support import LabelWork, NoLinks, label
 from tests.support.fake_nccl.device import Device
 from tests.support.programs import FAMILIES
 from tests.support.ranks import RankPool
@@ -252,23 +252,11 @@ def test_the_work_notices_a_tensor_that_is_not_its_own() -> None:
         work.backward(Op.parse("0B0"), None, False)
 
 
-NUM_RANKS, NUM_MICROBATCHES = 4, 8
-
-
-def ordered_program(name: str, *, lookahead: int = 1) -> Program:
-    plan = build_plan(name, num_ranks=NUM_RANKS, num_microbatches=NUM_MICROBATCHES)
-    return place_communication(plan, lookahead=lookahead)
-
-
+@pytest.mark.parametrize(("batched", "lookahead"), [(False, 1), (True, None)])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_under_delays_on_both_ends(name: str, four_ranks: RankPool) -> None:
-    assert four_ranks.run(run_under_delays, ordered_program(name), (1, 2, 3)) == [""] * NUM_RANKS
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_in_batches(name: str, four_ranks: RankPool) -> None:
-    program = place_communication(build_plan(name, num_ranks=NUM_RANKS, num_microbatches=NUM_MICROBATCHES))
-    assert four_ranks.run(run_under_delays, program, (1,), PATIENCE_S, False, True) == [""] * NUM_RANKS
+def test_every_family_under_delays_on_both_ends(name: str, batched: bool, lookahead: int | None, four_ranks: RankPool) -> None:
+    program = place_communication(build_plan(name, num_ranks=4, num_microbatches=8), lookahead=lookahead)
+    assert four_ranks.run(run_under_delays, program, (1,) if batched else (1, 2, 3), batched) == [""] * 4
 
 
 LABEL_BYTES = 12

@@ -118,20 +118,9 @@ def test_links_are_timed_by_where_they_start_and_two_pipelines_keep_apart(four_r
         assert not wrong
 
 
-def groups_of_links(rank: int) -> tuple[int, int]:
-    links = links_over_the_world(rank, Placement.v(4))
-    groups = len({id(group) for group in links._groups.values()})
-    links.close()
-    links.close()
-    return groups, len(links._groups)
-
-
-def test_a_chain_has_four_groups_and_gives_them_back(four_ranks: RankPool) -> None:
-    assert four_ranks.run(groups_of_links) == [(4, 0)] * 4
-
-
-def what_the_backend_is_given(rank: int) -> tuple[dict[tuple[int, int], int], bool]:
-    """The group of each link of this rank, numbered as torch made them; whether a send keeps its tensor alive."""
+def what_the_backend_is_given(rank: int) -> tuple[dict[tuple[int, int], int], bool, list[int]]:
+    """The group of each link of this rank, numbered as torch made them; whether a send keeps its tensor alive until it is over;
+    how many groups there are, and are left."""
     placement = Placement.v(4)
     links = links_over_the_world(rank, placement)
     groups: dict[tuple[int, int], int] = {}
@@ -157,20 +146,18 @@ def what_the_backend_is_given(rank: int) -> tuple[dict[tuple[int, int], int], bo
         del transfer
         order = {id(group): index for index, group in enumerate(dict.fromkeys(links._groups.values()))}
         links.close()  # all calls have been made then
-    return {link: order[group] for link, group in groups.items()}, kept and storage.expired()
+        links.close()
+    return {link: order[group] for link, group in groups.items()}, kept and storage.expired(), [len(order), len(links._groups)]
 
 
-def test_a_rank_has_each_of_its_links_in_a_group_of_its_own(four_ranks: RankPool) -> None:
-    """So that a communicator that serializes its transfers never makes one link wait for another."""
-    results = four_ranks.run(what_the_backend_is_given)
+def test_each_link_has_a_group_of_its_own_and_a_send_keeps_its_tensor(four_ranks: RankPool) -> None:
+    """So that a communicator that serializes its transfers never makes one link wait for another. A chain has four groups."""
     expected = {link: index for index, links in enumerate(color_links(links_of(Placement.v(4)))) for link in links}
-    for rank, (groups, _) in enumerate(results):
+    for rank, (groups, is_kept, counts) in enumerate(four_ranks.run(what_the_backend_is_given)):
         assert groups == {link: index for link, index in expected.items() if rank in link}
         assert len(set(groups.values())) == len(groups)
-
-
-def test_a_send_keeps_its_tensor_and_its_handle_lets_go(four_ranks: RankPool) -> None:
-    assert all(kept for _, kept in four_ranks.run(what_the_backend_is_given))
+        assert is_kept
+        assert counts == [4, 0]
 
 
 # -- failures -----------------------------------------------------------------------------------------------------------
