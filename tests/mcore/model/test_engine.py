@@ -6,16 +6,14 @@ Both sides run megatron-core's own layer specs and Transformer Engine's own modu
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from megatron.core import parallel_state
 from packaging.version import Version
-from torch import Tensor, nn
+from torch import nn
 
 from megatron.zerobubble.errors import SplitError
 from megatron.zerobubble.mcore.model.transformer_engine import defer_to_w
@@ -26,7 +24,6 @@ from megatron.zerobubble.wgrad.store import WeightGradStore
 from tests.mcore.test_waits import _first_uses
 from tests.optimizer.support import Scenario, compare
 from tests.support.comparisons import assert_near
-from tests.support.gpt import _destroy_groups
 from tests.support.ranks import RankPool
 from tests.support.tolerances import OTHER_ORDER
 from tests.support.transformer_engine import chosen_version
@@ -283,84 +280,6 @@ def _assert_equal(pool: RankPool, case: EngineCase | EngineMoeCase, tolerance: f
         for kind in kinds:
             assert counts[kind] == counts[f"{kind} modules"] * case.num_microbatches * case.num_steps, (rank, counts)
     return counts
-
-
-TOKENS, IN, OUT, LAYERS = 4, 16, 24, 2
-KINDS = {
-    "norm and column": ("LayerNormLinear", "column", {"ub_overlap_ag": True, "ub_bulk_dgrad": True}),
-    "column": ("Linear", "column", {"ub_overlap_ag": True, "ub_bulk_dgrad": True}),
-    "column with reduce-scatter": ("Linear", "column", {"ub_overlap_ag": True, "ub_overlap_rs_dgrad": True}),
-    "row": ("Linear", "row", {"ub_overlap_ag": True, "ub_overlap_rs": True}),
-}
-
-
-def _layers(kind: str, *, overlaps: bool, delay: bool) -> nn.ModuleList:
-    import transformer_engine.pytorch as te
-
-    name, mode, options = KINDS[kind]
-    torch.manual_seed(1 + parallel_state.get_tensor_model_parallel_rank())
-    make: Any = getattr(te, name)
-    group = parallel_state.get_tensor_model_parallel_group()
-    layers = nn.ModuleList(
-        make(
-            *(IN, OUT),
-            bias=False,
-            parallel_mode=mode,
-            sequence_parallel=True,
-            tp_size=2,
-            tp_group=group,
-            delay_wgrad_compute=delay,
-            device="cpu",
-            params_dtype=torch.float32,
-            **({"ub_name": "fc1"} | options if overlaps else {}),
-        )
-        for _ in range(LAYERS)
-    )
-    for parameter in layers.parameters():
-        parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros_like(parameter), False
-    return layers
-
-
-def _inputs(mode: str) -> list[tuple[Tensor, Tensor]]:
-    """(input, gradient of the output) of each layer on this rank: sequence-parallel on the outer side."""
-    generator = torch.Generator().manual_seed(7 + parallel_state.get_tensor_model_parallel_rank())
-    x, y = ((TOKENS, IN), (2 * TOKENS, OUT // 2)) if mode == "column" else ((2 * TOKENS, IN // 2), (TOKENS, OUT))
-    return [(torch.randn(x, generator=generator), torch.randn(y, generator=generator)) for _ in range(LAYERS)]
-
-
-def _module_gradients(_rank: int, kind: str) -> list[tuple[str, bool]]:
-    """Whether the gradients of each layer's input and weight are those of the fused backward without Userbuffers."""
-    from tests.support.transformer_engine import userbuffers
-
-    _destroy_groups()
-    parallel_state.initialize_model_parallel(2)
-    results = []
-    for overlaps in (False, True):
-        with userbuffers.initialized() if overlaps else nullcontext():
-            layers = _layers(kind, overlaps=overlaps, delay=overlaps)
-            store = WeightGradStore(WgradKernel(KernelKind.PLAIN, plain_accumulate))
-            if overlaps:
-                split_weight_gradients(layers, store)
-                for layer in layers:
-                    layer.register_wgrad_accumulation_and_reduce_hooks(lambda: None)
-            inputs = [(x.requires_grad_(), gradient) for x, gradient in _inputs(KINDS[kind][1])]
-            outputs = [layer(x) for layer, (x, _) in zip(layers, inputs, strict=True)]
-            store.begin(0, 0, fused=False)
-            for output, (_, gradient) in zip(outputs, inputs, strict=True):
-                output.backward(gradient)
-            store.end()
-            store.run(0, 0)
-            results.append([*(output.detach() for output in outputs), *(x.grad for x, _ in inputs)])
-            results[-1] += [layer.weight.grad for layer in layers]
-    _destroy_groups()
-    names = [f"{what} {layer}" for what in ("output", "dgrad", "wgrad") for layer in range(LAYERS)]
-    return [(name, torch.equal(a, b)) for name, a, b in zip(names, *results, strict=True)]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_w_gets_operands_of_its_own(engine_ranks: RankPool, kind: str) -> None:
-    for equal in engine_ranks.run(_module_gradients, kind):
-        assert [name for name, is_equal in equal if not is_equal] == []
 
 
 def _compare(rank: int, case: EngineCase) -> tuple[Any, list[str]]:
