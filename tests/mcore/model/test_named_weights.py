@@ -201,6 +201,13 @@ def test_wrong_number_of_stages() -> None:
         StageLayout(StageLayers(per_stage=(1, 1, 1)), Placement.v(2))
 
 
+def test_a_layout_can_be_copied_attribute_by_attribute() -> None:
+    """As Megatron-Bridge does, down to the attributes of attributes, before it sends a configuration to other ranks."""
+    layout = StageLayout(StageLayers(per_stage=(1, 1, 1, 1)), Placement.v(2))
+    assert layout.placement == Placement.v(2)
+    assert {type(value) for value in vars(layout).values()} <= {bool, int, list, str, tuple}
+
+
 @pytest.mark.parametrize(
     ("placement", "word"), [(Placement.v(4), [10]), (Placement.linear(4), [10, 13]), (Placement.loop(4, 2), [10, 13])]
 )

@@ -64,22 +64,26 @@ class StageLayout(PipelineParallelLayerLayout):
             stages[placement.rank_to_stages[rank][chunk]] for chunk in range(num_chunks) for rank in range(placement.num_ranks)
         ]
         super().__init__(by_chunk, placement.num_ranks)
-        self.placement, self.is_derived = placement, is_derived
+        # Not the placement: frameworks copy a configuration attribute by attribute before they send it, and it is frozen.
+        self.stage_to_rank, self.is_derived = placement.stage_to_rank, is_derived
         self.text = layers.text if mtp_stage is None else "|".join("".join(_LETTERS[part] for part in stage) for stage in stages)
         """The layout text, without the MTP layers unless `mtp_stage` was given."""
         self.flatten_layout = [LayerType[name] for stage in stages for name in stage]
+
+    @property
+    def placement(self) -> Placement:
+        """Stage -> rank."""
+        return Placement(self.stage_to_rank)
 
     def get_layer_offset(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
         """Number of layers of `layer_type` in all stages before chunk `vp_stage` of rank `pp_rank` (default: this rank)."""
         rank = parallel_state.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
-        stage = self.placement.rank_to_stages[rank][vp_stage or 0]
-        before = (self._place(earlier) for earlier in range(stage))
-        return sum(self.layout[rank][chunk].count(layer_type) for rank, chunk in before)
-
-    def _place(self, stage: int) -> tuple[int, int]:
-        return self.placement.stage_to_rank[stage], self.placement.chunk_of(stage)
+        placement = self.placement
+        before = placement.stage_to_rank[: placement.rank_to_stages[rank][vp_stage or 0]]
+        places = ((rank, placement.chunk_of(stage)) for stage, rank in enumerate(before))
+        return sum(self.layout[rank][chunk].count(layer_type) for rank, chunk in places)
 
 
 def pipeline_layout(layers: StageLayers, placement: Placement, *, num_mtp_layers: int = 0) -> StageLayout | str | None:
