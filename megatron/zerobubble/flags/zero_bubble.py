@@ -122,8 +122,8 @@ class ZeroBubbleConfig:
     """Hide the all-to-alls of experts: a forward and a backward pass that the plan has side by side are launched together, and
     each computes while the other one communicates; beside those of other passes W computes. Losses and weights are those without
     it, bit for bit. The order of passes may be another one, with one microbatch more in memory if there is no memory limit. Takes
-    the alltoall dispatcher; other models run as without the flag, after one line. A model whose configuration has
-    overlap_moe_expert_parallel_comm runs so anyway. Not run on a GPU."""
+    the alltoall dispatcher, and the flex one with DeepEP or HybridEP; other models run as without the flag, after one line. A
+    model whose configuration has overlap_moe_expert_parallel_comm runs so anyway. Not run on a GPU."""
     zero_bubble_trace: str | None = field(default=None, metadata={"metavar": "DIR"})
     """Directory to write a trace to at the end of the run: trace.json (for Perfetto), report.json, and per recorded iteration
     its plan and a timeline of measured vs. planned; with stock schedules, too. In a training loop of your own it is written

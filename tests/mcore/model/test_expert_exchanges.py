@@ -20,6 +20,7 @@ from megatron.zerobubble.plan.registry import plan_of
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.runtime.turns import Pair
 from megatron.zerobubble.wgrad.store import WeightGradStore
+from tests.support import flex
 from tests.support.gpt import Case, Outcome
 from tests.support.moe import MoeCase, MoeTrainer
 from tests.support.mtp import MtpCase, MtpTrainer
@@ -46,6 +47,9 @@ class Overlapped(Case):
 class OverlappedMoe(Overlapped, MoeCase):
     """With experts."""
 
+    backend: str = "deepep"
+    """Of the flex dispatcher."""
+
 
 class OverlappedMoeTrainer(MoeTrainer, trains=OverlappedMoe):
     """Trains an `OverlappedMoe`."""
@@ -54,6 +58,9 @@ class OverlappedMoeTrainer(MoeTrainer, trains=OverlappedMoe):
 
     def _schedule_options(self) -> dict[str, Any]:
         return {"overlap_moe": self.case.overlap}
+
+    def _config_changes(self) -> dict[str, Any]:
+        return super()._config_changes() | {"moe_flex_dispatcher_backend": self.case.backend}
 
 
 @dataclass(frozen=True)
@@ -105,7 +112,7 @@ def _compare(rank: int, case: OverlappedMoe) -> _Seen:
         seen["ahead"] += ran
         return ran
 
-    with mock.patch.object(Pair, "leave", delayed):
+    with flex.doubles(), mock.patch.object(Pair, "leave", delayed):
         apart = _trained(case)
         assert seen["turns"] == 0
         with mock.patch.object(WeightGradStore, "run_ahead", counted):
@@ -123,12 +130,15 @@ SCHEDULES = {
     "zb-h1": OverlappedMoe("zb-h1", 2, 4, **BASE),
     "zbv": OverlappedMoe("zbv", 2, 4, num_chunks=2, **BASE),
 }
+SHARDED: dict[str, Any] = {"tensor_parallel": 2, "sequence_parallel": True, "expert_tensor_parallel": 1}
 FEATURES: list[dict[str, Any]] = [
     {"shared": True, "layer_freq": (1, 0, 1, 1), "z_loss_coeff": 0.01, "dropout": 0.1},
     {"tied": True, "dtype": torch.bfloat16, "per_token_loss": True},
     {"recompute": "core_attn shared_experts", "shared": True, "dropout": 0.1, "overlap_grad_reduce": True},
-    {"tensor_parallel": 2, "sequence_parallel": True, "layer_freq": (1, 1, 0, 1), "expert_tensor_parallel": 1, "dropout": 0.1},
+    {"layer_freq": (1, 1, 0, 1), "dropout": 0.1, **SHARDED},
     {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "num_microbatches": 6},
+    {"dispatcher": "flex", "shared": True, "layer_freq": (1, 0, 1, 1), "dropout": 0.1},
+    {"dispatcher": "flex", "backend": "hybridep", "layer_freq": (1, 1, 0, 1), **SHARDED},
 ]
 
 
@@ -136,7 +146,7 @@ FEATURES: list[dict[str, Any]] = [
     "Layers",
     "all-to-alls of experts beside the other pass of a pair, or beside W (`--zero-bubble-overlap-moe`): 1F1B, ZB-H1 and ZBV; "
     "shared experts, dense layers in between, MTP layers, tied embeddings, dropout, bf16, recomputation of modules, tensor and "
-    "sequence parallelism, distributed optimizer, with random delays",
+    "sequence parallelism, distributed optimizer, the flex dispatcher with doubles of DeepEP and HybridEP, with random delays",
     "works, bit for bit; **not run on a GPU**",
 )
 @pytest.mark.parametrize("features", FEATURES, ids=lambda features: "-".join(features))
@@ -189,7 +199,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"num_moe_experts": None}, "no experts"),
     ({"expert_model_parallel_size": 1}, "each rank has all experts"),
     ({"moe_token_dispatcher_type": "allgather"}, "dispatcher 'allgather'"),
-    ({"moe_token_dispatcher_type": "flex"}, "dispatcher 'flex'"),
+    ({"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "ncclep"}, "dispatcher 'ncclep'"),
     ({"recompute_granularity": "full"}, "recompute_granularity='full'"),
     ({"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]}, "recompute_modules with 'moe'"),
     ({"moe_shared_expert_overlap": True}, "moe_shared_expert_overlap"),
@@ -200,6 +210,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 def test_models_whose_passes_cannot_be_paired_are_named() -> None:
+    for backend in ("deepep", "hybridep"):
+        flexible = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": backend}
+        assert why_exposed(SimpleNamespace(**CONFIG | flexible)) is None
     assert why_exposed(SimpleNamespace(**CONFIG)) is None
     assert why_exposed(SimpleNamespace(**CONFIG), num_slices=2) is not None
     for changes, reason in REFUSED:

@@ -30,6 +30,8 @@ __all__ = ["ExpertExchanges", "why_exposed"]
 
 _METHODS = ("token_dispatch", "token_combine")
 """Methods of a dispatcher that send tokens, and compute nothing."""
+_SEPARATE = ("alltoall", "deepep", "hybridep")
+"""Dispatchers, and backends of the flex dispatcher, whose all-to-alls return memory that no other one writes to."""
 
 
 def why_exposed(config: Any, *, num_slices: int = 1, is_unequal: bool = False) -> str | None:
@@ -45,11 +47,14 @@ def why_exposed(config: Any, *, num_slices: int = 1, is_unequal: bool = False) -
     """
     recomputed = getattr(config, "recompute_modules", None) or []
     dispatcher = config.moe_token_dispatcher_type
+    if dispatcher == "flex":
+        dispatcher = config.moe_flex_dispatcher_backend
     reasons = {
         "the model has no experts": not config.num_moe_experts,
         "each rank has all experts (expert_model_parallel_size is 1)": config.expert_model_parallel_size == 1,
-        f"dispatcher {dispatcher!r}: only the tokens of 'alltoall' have memory of their own in every pass": dispatcher
-        != "alltoall",
+        f"dispatcher {dispatcher!r}: only tokens of {' and '.join(map(repr, _SEPARATE))} have memory of their own per pass": (
+            dispatcher not in _SEPARATE
+        ),
         "recompute_granularity='full' runs the dispatcher of a layer in B, while an F may be between its two all-to-alls": (
             config.recompute_granularity == "full"
         ),
@@ -73,14 +78,14 @@ class ExpertExchanges:
     """The all-to-alls of a rank's experts.
 
     Args:
-        dispatchers: the token dispatchers of its chunks, whose methods are replaced until `remove`.
+        dispatchers: the token dispatchers of its chunks, whose methods are replaced until `remove`, and their managers.
         device: of the passes.
         fill: computes something that nothing waits for, if there is any, beside an all-to-all with no other pass.
     """
 
     def __init__(self, dispatchers: Sequence[Any], device: torch.device, fill: Callable[[], object]) -> None:
         self.turns = Turns(device)
-        self._dispatchers = list(dispatchers)
+        self._dispatchers = [each for each in dispatchers if hasattr(each, _METHODS[0])]
         self._device, self._fill = device, fill
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._passes: Any = None
@@ -161,7 +166,9 @@ class _Exchange:
         with exchanges.in_forward():
             result = self._method(*_Border.apply(exchanges.end, *tensors), **others)
         results = result if isinstance(result, tuple) else (result,)
-        exchanges.hold([*results, *vars(self._dispatcher).values()], on_passes=True)
+        keepers = (self._dispatcher, getattr(self._dispatcher, "_comm_manager", None))  # that of the flex dispatcher
+        kept = [value for each in keepers if each is not None for value in vars(each).values()]
+        exchanges.hold([*results, *kept], on_passes=True)
         results = _Border.apply(exchanges.begin, *results)
         return results if isinstance(result, tuple) else results[0]
 
@@ -172,9 +179,10 @@ class _Border(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, in_backward: Callable[[Side], None], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.in_backward = in_backward
+        ctx.set_materialize_grads(False)  # the flex dispatcher takes probabilities from its manager, not from its arguments
         return tuple(each.detach() for each in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         ctx.in_backward(Side.BACKWARD)
         return None, *gradients
