@@ -52,9 +52,8 @@ def why_exposed(config: Any, *, num_slices: int = 1, is_unequal: bool = False) -
     reasons = {
         "the model has no experts": not config.num_moe_experts,
         "each rank has all experts (expert_model_parallel_size is 1)": config.expert_model_parallel_size == 1,
-        f"dispatcher {dispatcher!r}: only tokens of {' and '.join(map(repr, _SEPARATE))} have memory of their own per pass": (
-            dispatcher not in _SEPARATE
-        ),
+        f"dispatcher {dispatcher!r}: tokens have memory of their own per pass in {', '.join(_SEPARATE)} only": dispatcher
+        not in _SEPARATE,
         "recompute_granularity='full' runs the dispatcher of a layer in B, while an F may be between its two all-to-alls": (
             config.recompute_granularity == "full"
         ),
