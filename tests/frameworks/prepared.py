@@ -23,19 +23,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FOLDER", "install"]
+__all__ = ["FOLDER", "Module", "install"]
 
 FOLDER = Path(__file__).resolve().parents[2] / ".frameworks"
 """Where `make test-frameworks` installs them."""
-_NOT_INSTALLED = ("diffusers", "megatron.energon", "modelopt", "nvidia_resiliency_ext.inprocess")
+_NOT_INSTALLED = ("diffusers", "megatron.energon", "modelopt", "nvidia_resiliency_ext.inprocess", "ray")
 
 _APEX = "fused_weight_gradient_mlp_cuda"
 _KERNELS = "emerging_optimizers.triton_kernels"
 """Of Muon, which asks whether there are any."""
 
 
-def install() -> None:
-    """Put the frameworks on the path, with what they import."""
+def install(*names_only: str) -> None:
+    """Put the frameworks on the path, with what they import.
+
+    Args:
+        names_only: further packages of which only names are imported.
+    """
     import tests.support.python_3_12.sitecustomize  # noqa: F401
     from megatron.zerobubble.wgrad.gemm import plain_accumulate
     from tests.support import transformer_engine
@@ -43,13 +47,13 @@ def install() -> None:
     apex: Any = sys.modules.setdefault(_APEX, types.ModuleType(_APEX))
     apex.wgrad_gemm_accum_fp32 = apex.wgrad_gemm_accum_fp16 = lambda input_, grad, out: plain_accumulate(out, grad, input_)
     sys.path.append(str(FOLDER))
-    kernels: Any = sys.modules.setdefault(_KERNELS, _Module(_KERNELS))
+    kernels: Any = sys.modules.setdefault(_KERNELS, Module(_KERNELS))
     kernels.HAS_TRITON_340 = False
     transformer_engine.install()
     importlib.import_module("megatron.zerobubble.mcore")  # makes megatron.core importable without triton
     importlib.import_module("megatron.core.dist_checkpointing")  # looks for what is not installed itself
     importlib.import_module("megatron.core.datasets.utils").compile_helpers = lambda: None
-    sys.meta_path.append(_Finder())
+    sys.meta_path.append(_Finder((*_NOT_INSTALLED, *names_only)))
     distillation: Any = importlib.import_module("modelopt.torch.distill.plugins.megatron")
     distillation.get_tensor_shapes_adjust_fn_for_distillation = lambda *_, **__: None  # no model here is distilled
 
@@ -57,21 +61,26 @@ def install() -> None:
 class _Finder:
     """Finds, after all others, what is not installed."""
 
+    def __init__(self, packages: Sequence[str]) -> None:
+        self._packages = packages
+
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if not any(f"{package}.".startswith(f"{name}.") or name.startswith(f"{package}.") for package in _NOT_INSTALLED):
+        if not any(f"{package}.".startswith(f"{name}.") or name.startswith(f"{package}.") for package in self._packages):
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return _Module(spec.name)
+        return Module(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
         """Nothing to run."""
 
 
-class _Module(types.ModuleType):
+class Module(types.ModuleType):
+    """A module in which any name is a class that does nothing."""
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)

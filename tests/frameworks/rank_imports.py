@@ -14,5 +14,6 @@ prepared.install()
 
 import megatron.bridge.training.gpt_step  # noqa: E402
 import megatron.bridge.training.pretrain  # noqa: E402, F401
+import verl.workers.engine.megatron.transformer_impl  # noqa: E402, F401
 
 import tests.support.rank_imports  # noqa: E402, F401

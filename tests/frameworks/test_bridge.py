@@ -111,7 +111,16 @@ def test_where_stock_trains_on_wrong_gradients_it_is_said() -> None:
     assert done.stderr.count("zero bubble: megatron-core's interleaved 1F1B trains on wrong gradients here") == 1
 
 
-def test_nothing_of_bridge_is_edited() -> None:
+@pytest.mark.parametrize(
+    ("wheel", "package", "least"),
+    [
+        ("megatron_bridge", "megatron/", 500),
+        ("verl", "verl/", 300),
+        ("ms_swift", "swift/", 300),
+        ("mcore_bridge", "mcore_bridge/", 50),
+    ],
+)
+def test_nothing_of_a_framework_is_edited(wheel: str, package: str, least: int) -> None:
     """What runs is what the wheel's own list of its files has."""
     import base64
     import csv
@@ -119,10 +128,10 @@ def test_nothing_of_bridge_is_edited() -> None:
 
     from tests.frameworks.prepared import FOLDER
 
-    (record,) = FOLDER.glob("megatron_bridge-*.dist-info/RECORD")
-    listed = [(name, digest) for name, digest, _ in csv.reader(record.read_text().splitlines()) if name.startswith("megatron/")]
+    (record,) = FOLDER.glob(f"{wheel}-*.dist-info/RECORD")
+    listed = [(name, digest) for name, digest, _ in csv.reader(record.read_text().splitlines()) if name.startswith(package)]
     sources = [(name, digest) for name, digest in listed if digest]
-    assert len(sources) > 500
+    assert len(sources) > least
     for name, digest in sources:
         kind, _, expected = digest.partition("=")
         found = hashlib.new(kind, (FOLDER / name).read_bytes()).digest()

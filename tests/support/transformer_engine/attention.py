@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.zerobubble.mcore.cpu.streams import InertStream
 
-__all__ = ["enabled", "fused_attn_bwd", "fused_attn_fwd"]
+__all__ = ["convert_bshd_to_thd", "convert_thd_to_bshd", "enabled", "fused_attn_bwd", "fused_attn_fwd"]
 
 
 def fused_attn_fwd(
@@ -117,6 +117,25 @@ def _scores(q: Tensor, keys: Tensor, scale: float, mask: Any) -> Tensor:
     if mask.name != "NVTE_CAUSAL_MASK":
         raise AssertionError(f"this double computes causal masks and none, not {mask.name}")
     return scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+
+
+def convert_thd_to_bshd(tokens: Tensor, bounds: Tensor, num_sequences: int, longest: int) -> Tensor:
+    """Packed sequences [t, h, d], sequence i from `bounds[i]` on, as [sequences, longest, h, d], filled up with 0."""
+    rows = tokens.new_zeros(num_sequences, longest, *tokens.shape[1:])
+    rows[_inside(bounds, longest)] = tokens[: int(bounds[-1])]
+    return rows
+
+
+def convert_bshd_to_thd(rows: Tensor, bounds: Tensor, num_tokens: int) -> Tensor:
+    """The inverse: `num_tokens` tokens, 0 behind the last sequence."""
+    tokens = rows.new_zeros(num_tokens, *rows.shape[2:])
+    tokens[: int(bounds[-1])] = rows[_inside(bounds, rows.shape[1])]
+    return tokens
+
+
+def _inside(bounds: Tensor, longest: int) -> Tensor:
+    """[sequences, longest]: whether a token is there."""
+    return torch.arange(longest) < bounds.diff()[:, None]
 
 
 class _WaitedOnce:

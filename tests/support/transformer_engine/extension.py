@@ -90,6 +90,8 @@ _ANSWERS: dict[str, Any] = {
     "layernorm_bwd": norms.layernorm_bwd,
     "rmsnorm_fwd": norms.rmsnorm_fwd,
     "rmsnorm_bwd": norms.rmsnorm_bwd,
+    "convert_thd_to_bshd": attention.convert_thd_to_bshd,
+    "convert_bshd_to_thd": attention.convert_bshd_to_thd,
     "fused_attn_fwd": attention.fused_attn_fwd,
     "fused_attn_bwd": attention.fused_attn_bwd,
     "fused_rope_forward": rope.fused_rope_forward,
