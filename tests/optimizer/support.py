@@ -15,7 +15,7 @@ from megatron.zerobubble.optimizer.post_validation import PostValidation, Verdic
 from tests.support.gpt import Case, Trainer
 from tests.support.moe import MoeCase, MoeTrainer
 from tests.support.mtp import MtpCase, MtpTrainer
-from tests.support.transformer_engine.gpt import EngineCase, EngineTrainer
+from tests.support.transformer_engine.gpt import EngineCase, EngineMoeCase, EngineMoeTrainer, EngineTrainer
 
 ITERATIONS = 12
 BASE = Case(schedule="zb-h2", num_ranks=2, num_microbatches=4, num_layers=4, dropout=0.1, clip_grad=1e3)
@@ -135,8 +135,13 @@ class _EngineTrainer(_Trainer, EngineTrainer):
     """Of Transformer Engine's layers."""
 
 
+class _EngineMoeTrainer(_Trainer, EngineMoeTrainer):
+    """With experts."""
+
+
 def _trainer(scenario: Scenario) -> _Trainer:
     kinds: dict[type[Case], type[_Trainer]] = {MoeCase: _MoeTrainer, MtpCase: _MtpTrainer, EngineCase: _EngineTrainer}
+    kinds[EngineMoeCase] = _EngineMoeTrainer
     return kinds.get(type(scenario.case), _Trainer)(scenario)
 
 

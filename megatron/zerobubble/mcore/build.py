@@ -193,8 +193,8 @@ def check_config(config: Any, spec: ScheduleSpec, *, knows_lengths: bool = False
 _REFUSED = {
     "hybrid_context_parallel": "it brings a schedule of its own",
     "moe_ncclep_zero_copy": "the gradients that W reads would lie in a buffer that all layers share",
-    "moe_paged_stash": "it records the order of passes of the first iteration, by layers and chunks as megatron-core's schedules "
-    "have them, and stops at any other, such as that of a new plan",
+    "moe_paged_stash": "it brings the inputs of experts back in front of B, into buffers with room for every token that might "
+    "come, and only W reads them: from B to W they would take the memory that it saves from F to B (ADR 67)",
     "fine_grained_activation_offloading": "it brings microbatches back in the order of megatron-core's 1F1B or interleaved "
     "chunks, and ends its iteration inside of those schedules",
     "cpu_offloading": "it hooks into the backward pass that is split here",
@@ -202,8 +202,10 @@ _REFUSED = {
     "variable_seq_lengths": f"ranks have to know the lengths before an iteration begins: {GIVE_LENGTHS}, or pad to the sequence "
     "length",
     "enable_autocast": "B and W compute in the dtype of the weights, outside of autocast; use bf16 or fp16 weights",
-    "use_transformer_engine_op_fuser": "fused experts queue their weight gradients in operations outside of the module tree, "
-    "where W would not compute them, and fused dense MLPs compute them in B",
+    "moe_single_grouped_weight": "Transformer Engine's kernels for one weight of all experts need a GPU, and were not tried with "
+    "deferred weight gradients",
+    "moe_single_grouped_bias": "Transformer Engine's kernels for one bias of all experts need a GPU, and were not tried with "
+    "deferred weight gradients",
 }
 """Options of megatron-core's configuration, up to 0.19, and why none of them may be on where B and W are split."""
 

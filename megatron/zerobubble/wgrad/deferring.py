@@ -83,8 +83,8 @@ class DeferringModule(FinalGradient):
         self._weights = tuple(weights)
         self._node = accumulator_of(self._weights[0])
         self._shares = [ShareOfAutograd(each, self) for each in weights if each.dim() > 1 and not _needs_placeholder(each)]
-        self._unwanted: int | None = None
-        """Entries in the module's queue before a backward pass whose entries nobody wants."""
+        self._unwanted: list[int] | None = None
+        """Entries in the module's queues before a backward pass whose entries nobody wants."""
         self._waiting: deque[WgradKey] = deque()
         self._early: dict[WgradKey, list[tuple[Parameter, Tensor]]] = {}
 
@@ -137,24 +137,25 @@ class DeferringModule(FinalGradient):
     def forget(self) -> None:
         """Note that the entries of the backward pass that runs now are unwanted; `drop` removes them at its end."""
         if self._unwanted is None:
-            self._unwanted = len(self._queue)
+            self._unwanted = [len(queue) for queue in self._queues]
 
     def drop(self) -> None:
         """Remove the entries that were queued since `forget`."""
-        while self._unwanted is not None and len(self._queue) > self._unwanted:
-            self._queue.pop()
+        for queue, wanted in zip(self._queues, self._unwanted or (), strict=False):
+            while len(queue) > wanted:
+                queue.pop()
         self._unwanted = None
 
     @property
-    def _queue(self) -> Any:
-        """The entries of the module's own queue, the oldest first."""
+    def _queues(self) -> list[Any]:
+        """The entries of the module's own queues, the oldest first."""
         entries = getattr(getattr(getattr(self._module(), "wgrad_store", None), "context", None), "queue", None)
         if entries is None:
             raise WeightGradStoreError(
                 f"torch.autograd.grad or backward(inputs=) reached {self.name}, whose queue of weight gradients is not known: "
                 "set wgrad_in_backward = True on the module before it is wrapped"
             )
-        return entries
+        return [entries]
 
     def report(self) -> None:
         """Notify DDP of the final gradients, if no W has: the weights were read by others alone in the last microbatch."""

@@ -17,7 +17,8 @@ from unittest import mock
 
 import pytest
 import torch
-from megatron.core.transformer import cuda_graphs
+from megatron.core.transformer import TransformerConfig, cuda_graphs
+from packaging.version import Version
 from torch import Tensor, nn
 
 from megatron.zerobubble.errors import ConfigError, ExecutionError, SplitError
@@ -34,7 +35,7 @@ from megatron.zerobubble.wgrad.store import GraphMemory, WeightGradStore
 from tests.mcore.model.test_engine import _Deferring
 from tests.support.comparisons import difference
 from tests.support.ranks import RankPool
-from tests.support.transformer_engine import graphs
+from tests.support.transformer_engine import chosen_version, graphs
 from tests.support.transformer_engine.graphed import GraphedCase, GraphedMoeCase, checked_sends, outcomes
 
 ZB_H1 = GraphedCase("zb-h1", 2, 4, num_layers=4, fuses=True)
@@ -44,6 +45,12 @@ EXPERTS = GraphedMoeCase("zb-h1", 2, 4, num_layers=4, fuses=True)
 V_EXPERTS = replace(EXPERTS, schedule="zbv", num_chunks=2)
 ROUTER = ("attn", "moe_router")
 SHARED_OVERLAP = replace(EXPERTS, shared=True, shared_overlap=True, scopes=ROUTER)
+FUSED_EXPERTS = replace(V_EXPERTS, op_fuser=True)
+needs_op_fuser = pytest.mark.skipif(
+    "use_transformer_engine_op_fuser" not in TransformerConfig.__dataclass_fields__
+    or Version(chosen_version()) < Version("2.15"),
+    reason="experts are fused from megatron-core 0.18 and Transformer Engine 2.15 on",
+)
 
 CASES = [
     ZB_H1,
@@ -62,6 +69,7 @@ CASES = [
     replace(V_EXPERTS, shared=True, scopes=ROUTER),
     replace(V_EXPERTS, expert_parallel=2),
     SHARED_OVERLAP,
+    pytest.param(FUSED_EXPERTS, marks=needs_op_fuser),
     replace(ZB_H1, schedule="stock"),
     replace(ZB_H1, fp8="hybrid", fp8_recipe="tensorwise"),
     replace(ZBV, fp8="hybrid", fp8_recipe="tensorwise", scopes=("attn", "mlp")),

@@ -220,8 +220,8 @@ def test_logits_come_in_the_dtype_that_the_output_layer_is_asked_for(four_ranks:
 @pytest.mark.claims("Layers", "CPU and activation offloading with our schedules", "rejected")
 @pytest.mark.claims(
     "Long runs",
-    "options of megatron-core that break a split backward pass: `local` and `full_iteration` CUDA graphs, autocast, Transformer "
-    "Engine's op fuser, and the others of the table in `mcore/build.py`",
+    "options of megatron-core that break a split backward pass: `local` and `full_iteration` CUDA graphs, autocast, paged "
+    "stash, and the others of the table in `mcore/build.py`",
     "rejected",
 )
 @pytest.mark.parametrize(

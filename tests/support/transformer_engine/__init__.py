@@ -10,6 +10,7 @@ and quantizers.
 `extension`       the module `transformer_engine_torch`; a name that is not answered raises when it is called
 `gemm`            GEMMs, of quantized operands too
 `norms`           LayerNorm and RMSNorm, forward and backward
+`activations`     those of the op fuser's operations
 `rope`            rotary position embeddings, forward and backward
 `attention`       fused attention, for context parallelism
 `float8`          casts to and from float8, with torch's own dtypes
@@ -45,6 +46,7 @@ _ENVIRONMENT = {
     "NVTE_TORCH_COMPILE": "0",
     "NVTE_MASKED_SOFTMAX_FUSION": "0",
     "NVTE_FRAMEWORK": "pytorch",
+    "NVTE_CUTEDSL_FUSED_GROUPED_MLP": "1",  # megatron-core asks for it before it fuses experts; its kernel needs Blackwell
 }
 """Transformer Engine's own switches: nothing is compiled. Without flash-attn, and with no fused attention for any shape, its
 attention chooses the backend of torch operations."""

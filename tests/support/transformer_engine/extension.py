@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from tests.support.transformer_engine import attention, float8, gemm, multi_tensor, norms, rope
+from tests.support.transformer_engine import activations, attention, float8, gemm, multi_tensor, norms, rope
 
 __all__ = ["Extension"]
 
@@ -96,6 +96,7 @@ _ANSWERS: dict[str, Any] = {
     "fused_attn_bwd": attention.fused_attn_bwd,
     "fused_rope_forward": rope.fused_rope_forward,
     "fused_rope_backward": rope.fused_rope_backward,
+    **{name: getattr(activations, name) for name in activations.__all__},
     "quantize": float8.quantize,
     "dequantize": float8.dequantize,
     "split_quantize": float8.split_quantize,

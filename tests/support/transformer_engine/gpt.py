@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from torch.nn import functional
 
+from megatron.zerobubble.mcore.model.transformer_engine import fused_operations, is_fused
 from megatron.zerobubble.mcore.model.wgrad_split import deferring_modules
 from megatron.zerobubble.training.models.layer_specs import stage_layers
 from tests.support.comparisons import Difference, difference, unpipelined
@@ -36,6 +39,8 @@ class EngineCase(Case):
     """Length of the history of magnitudes, of which the largest is taken."""
     userbuffers: bool = False
     """Whether tensor-parallel communication overlaps with GEMMs (`tp_comm_overlap`), by megatron-core's defaults."""
+    op_fuser: bool = False
+    """Whether fused operations run the MLPs."""
 
     @property
     def unpipelined(self) -> Case:
@@ -48,6 +53,10 @@ class EngineMoeCase(MoeCase):
 
     fuses: bool = False
     grouped: bool = True
+    op_fuser: bool = False
+    """Whether fused operations run the experts, and if there are any, the shared ones."""
+    fp8: str | None = None
+    """A recipe in E4M3, with operations that are fused."""
 
 
 @dataclass(frozen=True)
@@ -70,15 +79,22 @@ class EngineTrainer(Trainer, trains=EngineCase):
         return options
 
     def _layers(self, vp_stage: int | None) -> Any:
+        if self.case.op_fuser:
+            return get_gpt_layer_with_transformer_engine_spec(use_te_op_fuser=True)
         return stage_layers(self.config, vp_stage=vp_stage)
 
     def close(self) -> None:
-        """Also forget the scales of FP8 and their process groups, which Transformer Engine keeps for the whole process."""
-        if self.case.fp8 is not None:
-            from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
-
-            FP8GlobalStateManager.reset()
+        """Also forget the scales of FP8."""
+        _forget_scales(self.case)
         super().close()
+
+
+def _forget_scales(case: Any) -> None:
+    """Forget the scales of FP8 and their process groups, which Transformer Engine keeps for the whole process."""
+    if case.fp8 is not None:
+        from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+
+        FP8GlobalStateManager.reset()
 
 
 class EngineMlaTrainer(MlaTrainer, trains=EngineMlaCase):
@@ -93,11 +109,23 @@ class EngineMoeTrainer(MoeTrainer, trains=EngineMoeCase):
 
     def _config_changes(self) -> dict[str, Any]:
         case = self.case
-        own = {"gradient_accumulation_fusion": case.fuses, "moe_grouped_gemm": case.grouped}
+        own: dict[str, Any] = {"gradient_accumulation_fusion": case.fuses, "moe_grouped_gemm": case.grouped}
+        if case.op_fuser:
+            own |= {"use_transformer_engine_op_fuser": True, "gated_linear_unit": True, "activation_func": functional.silu}
+            own |= {"moe_mlp_glu_interleave_size": 4, "bias_activation_fusion": False}
+        if case.fp8 is not None:
+            own |= {"fp8": "e4m3", "fp8_recipe": case.fp8}
+        if case.op_fuser and case.shared:
+            own |= {"use_grouped_gemm_for_shared_expert": True, "moe_shared_expert_glu_interleave_size": 4}
         return super()._config_changes() | ENGINE | own
 
     def _layers(self, vp_stage: int | None) -> Any:
         return stage_layers(self.config, vp_stage=vp_stage)
+
+    def close(self) -> None:
+        """Also forget the scales of FP8."""
+        _forget_scales(self.case)
+        super().close()
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """A rank's grouped linears number their own experts from 0; the reference numbers all."""
@@ -124,9 +152,15 @@ def compare_engine(rank: int, case: EngineCase | EngineMlaCase | EngineMoeCase) 
     for _, module in deferring:
         _count(counts, module)
     actual = trainer.train()
-    left = [name for name, module in deferring if not module.wgrad_store.context.empty()]
+    left = [name for name, module in deferring if any(map(len, driven_queues(module)))]
     trainer.close()
     return difference(actual, expected), dict(counts), left
+
+
+def driven_queues(module: Any) -> list[Any]:
+    """The queues of weight gradients of a module that defers them, or of the fused operations that run for it."""
+    having = [each for each in (module, *fused_operations(module)) if hasattr(each, "wgrad_store")]
+    return [each.wgrad_store.context.queue for each in having]
 
 
 def _count(counts: Counter[str], module: Any) -> None:
@@ -139,4 +173,5 @@ def _count(counts: Counter[str], module: Any) -> None:
         assert weight.grad is None or weight.main_grad is not None
         counts[kind] += 1
 
-    module.register_wgrad_accumulation_and_reduce_hooks(hook)
+    hooked = module.linear_fc1 if is_fused(module) else module
+    hooked.register_wgrad_accumulation_and_reduce_hooks(hook)

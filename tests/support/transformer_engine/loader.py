@@ -179,9 +179,17 @@ def _set_rng_state(new_state: torch.Tensor, *_args: object, **_kwargs: object) -
     torch.default_generator.set_state(new_state)
 
 
+def _canonicalize_device(device: Any) -> torch.device:
+    return torch.device("meta" if str(device) == "meta" else "cpu")
+
+
 _REPLACED: dict[str, dict[str, Any]] = {
     "transformer_engine.common": {"load_framework_extension": lambda _framework: None},
-    "transformer_engine.pytorch.utils": {"_empty_tensor": _empty_tensor, "make_weak_ref": graphs.make_weak_ref},
+    "transformer_engine.pytorch.utils": {
+        "_empty_tensor": _empty_tensor,
+        "canonicalize_device": _canonicalize_device,
+        "make_weak_ref": graphs.make_weak_ref,
+    },
     "transformer_engine.pytorch.graph": {"graph_pool_handle": tuple},
     "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention": {"is_graph_capturing": lambda: False},
     "transformer_engine.pytorch.distributed": {"_get_cuda_rng_state": _get_rng_state, "_set_cuda_rng_state": _set_rng_state},

@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.ddp.zero2 import ShardedGradientsDDP
+from megatron.zerobubble.mcore.model.fused_ops import parameters_of
 from megatron.zerobubble.mcore.model.wgrad_split import deferring_modules, is_deferred, is_driven
 from megatron.zerobubble.wgrad.split_weight import has_hooks
 
@@ -59,7 +60,8 @@ def _in_part(chunk: Any) -> Iterator[str]:
     for name, module in chunk.module.named_modules():
         if not is_driven(module):
             continue
-        weights = {key: weight for key, weight in module._parameters.items() if weight in chunk.param_to_bucket_group}
+        having = ((key, weight) for key, weight in parameters_of(module).items() if weight is not None)
+        weights = {key: weight for key, weight in having if weight in chunk.param_to_bucket_group}
         frozen = [key for key, weight in weights.items() if is_deferred(weight) and not weight.requires_grad]
         trained = [key for key, weight in weights.items() if is_deferred(weight) and weight.requires_grad]
         if frozen and trained:
@@ -81,7 +83,7 @@ def _trained_since(chunk: Any) -> Iterator[str]:
 
 def _hooked(chunk: Any) -> Iterator[str]:
     for name, module in deferring_modules(chunk.module):
-        for key, weight in module._parameters.items():
+        for key, weight in parameters_of(module).items():
             if weight is not None and is_deferred(weight) and weight.requires_grad and has_hooks(weight):
                 yield (
                     f"{name}.{key} has a hook on its gradient (register_hook), which {type(module).__name__} computes in W, "

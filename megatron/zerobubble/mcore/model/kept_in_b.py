@@ -6,7 +6,8 @@ gradients along with its input's.
 
 A module with `wgrad_in_backward = True` keeps its gradients in B, and so do the modules inside of it, unless one of them has
 `wgrad_in_backward = False`. A parameter may have the attribute, too. Modules in a CUDA graph whose weight gradients no graph of W
-can compute keep theirs as if they had said so (`layer_graphs`).
+can compute keep theirs as if they had said so (`layer_graphs`), and so do dense MLPs of Transformer Engine's op fuser
+(`fused_ops`).
 
 Every other weight that is neither split nor deferred by its module is computed in B, by autograd. Its gradient is right there,
 but B takes longer than a schedule assumes, and W, which is to fill the bubble, less. A value head or an adapter is no reason to
@@ -28,6 +29,7 @@ from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import nn
 
+from megatron.zerobubble.mcore.model.fused_ops import keeps_fused_in_b
 from megatron.zerobubble.mcore.model.layer_graphs import kept_in_graphs
 
 __all__ = ["KEEP_IN_B", "KeptInB", "declared_in_b", "find_kept", "is_declared"]
@@ -66,6 +68,8 @@ class KeptInB(NamedTuple):
     """Elements of the chunk's weights with a GEMM."""
     frozen: int
     """Those of them that are not trained."""
+    fused: int
+    """Those of them in fused dense MLPs."""
 
     @property
     def problems(self) -> Iterator[str]:
@@ -81,6 +85,12 @@ class KeptInB(NamedTuple):
         """Log each kind, once per stage."""
         if not _is_first_replica():
             return
+        if self.fused:
+            _log.warning(
+                "pipeline rank %d: use_transformer_engine_op_fuser: fused dense MLPs, with %.0f %% of the stage's weights, "
+                "compute weight gradients in B; without the option W would have them, to fill bubbles",
+                *(_pipeline_rank(), 100 * self.fused / self.size),
+            )
         for kind in self.kinds:
             _log.warning(
                 "pipeline rank %d: %s: their gradients cannot be deferred to W and are computed in B; %s = True on the module, "
@@ -96,12 +106,12 @@ class KeptInB(NamedTuple):
 
 def declared_in_b(chunk: nn.Module) -> frozenset[int]:
     """ids of the modules of `chunk` that keep their weight gradients in B because they, or a module around them, say so, or
-    because they are in a CUDA graph, and none of W can compute them."""
+    because they are in a CUDA graph or a fused dense MLP, and none of W can compute them."""
     kept = {id(module) for module in kept_in_graphs(chunk)}
 
     def visit(module: nn.Module, is_kept: bool) -> None:
         own = getattr(module, KEEP_IN_B, None)
-        is_kept = is_kept if own is None else bool(own)
+        is_kept = (is_kept if own is None else bool(own)) or keeps_fused_in_b(module)
         if is_kept:
             kept.add(id(module))
         for child in module.children():
@@ -129,7 +139,8 @@ def find_kept(
     declared, cheap = declared_in_b(chunk), _of_mamba(chunk)
     kinds: dict[tuple[str, str], _Kind] = {}
     seen: set[int] = set()
-    size = frozen = 0
+    fused_mlps = {id(part) for module in chunk.modules() if keeps_fused_in_b(module) for part in module.modules()}
+    size = frozen = fused = 0
     for name, module in chunk.named_modules():
         if isinstance(module, _STAYS_IN_B):
             continue
@@ -138,6 +149,7 @@ def find_kept(
                 continue
             seen.add(id(weight))
             size += weight.numel()
+            fused += weight.numel() * (id(module) in fused_mlps)
             if not weight.requires_grad:
                 frozen += weight.numel()
             elif not ({id(module)} & (declared | cheap) or is_declared(weight) or leaves_b(module, weight)):
@@ -145,7 +157,7 @@ def find_kept(
                 kind = kinds.setdefault((text, remedy(module)), _Kind(text, remedy(module), [], []))
                 kind.names.append(f"{name}.{key}".lstrip("."))
                 kind.sizes.append(weight.numel())
-    return KeptInB([*kinds.values()], size, frozen)
+    return KeptInB([*kinds.values()], size, frozen, fused)
 
 
 def _matrices(module: nn.Module) -> Sequence[tuple[str, nn.Parameter]]:

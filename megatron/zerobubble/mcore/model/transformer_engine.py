@@ -30,13 +30,18 @@ if TYPE_CHECKING:  # flags are checked before torch is loaded
     from torch import Tensor, nn
 
 __all__ = [
+    "FUSED_LINEARS",
+    "FUSED_OPERATIONS",
     "OLDEST_TRANSFORMER_ENGINE",
     "defer_to_w",
     "forget_scales_for_recomputation",
+    "fused_operations",
     "fusion_without_apex",
     "give_zeros_in_backward",
+    "is_fused",
     "mark_deferred_biases",
     "own_operands",
+    "own_operands_in_graphs",
     "scaling_tensors",
     "stop_deferring",
     "unknown_overlaps",
@@ -56,6 +61,16 @@ _SHARES_OPERANDS = ("ub_bulk_dgrad", "ub_overlap_ag_dgrad", "ub_overlap_ag")
 """Attributes of modules, read in each forward, with which the queue gets a view of a Userbuffers buffer. The last is that of
 LayerNormMLP, which has one for forward and dgrad."""
 _GOES_WITH_W = ("ub_name", "ub_overlap_ag_fprop", "ub_overlap_rs_fprop", "ub_overlap_rs_dgrad", "ub_overlap_rs")
+
+
+FUSED_OPERATIONS = {
+    "_fused_ops": "_make_fused_ops",
+    "_fused_grouped_swiglu_ops": "_make_fused_grouped_swiglu_ops",
+    "_fused_impl": "_make_fused_impl",
+}
+"""Attribute of a module that has its fused operations in a tuple, once they are made -> the method that makes them."""
+FUSED_LINEARS = ("linear_fc1", "linear_fc2")
+"""Attributes of an MLP whose linears fused operations run, with their parameters."""
 
 
 def defer_to_w(config: Any) -> None:
@@ -99,13 +114,24 @@ def own_operands(modules: Sequence[nn.Module]) -> None:
         )
 
 
+def is_fused(module: nn.Module) -> bool:
+    """Whether fused operations run the linears of a module, and its `backward_dw` computes their weight gradients."""
+    return bool(getattr(module, "_with_fused_impl", False)) or hasattr(module, "_make_fused_grouped_swiglu_ops")
+
+
 def mark_deferred_biases(module: nn.Module, *, defer: bool) -> None:
     """Let DDP know that the gradients of this module's biases are deferred, as those of its weights are, or that they are not.
 
     Args:
-        module: defers its weight gradients. Without the attribute `bias_names` of Transformer Engine's, it is not changed.
+        module: defers its weight gradients. Without the attribute `bias_names` of Transformer Engine's, it is not changed. Fused
+            operations return the gradients of biases in B.
         defer: whether W has those of its biases, too.
     """
+    if is_fused(module):
+        parameters = [each for name in FUSED_LINEARS for each in getattr(module, name)._parameters.values()]
+        for each in parameters:
+            if each is not None and each.dim() == 1:
+                each.skip_backward_post_hook = False
     for name in getattr(module, "bias_names", ()):
         bias = module._parameters.get(name)
         if bias is not None:
@@ -130,11 +156,29 @@ def _put_zeros(put: Callable[..., None], tensors: Any, function: Any) -> None:
     put(tensors, function)
 
 
+def own_operands_in_graphs(module: Any, own: Callable[[Any], Any]) -> None:
+    """Let a module's queue hold copies of those operands of W that lie in the memory of CUDA graphs.
+
+    Args:
+        module: defers its weight gradients.
+        own: what is queued in the place of a list of operands.
+    """
+    if hasattr(module, "wgrad_store"):  # another one's queue is not known
+        put = module.wgrad_store.put
+        module.wgrad_store.put = lambda tensors, function: put(own(list(tensors)), function)
+
+
 def stop_deferring(module: nn.Module) -> None:
     """Let a module compute its weight gradients in backward, as if it had been built without `delay_wgrad_compute`.
 
     Call it before DDP wraps the module, which then hooks the weights' gradients in backward, too.
     """
+    if is_fused(module):
+        for name in FUSED_LINEARS:
+            stop_deferring(getattr(module, name))
+        return
+    if hasattr(module, "delay_wgrad_compute"):  # by which experts build fused operations
+        module.delay_wgrad_compute = False  # type: ignore[assignment]
     module.wgrad_store.disable_delay_wgrad_compute()  # type: ignore[operator, union-attr]
     for weight in module._parameters.values():
         if weight is not None and hasattr(weight, "skip_backward_post_hook"):
@@ -149,11 +193,21 @@ def scaling_tensors(chunks: Sequence[nn.Module]) -> Iterator[Tensor]:
     import torch
 
     for chunk in chunks:
-        for module in chunk.modules():
+        for module in (each for part in chunk.modules() for each in (part, *fused_operations(part))):
             recipes = getattr(module, "fp8_meta", None) or {}
+            for of_pass in (getattr(module, "_fp8_metas", None) or {}).values():  # of a fused operation
+                recipes = {**recipes, **(of_pass or {})}
             states = [recipes.get(key) for key in ("scaling_fwd", "scaling_bwd")]
             found = [getattr(state, name, None) for state in states for name in ("scale", "amax_history")]
             yield from (tensor for tensor in found if isinstance(tensor, torch.Tensor))
+
+
+def fused_operations(module: nn.Module) -> Iterator[Any]:
+    """The operations that Transformer Engine's op fuser runs for a module, in the order of forward; none before they are made."""
+    for name in FUSED_OPERATIONS:
+        (made,) = getattr(module, name, None) or (None,)
+        if made is not None:
+            yield from made.children()
 
 
 def forget_scales_for_recomputation() -> None:

@@ -7,7 +7,8 @@ comes later: the parameter has the attribute `skip_backward_post_hook`, and DDP 
 
 A module that defers weight gradients itself (Transformer Engine's with `delay_wgrad_compute`, and megatron-core's wrappers of
 them) is not changed but driven: when its backward runs, the store records it, and W calls its `backward_dw` (`wgrad.deferring`).
-Such modules are recognized by the contract, not by their class, so Transformer Engine need not be installed.
+Such modules are recognized by the contract, not by their class, so Transformer Engine need not be installed. An MLP whose linears
+Transformer Engine's op fuser runs is driven as one module (`fused_ops`).
 
 A weight that is frozen when a forward uses it leaves nothing for the W of that microbatch; one that is trained again does. What
 DDP and Transformer Engine cannot follow is refused before an iteration (`mcore.ddp.frozen_weights`).
@@ -41,13 +42,16 @@ from megatron.core.tensor_parallel.layers import (
 from torch import Tensor, nn
 
 from megatron.zerobubble.errors import SplitError
+from megatron.zerobubble.mcore.model.fused_ops import FusedLinears, FusedOperations, fused_linears, parameters_of
 from megatron.zerobubble.mcore.model.kept_in_b import KEEP_IN_B, declared_in_b, find_kept, is_declared
 from megatron.zerobubble.mcore.model.layer_graphs import check_not_captured, graphed_layers, is_capturing, modules_in_graph
 from megatron.zerobubble.mcore.model.transformer_engine import (
     OLDEST_TRANSFORMER_ENGINE,
     give_zeros_in_backward,
+    is_fused,
     mark_deferred_biases,
     own_operands,
+    own_operands_in_graphs,
     stop_deferring,
     unknown_overlaps,
 )
@@ -104,16 +108,20 @@ def split_weight_gradients(chunk: nn.Module, store: WeightGradStore) -> list[str
     for module in captured.values():
         if id(module) not in deferring and getattr(module, "wgrad_store", None) is not None:  # frozen: its queue stays empty
             stop_deferring(module)
+    own = (lambda operand: store.graph_memory.own(operand)) if layers else None
     for name, module in deferring_modules(chunk):
         mark_deferred_biases(module, defer=id(module) not in captured)  # a replay returns them in B
         deferred = {f"{name}.{key}": weight for key, weight in _own_parameters(module) if is_deferred(weight)}
-        give_zeros_in_backward(module)
-        if layers:
-            _own_operands_in_graphs(module, store)
-        driven = DeferringModule(name, module, tuple(deferred.values()))
+        driven = (FusedLinears if is_fused(module) else DeferringModule)(name, module, tuple(deferred.values()))
         setattr(module, _DRIVEN, driven)
         hook = partial(_defer_in_backward, store, driven, id(module) in captured)
-        setattr(module, _FORWARD_HOOK, module.register_forward_hook(hook))
+        if is_fused(module):
+            setattr(module, _FORWARD_HOOK, FusedOperations(module, hook, own))
+        else:
+            give_zeros_in_backward(module)
+            if own is not None:
+                own_operands_in_graphs(module, own)
+            setattr(module, _FORWARD_HOOK, module.register_forward_hook(hook))
         names += deferred
     own_operands([module for _, module in deferring_modules(chunk)])
     return names
@@ -265,8 +273,9 @@ def _tied_owners(chunk: nn.Module) -> dict[int, tuple[str, Any]]:
 
 def deferring_modules(chunk: nn.Module) -> Iterator[tuple[str, Any]]:
     """(name, module) of the modules that defer weight gradients themselves until their `backward_dw` is called."""
+    inside = fused_linears(chunk)
     for name, module in chunk.named_modules():
-        if isinstance(module, _SPLIT) or not _has_contract(module):
+        if isinstance(module, _SPLIT) or id(module) in inside or not (_has_contract(module) or is_fused(module)):
             continue
         if any(is_deferred(weight) for _, weight in _own_parameters(module)):
             yield name, module
@@ -298,8 +307,8 @@ def is_deferred(weight: nn.Parameter) -> bool:
 
 
 def _own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """(name, parameter) of the trainable parameters of the module itself, without its submodules."""
-    return [(key, weight) for key, weight in module._parameters.items() if weight is not None and weight.requires_grad]
+    """(name, parameter) of the trainable parameters of the module itself; of one with fused operations those of its linears."""
+    return [(key, weight) for key, weight in parameters_of(module).items() if weight is not None and weight.requires_grad]
 
 
 def _defer_in_backward(
@@ -320,14 +329,6 @@ def _defer_in_backward(
     first = next((each for each in outputs if isinstance(each, Tensor) and each.grad_fn is not None), None)
     if first is not None:
         first.register_hook(lambda _grad: store.defer(driven))
-
-
-def _own_operands_in_graphs(module: Any, store: WeightGradStore) -> None:
-    """Let a module's queue hold copies of those operands of W that lie in the memory of CUDA graphs."""
-    if not hasattr(module, "wgrad_store"):  # another one's, whose queue is not known
-        return
-    put = module.wgrad_store.put
-    module.wgrad_store.put = lambda tensors, function: put(store.graph_memory.own(list(tensors)), function)
 
 
 def _hook_biases_of_frozen_weights_in_backward(module: nn.Module) -> None:
