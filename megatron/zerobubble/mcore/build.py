@@ -17,7 +17,7 @@ from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.agreement import refusing_together
-from megatron.zerobubble.mcore.compat import check_megatron_core, define_missing_te_gemm
+from megatron.zerobubble.mcore.compat import check_megatron_core, define_missing_te_gemm, makes_fused_experts_as_known
 from megatron.zerobubble.mcore.ddp.wrap import wrap_chunks
 from megatron.zerobubble.mcore.microbatches.length_exchange import GIVE_LENGTHS
 from megatron.zerobubble.mcore.model.embeddings import FinalizeGradients, release_unused_head, tie_chunks
@@ -226,6 +226,8 @@ def _refused(config: Any) -> Iterator[tuple[str, str]]:
     graphs = getattr(config, "cuda_graph_impl", None)
     if graphs in _REFUSED_GRAPHS:
         yield f"cuda_graph_impl={graphs!r}", _REFUSED_GRAPHS[graphs]
+    if getattr(config, "use_transformer_engine_op_fuser", False) and not makes_fused_experts_as_known():
+        yield "use_transformer_engine_op_fuser", "this megatron-core makes fused experts in another way than up to 0.19"
     layout = getattr(config, "pipeline_model_parallel_layout", None)
     first_rank = [] if layout is None or isinstance(layout, StageLayout) else layout.layout[0]
     if len(first_rank) > 1 and LayerType.mtp in first_rank[-1]:

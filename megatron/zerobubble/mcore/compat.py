@@ -154,6 +154,13 @@ def check_megatron_core() -> None:
     _check(_differences())
 
 
+def makes_fused_experts_as_known() -> bool:
+    """Whether experts have what `model.fused_ops` finds operations of Transformer Engine's op fuser by."""
+    experts = _found("transformer.moe.experts", "TEGroupedMLP")
+    given = getattr(getattr(experts, "__init__", None), "__code__", None)
+    return hasattr(experts, "_make_fused_ops") and "_with_fused_impl" in getattr(given, "co_names", ())
+
+
 def define_missing_te_gemm() -> None:
     """Define `moe_utils.te_general_gemm` as None if it does not exist. Call it before a model with experts is built.
 

@@ -16,12 +16,15 @@ import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
 from packaging.version import Version
+from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.mcore.build import check_config
 from megatron.zerobubble.mcore.ddp.frozen_weights import check_frozen
-from megatron.zerobubble.mcore.model import kept_in_b
+from megatron.zerobubble.mcore.model import fused_ops, kept_in_b
 from megatron.zerobubble.mcore.model.transformer_engine import fused_operations
 from megatron.zerobubble.mcore.model.wgrad_split import driven_modules, remove_split
+from megatron.zerobubble.plan.registry import schedule_spec
 from tests.optimizer.support import Scenario, compare
 from tests.support.comparisons import assert_near
 from tests.support.ranks import RankPool
@@ -117,7 +120,7 @@ def test_dense_mlps_keep_their_weight_gradients_in_b(engine_ranks: RankPool, cas
         assert {counts[kind] for kind in attention} == {case.num_layers // case.num_ranks}
         messages += logged
     assert messages
-    assert all("fused dense MLPs, with " in each for each in messages)
+    assert all("fused MLPs, with " in each for each in messages)
 
 
 def _in_parts(rank: int) -> None:
@@ -150,21 +153,36 @@ def _in_parts(rank: int) -> None:
 
 
 @needs_experts
+def test_fused_experts_of_a_release_that_makes_them_otherwise_are_refused() -> None:
+    from megatron.core.transformer.moe.experts import TEGroupedMLP
+
+    config, spec = SimpleNamespace(use_transformer_engine_op_fuser=True), schedule_spec("zb-h1", num_ranks=2, num_chunks=1)
+    check_config(config, spec)
+    with (
+        mock.patch.object(TEGroupedMLP, "__init__", nn.Module.__init__),
+        pytest.raises(ConfigError, match="op_fuser does not go"),
+    ):
+        check_config(config, spec)
+
+
+@needs_experts
 def test_a_unit_outside_of_schedules(engine_ranks: RankPool) -> None:
     engine_ranks.run(_in_parts)
 
 
-def _compare_kept(rank: int, case: EngineMoeCase) -> Any:
+def _compare_kept(rank: int, case: EngineMoeCase, is_old: bool) -> Any:
     from megatron.core.transformer.moe.experts import TEGroupedMLP
 
-    with mock.patch.object(TEGroupedMLP, "wgrad_in_backward", True, create=True):
+    old = mock.patch.object(fused_ops, "is_te_min_version", return_value=False)
+    with old if is_old else mock.patch.object(TEGroupedMLP, "wgrad_in_backward", True, create=True):
         return compare_engine(rank, case)
 
 
 @needs_experts
+@pytest.mark.parametrize("is_old", [False, True])
 @pytest.mark.sampled(0.5)
-def test_a_unit_that_says_so_keeps_its_weight_gradients_in_b(engine_ranks: RankPool) -> None:
-    for difference, counts, left in engine_ranks.run(_compare_kept, ZBV):
+def test_a_unit_that_says_so_or_cannot_defer_keeps_its_weight_gradients_in_b(engine_ranks: RankPool, is_old: bool) -> None:
+    for difference, counts, left in engine_ranks.run(_compare_kept, ZBV, is_old):
         assert_near([difference], ZBV)
         assert not left
         assert not any("Grouped" in kind for kind in counts)

@@ -7,7 +7,8 @@ operations' own. So such an MLP defers as one unit. A hook on its operations lea
 
 Experts (`TEGroupedMLP`, from megatron-core 0.18 and Transformer Engine 2.15 on) build operations that defer, shared experts
 (`FusedSharedExpertMLP`, 0.19) such that do not, although their `backward_dw` asks them: these get queues where they are made. A
-fused dense MLP (`TEFusedMLP`) has no operation that could defer, and keeps its weight gradients in B. See ADR 67.
+fused dense MLP (`TEFusedMLP`) has no operation that could defer, and keeps its weight gradients in B, as all do before 2.15. See
+ADR 67.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megatron.core.utils import is_te_min_version
 from torch import Tensor, nn
 
 from megatron.zerobubble.mcore.model.transformer_engine import FUSED_LINEARS, FUSED_OPERATIONS, fused_operations, is_fused
@@ -24,8 +26,14 @@ from megatron.zerobubble.wgrad.deferring import DeferringModule
 __all__ = ["FusedLinears", "FusedOperations", "fused_linears", "keeps_fused_in_b", "parameters_of"]
 
 
+_OLDEST = "2.15.0"
+"""Transformer Engine's first release whose operations can defer weight gradients."""
+
+
 def keeps_fused_in_b(module: nn.Module) -> bool:
-    """Whether fused operations run the linears of a module, and compute their weight gradients in backward."""
+    """Whether fused operations run the linears of a module, and can compute their weight gradients in backward only."""
+    if is_fused(module):
+        return not is_te_min_version(_OLDEST)
     return hasattr(module, "_make_fused_impl") and all(hasattr(module, name) for name in FUSED_LINEARS)
 
 

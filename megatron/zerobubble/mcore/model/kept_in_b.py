@@ -69,7 +69,7 @@ class KeptInB(NamedTuple):
     frozen: int
     """Those of them that are not trained."""
     fused: int
-    """Those of them in fused dense MLPs."""
+    """Those of them in fused MLPs whose operations cannot defer."""
 
     @property
     def problems(self) -> Iterator[str]:
@@ -87,7 +87,7 @@ class KeptInB(NamedTuple):
             return
         if self.fused:
             _log.warning(
-                "pipeline rank %d: use_transformer_engine_op_fuser: fused dense MLPs, with %.0f %% of the stage's weights, "
+                "pipeline rank %d: use_transformer_engine_op_fuser: fused MLPs, with %.0f %% of the stage's weights, "
                 "compute weight gradients in B; without the option W would have them, to fill bubbles",
                 *(_pipeline_rank(), 100 * self.fused / self.size),
             )
@@ -106,7 +106,7 @@ class KeptInB(NamedTuple):
 
 def declared_in_b(chunk: nn.Module) -> frozenset[int]:
     """ids of the modules of `chunk` that keep their weight gradients in B because they, or a module around them, say so, or
-    because they are in a CUDA graph or a fused dense MLP, and none of W can compute them."""
+    because they are in a CUDA graph or a fused MLP, and none of W can compute them."""
     kept = {id(module) for module in kept_in_graphs(chunk)}
 
     def visit(module: nn.Module, is_kept: bool) -> None:
