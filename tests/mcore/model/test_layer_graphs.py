@@ -75,6 +75,11 @@ CASES = [
     replace(ZBV, fp8="hybrid", fp8_recipe="tensorwise", scopes=("attn", "mlp")),
     replace(ZB_H1, fp8="hybrid", fp8_history=4),
     replace(ZBV, fp8="hybrid"),
+    replace(ZB_H1, fp8="hybrid", fp8_recipe="tensorwise", fp8_param=True),
+    replace(ZBV, fp8="e4m3", fp8_recipe="tensorwise", fp8_param=True, scopes=()),
+    replace(ZB_H1, fp8="hybrid", fp8_history=4, fp8_param=True, scopes=("attn", "mlp")),
+    replace(ZB_H1, fp8="hybrid", fp8_recipe="tensorwise", fp8_param=True, distributed_optimizer=True, different_data=True),
+    replace(ZBV, fp8="hybrid", fp8_param=True, distributed_optimizer=True, different_data=True),
 ]
 
 
@@ -104,8 +109,8 @@ def _compare(rank: int, case: Any) -> tuple[Any, list[str], int, int]:
     "Layers",
     "CUDA graphs of layers (`cuda_graph_impl=transformer_engine`) by megatron-core's own helper on a double of "
     "`torch.cuda.CUDAGraph` that hands pool memory out again: attention, MLP, router, preprocessing and whole layers under "
-    "ZB-H1, ZB-H2 and ZBV, with GQA, recomputation, experts, shared experts, tensor and expert parallelism, FP8; with fused "
-    "accumulation, but for FP8, W replays a graph of its own",
+    "ZB-H1, ZB-H2 and ZBV, with GQA, recomputation, experts, shared experts, tensor and expert parallelism, FP8 and weights in "
+    "FP8; with fused accumulation, but for FP8, W replays a graph of its own",
     "works, losses, gradients and weights bit for bit those without graphs; **not run on a GPU**",
 )
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -105,6 +105,7 @@ _ANSWERS: dict[str, Any] = {
     "compute_amax": float8.compute_amax,
     "fused_amax_and_scale_update_after_reduction": float8.fused_amax_and_scale_update_after_reduction,
     "multi_tensor_adam": multi_tensor.adam,
+    "multi_tensor_compute_scale_and_scale_inv": multi_tensor.compute_scale_and_scale_inv,
     "multi_tensor_scale": multi_tensor.scale,
     "multi_tensor_scale_tensor": multi_tensor.scale,
     "multi_tensor_l2norm": multi_tensor.l2norm,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 __all__ = [
     *("bgrad_quantize", "compute_amax", "dense", "dequantize", "fp8_transpose", "fused_amax_and_scale_update_after_reduction"),
-    *("quantize", "split_quantize", "torch_dtype"),
+    *("quantize", "scale_of", "split_quantize", "torch_dtype"),
 ]
 
 _TORCH_DTYPES = {
@@ -62,7 +62,7 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
         _put(quantizer.amax, amax, noop)
         scale = quantizer.scale
     else:
-        scale = _scale_of(amax, dtype, quantizer)
+        scale = scale_of(amax, torch.finfo(dtype).max, powers_of_2=quantizer.force_pow_2_scales, epsilon=quantizer.amax_epsilon)
     limit = torch.finfo(dtype).max
     data = (tensor.float() * scale).clamp(-limit, limit).to(dtype).view(torch.uint8)
     if output._data is not None:
@@ -150,8 +150,9 @@ def _amax(tensor: Tensor, quantizer: Any) -> Tensor:
     return amax
 
 
-def _scale_of(amax: Tensor, dtype: torch.dtype, quantizer: Any) -> Tensor:
-    amax = amax.clamp(min=quantizer.amax_epsilon)
-    scale = torch.where(amax > 0, torch.finfo(dtype).max / amax, torch.ones_like(amax))
+def scale_of(amax: Tensor, limit: float, *, powers_of_2: bool, epsilon: float) -> Tensor:
+    """Current scaling's scale, by which the largest magnitude becomes `limit`."""
+    amax = amax.clamp(min=epsilon)
+    scale = torch.where(amax > 0, limit / amax, torch.ones_like(amax))
     scale = torch.where(torch.isfinite(scale), scale, torch.full_like(scale, torch.finfo(torch.float32).max))
-    return torch.exp2(torch.floor(torch.log2(scale))) if quantizer.force_pow_2_scales else scale
+    return torch.exp2(torch.floor(torch.log2(scale))) if powers_of_2 else scale

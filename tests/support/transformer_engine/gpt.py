@@ -76,7 +76,13 @@ class EngineTrainer(Trainer, trains=EngineCase):
         if case.fp8 is not None:
             options |= {"fp8": case.fp8, "fp8_recipe": case.fp8_recipe, "fp8_param": case.fp8_param}
             options |= {"fp8_amax_history_len": case.fp8_history, "fp8_amax_compute_algo": "max"}
+        if case.fp8_param:  # otherwise main weights begin as memory that nobody has written
+            options |= {"use_cpu_initialization": False}
         return options
+
+    def _ddp_config(self) -> Any:
+        gathers = self.case.fp8_param and self.case.distributed_optimizer
+        return replace(super()._ddp_config(), fp8_param_gather=gathers)
 
     def _layers(self, vp_stage: int | None) -> Any:
         if self.case.op_fuser:

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["adam", "l2norm", "scale"]
+from tests.support.transformer_engine.float8 import scale_of
+
+__all__ = ["adam", "compute_scale_and_scale_inv", "l2norm", "scale"]
 
 Lists = Sequence[Sequence[Tensor]]
 
@@ -70,3 +72,13 @@ def l2norm(_chunk_size: int, noop: Tensor, lists: Lists, per_tensor: bool | None
         noop.fill_(1)
     each = torch.stack(squares).sqrt() if per_tensor and squares else torch.empty(0)
     return total, each
+
+
+@torch.no_grad()
+def compute_scale_and_scale_inv(
+    _chunk_size: int, _noop: Tensor, lists: Lists, limit: float, powers_of_2: bool, epsilon: float
+) -> None:
+    """Current scaling's scales, and their inverses, of magnitudes: the second and the third list of the first."""
+    for amax, scale_, inverse in zip(*lists, strict=True):
+        scale_.copy_(scale_of(amax, limit, powers_of_2=powers_of_2, epsilon=epsilon))
+        inverse.copy_(scale_.reciprocal())
