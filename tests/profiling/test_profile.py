@@ -57,6 +57,15 @@ def test_memory_in_units_of_an_equal_part() -> None:
     assert costs.activation_after_backward == pytest.approx([100 / 550, 90 / 550, 50 / 550, 300 / 550])
 
 
+def test_the_member_that_waits_least_has_the_time_of_the_all_to_alls() -> None:
+    """Of two replicas the second one waits for the first. Stage 1 has no experts; without any measurement there is no share."""
+    times = {(stage, kind): 4.0 for stage in (0, 1) for kind in (OpKind.F, OpKind.BW)}
+    shared = [{(0, OpKind.F): each, (0, OpKind.BW): each / 2} for each in (2.0, 3.0)]
+    ranks = [RankProfile(times_ms=times, memory={}, all_to_all_ms=each) for each in (*shared, {})]
+    assert combine(ranks, Placement.linear(2)).all_to_all == (0.25, 0.125)
+    assert combine(ranks[2:], Placement.linear(2)).all_to_all == (0.0, 0.0)
+
+
 def test_a_stage_takes_as_long_as_its_slowest_member() -> None:
     first = {(0, OpKind.F): 1.0, (0, OpKind.B): 2.0, (0, OpKind.W): 3.0, (3, OpKind.F): 4.0, (3, OpKind.B): 5.0}
     twin = {**first, (0, OpKind.B): 2.5}

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from megatron.zerobubble.plan.communication import Message, Payload
-from megatron.zerobubble.plan.ir import Op
+from megatron.zerobubble.plan.ir import Op, OpKind
 from megatron.zerobubble.plan.timeline import Activity
+from megatron.zerobubble.profiling.profiler import Profiler
 from megatron.zerobubble.profiling.recorder import OpRecorder
+from tests.support.fake_cuda.install import fake_cuda
 
 OPS = [Op.parse(text) for text in ("0F0", "0F1", "0B0", "0W0", "0B1", "0W1")]
 
@@ -111,6 +114,37 @@ def test_discarded_ops_become_one_span(num_ops: int) -> None:
     if num_ops:
         assert timeline.spans[1].start_ms == first[0].start_ms
         assert timeline.spans[1].end_ms <= timeline.ops[0].start_ms
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_all_to_alls_with_nothing_beside_them_are_measured(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """By a clock that is set: a pair whose B ends at 7, with W beside an all-to-all of F from 9 to 10; and a B alone."""
+    now_ms = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now_ms / 1000.0)
+    with nullcontext() if device == "cpu" else fake_cuda():
+        if device == "cuda":
+            torch.cuda.set_device(0)
+        recorder, profiler = OpRecorder(torch.device(device)), Profiler(torch.device(device))
+        recorder.clear()
+        pair = ((1, -1), (3, -1), (4, 1), (6, 1), (7, -1), (8, -1), (9, 1), (10, -1), (11, 1), (12, -1))
+        for ops, seen_by, begin, end, changes in (
+            (OPS[1:3], [recorder], 0.0, 12.0, pair),
+            (OPS[4:5], [recorder, profiler], 20.0, 24.0, ((21, -1), (22, 1))),
+        ):
+            for at_ms, name, arguments in (
+                *((begin, "start", op) for op in ops),
+                *((at, "computes", change) for at, change in changes),
+                *((end, "end", op) for op in ops),
+            ):
+                now_ms = at_ms
+                for each in seen_by:
+                    getattr(each, name)(arguments)
+        spans, profile = recorder.timeline().spans, profiler.profile()
+    assert {span.activity for span in spans} == {Activity.ALL_TO_ALL}
+    assert [(span.start_ms, span.end_ms) for span in spans] == [
+        pytest.approx(each) for each in ((3, 4), (8, 9), (10, 11), (21, 22))
+    ]
+    assert (profile.times_ms, profile.all_to_all_ms) == ({(0, OpKind.B): pytest.approx(4)}, {(0, OpKind.B): pytest.approx(1)})
 
 
 @pytest.mark.gpu

@@ -12,9 +12,11 @@ from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.lengths_and_links import LengthsAndLinks
 from megatron.zerobubble.plan.costs.links import LinkTime
+from megatron.zerobubble.plan.ir import OpKind
 from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.plan.timeline import Activity, RankTimeline
 from megatron.zerobubble.profiling.report import FORMAT, report, reports_to_json
-from tests.profiling.support import as_recorded, run_as_simulated
+from tests.profiling.support import as_recorded, run_as_simulated, span
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h2", "zbv"])
@@ -83,6 +85,24 @@ def test_measured_activations_are_in_the_costs_of_the_report() -> None:
     assert seen.simulation.costs == assumed.simulation.costs.with_lists(**sizes)
     assert assumed.simulation.peak_memory == (1.0, 1.0, 1.0, 1.0), "a W that waits holds as much as a microbatch before its B"
     assert seen.simulation.peak_memory == pytest.approx((1.0, 0.8125, 0.625, 0.4375))
+
+
+def test_exposed_all_to_alls_are_in_the_report_and_their_shares_in_its_costs() -> None:
+    """Half a millisecond of every F and a quarter of every B, each of 1 ms, on two of four ranks."""
+    timeline, parts = as_recorded("zb-h1", 4, 9), {OpKind.F: 0.5, OpKind.B: 0.25, OpKind.W: 0.0}
+
+    def traveling(own: RankTimeline) -> RankTimeline:
+        found = (span(Activity.ALL_TO_ALL, start, start + parts[op.kind]) for op, start, _ in own.ops if parts[op.kind])
+        return replace(own, spans=(*own.spans, *found))
+
+    seen = report(replace(timeline, ranks=(*map(traveling, timeline.ranks[:2]), *timeline.ranks[2:])))
+    assert seen.exposed_all_to_all_ms == pytest.approx(9 * 0.75 / 2)
+    assert f"all-to-alls of experts: {9 * 0.75 / 2:.1f} ms exposed on the mean rank" in "\n".join(seen.lines())
+    body = json.loads(reports_to_json([seen]))["iterations"][0]
+    assert body["costs"]["all_to_all"] == pytest.approx([0.25, 0.125])
+    assert [fields["measured"]["exposed_all_to_all_ms"] for fields in body["ranks"]] == pytest.approx([6.75, 6.75, 0, 0])
+    assert report(timeline).simulation.costs.all_to_all == (0.0, 0.0)
+    assert not any("all-to-alls" in line for line in report(timeline).lines())
 
 
 def test_costs_by_length_are_in_the_file_if_they_were_fitted() -> None:

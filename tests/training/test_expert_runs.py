@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.plan.simulate import read_plan
+from tests.support.plans import paired
 from tests.support.tolerances import after_steps
 from tests.training.launch import LR, TINY_BATCH, TINY_MODEL, metrics, train
 
@@ -102,13 +104,20 @@ ON_FOUR: list[Any] = [
 
 @pytest.mark.sampled(0.07, group="whole jobs")
 def test_hidden_all_to_alls_change_no_bit(corpus: str, tmp_path: Path) -> None:
-    """On four ranks with optimistic steps, of which some are redone, and pairs in the plan that runs."""
+    """On four ranks with optimistic steps, of which some are redone: with the pairs of a loaded plan, and from iteration 5
+    on with those that pay by the shares that iterations 2 to 4 measured, which are in the plan file."""
+    loaded, saved = tmp_path / "loaded.json", tmp_path / "saved.json"
+    loaded.write_text(paired(build_plan("zbv", num_ranks=2, num_microbatches=4)).to_json())
+    pairs = ["--zero-bubble-overlap-moe", "--zero-bubble-load-plan", loaded, "--zero-bubble-replan-interval", 9]
     job = [*ON_FOUR, "--data-path", corpus, "--clip-grad", 0.5, "--zero-bubble-planning-seconds", 0]
-    for name, more in (("apart", []), ("beside", ["--zero-bubble-overlap-moe"])):
-        files = ["--metrics-jsonl", tmp_path / f"{name}.jsonl", "--zero-bubble-save-plan", tmp_path / f"{name}.json"]
-        train([*job, *more, *files], num_ranks=4)
+    for name, more in (("apart", []), ("beside", [*pairs, "--zero-bubble-save-plan", saved])):
+        said = train([*job, *more, "--metrics-jsonl", tmp_path / f"{name}.jsonl"], num_ranks=4)
+        assert ("all-to-alls of experts are" in said) == (name == "beside")
     assert _losses(tmp_path / "beside.jsonl") == _losses(tmp_path / "apart.jsonl")
-    assert [bool(Plan.from_json((tmp_path / f"{name}.json").read_text()).pairs) for name in ("apart", "beside")] == [False, True]
+    plan, costs = read_plan(saved.read_text())
+    assert plan.placement.name == "V"
+    assert costs is not None
+    assert all(0 < share < 1 for share in costs.all_to_all)
 
 
 @pytest.mark.slow

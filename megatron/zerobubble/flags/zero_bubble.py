@@ -34,7 +34,8 @@ __all__ = ["ZeroBubbleConfig"]
 
 _V_SCHEDULES = {"zb": "zbv", "half": "v-half", "min": "v-min"}
 _TIMED, _URGENT = (100, 10), (2, 2)
-"""(First profiled iteration, how many follow it): by default, and if `auto` or a memory limit in bytes needs it soon."""
+"""(First profiled iteration, how many follow it): by default, and if `auto`, a memory limit in bytes or pairs of
+passes need it soon."""
 _MEASURED_SLICES = 4
 """Slices in the profiled iterations of --zero-bubble-slices auto: `costs.slicing.unlike_lengths`."""
 
@@ -74,14 +75,15 @@ class ZeroBubbleConfig:
     --zero-bubble-max-pending-backward and --zero-bubble-v-schedule-mem-setup. Default: the limit of the schedule."""
     zero_bubble_pipeline_timers_start_iter: int | None = None
     """First iteration of the job whose passes are profiled. After the last one, the planner searches for a better order with the
-    profiled timings. Default: 100 for schedules with a searched order, unless a plan is loaded."""
+    profiled timings. Default: 100 for schedules with a searched order, unless a plan is loaded; 2 with
+    --zero-bubble-overlap-moe."""
     zero_bubble_pipeline_timers_end_iter: int | None = None
     """Last iteration whose passes are profiled. Default: ten after --zero-bubble-pipeline-timers-start-iter."""
     zero_bubble_replan_interval: int | None = None
     """Profile and re-plan again every this many iterations. Default: plan once."""
     zero_bubble_planning_seconds: float = 10.0
     """Time budget in seconds of the planner's search on one rank after profiling, while the other ranks wait; 0 disables
-    profiling and search."""
+    the search, and profiling unless --zero-bubble-overlap-moe needs it."""
     zero_bubble_p2p_max_ctas: int | None = None
     """Most CTAs (thread blocks) of a transfer between stages on NCCL: what a waiting receive takes from the kernels beside it.
     Give a power of two; NCCL rounds others up. Default: 4 if all ranks of the pipeline are on one host, otherwise NCCL's choice
@@ -121,9 +123,12 @@ class ZeroBubbleConfig:
     zero_bubble_overlap_moe: bool = False
     """Hide the all-to-alls of experts: a forward and a backward pass that the plan has side by side are launched together, and
     each computes while the other one communicates; beside those of other passes W computes. Losses and weights are those without
-    it, bit for bit. The order of passes may be another one, with one microbatch more in memory if there is no memory limit. Takes
-    the alltoall dispatcher, and the flex one with DeepEP or HybridEP; other models run as without the flag, after one line. A
-    model whose configuration has overlap_moe_expert_parallel_comm runs so anyway. Not run on a GPU."""
+    it, bit for bit. Which passes are paired follows from the share of F and of B that all-to-alls take in iterations 2 to 4 (or
+    those of --zero-bubble-pipeline-timers-start-iter), also in a schedule with a fixed order; where pairs gain less than 1 % none
+    are made, after one line. A loaded plan has the pairs of its file. The order of passes may be another one, with one microbatch
+    more in memory if there is no memory limit. Takes the alltoall dispatcher, and the flex one with DeepEP or HybridEP; other
+    models run as without the flag, after one line. A model whose configuration has overlap_moe_expert_parallel_comm runs so
+    anyway. Not run on a GPU."""
     zero_bubble_trace: str | None = field(default=None, metadata={"metavar": "DIR"})
     """Directory to write a trace to at the end of the run: trace.json (for Perfetto), report.json, and per recorded iteration
     its plan and a timeline of measured vs. planned; with stock schedules, too. In a training loop of your own it is written
@@ -217,7 +222,7 @@ class ZeroBubbleConfig:
             "does not go with --zero-bubble-balance-stages, which compares layouts of whole microbatches; leave one of them "
             "out": self.zero_bubble_balance_stages,
             "needs profiled iterations and an order that is searched: give --zero-bubble-planning-seconds above 0, and a "
-            "schedule such as zb or zbv, or a number of slices": self.chooses_slices and self.timed_iterations is None,
+            "schedule such as zb or zbv, or a number of slices": self.chooses_slices and not self.searches,
         }
         refuse(flag, problems)
         other = f"the --zero-bubble-load-plan plan has {loaded} slices per microbatch; leave the number out, or load another plan"
@@ -254,21 +259,22 @@ class ZeroBubbleConfig:
             "needs profiled iterations: give --zero-bubble-planning-seconds above 0, and with --zero-bubble-load-plan a "
             "--zero-bubble-replan-interval"
         )
-        refuse(given, {profiled: not limit.is_relative and self.timed_iterations is None})
+        refuse(given, {profiled: not limit.is_relative and not self.searches})
 
     def _check_planning(self) -> None:
         interval, (first, last) = self.zero_bubble_replan_interval, self._window
         positive(self, "zero_bubble_pipeline_timers_start_iter", "zero_bubble_replan_interval")
         not_negative(self, "zero_bubble_planning_seconds")
+        can_replan = self._can_replan or self.zero_bubble_overlap_moe
         fixed = f"--zero-bubble-pipeline-timers-start-iter, -end-iter and --zero-bubble-replan-interval need {_searching()}"
-        refuse(f"schedule {self.schedule} has a fixed order:", {fixed: self._asks_for_planning and not self._can_replan})
+        refuse(f"schedule {self.schedule} has a fixed order:", {fixed: self._asks_for_planning and not can_replan})
         early = f"is before the first profiled iteration {first} (--zero-bubble-pipeline-timers-start-iter)"
         refuse(f"--zero-bubble-pipeline-timers-end-iter {last}", {early: last < first})
         width = last - first + 1
         short = f"is shorter than the {width} iterations that are profiled; give at least that many, or a shorter window"
         refuse(f"--zero-bubble-replan-interval {interval}", {short: interval is not None and interval < width})
         none = "needs profiled iterations: give --zero-bubble-planning-seconds above 0, or choose a schedule by name"
-        refuse("--zero-bubble-schedule auto", {none: self.schedule == AUTO and self.timed_iterations is None})
+        refuse("--zero-bubble-schedule auto", {none: self.schedule == AUTO and not self.searches})
 
     @property
     def num_slices(self) -> int:
@@ -291,8 +297,18 @@ class ZeroBubbleConfig:
     @property
     def timed_iterations(self) -> tuple[int, int] | None:
         """First and last iteration of the job that are profiled for re-planning; None: no re-planning."""
-        is_wanted = self.plan is None or self._asks_for_planning
-        return self._window if self._can_replan and self.zero_bubble_planning_seconds and is_wanted else None
+        pairs = self.zero_bubble_overlap_moe and self.schedule != "stock" and self._replaces_plan
+        return self._window if self.searches or pairs else None
+
+    @property
+    def searches(self) -> bool:
+        """Whether the order of passes is searched for the times that were profiled."""
+        return self._can_replan and self.zero_bubble_planning_seconds > 0 and self._replaces_plan
+
+    @property
+    def _replaces_plan(self) -> bool:
+        """Whether the plan of a --zero-bubble-load-plan file may be replaced; True without one."""
+        return self.plan is None or self._asks_for_planning
 
     @property
     def _asks_for_planning(self) -> bool:
@@ -302,7 +318,8 @@ class ZeroBubbleConfig:
     @property
     def _window(self) -> tuple[int, int]:
         start, end = self.zero_bubble_pipeline_timers_start_iter, self.zero_bubble_pipeline_timers_end_iter
-        usual = _URGENT if self.limits_bytes or self.schedule == AUTO or self.chooses_slices else _TIMED
+        is_urgent = self.limits_bytes or self.schedule == AUTO or self.chooses_slices or self.zero_bubble_overlap_moe
+        usual = _URGENT if is_urgent else _TIMED
         first = usual[0] if start is None else start
         return first, first + usual[1] if end is None else end
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -31,6 +32,7 @@ from megatron.zerobubble.mcore.replanner import budget_of, make_replanner
 from megatron.zerobubble.mcore.run_options import RunOptions
 from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.slicing import TILE, CutRule
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.partition.layer_costs import LETTERS
@@ -93,7 +95,7 @@ class Engine:
                 reorders=options.lengths is None or options.lengths.reorder,
                 objective=options.objective,
             )
-        if unequal is not None or (trains and flags.timed_iterations is not None):
+        if unequal is not None or (trains and flags.searches):
             with refusing_together():
                 library()  # searches begin in the middle of the run
         self.schedule = PipelineSchedule(
@@ -192,8 +194,7 @@ class Engine:
 
     def _advise(self, plan: Plan) -> None:
         """Under `auto`, show whether other chunks would be faster than the plan that runs."""
-        contents, limit = self._contents, self.options.flags.memory_limit
-        costs = None if self.replanner is None else self.replanner.costs
+        contents, limit, costs = self._contents, self.options.flags.memory_limit, self.costs
         if dist.get_rank() != 0 or costs is None or costs.table.has_slices or len(set(contents.layer_kinds)) != 1:
             return
         options = SearchOptions(
@@ -210,7 +211,7 @@ class Engine:
         """With --zero-bubble-balance-stages, show which layers per stage would be faster."""
         if not self.options.flags.zero_bubble_balance_stages:
             return
-        schedule, contents, costs = self.schedule, self._contents, None if self.replanner is None else self.replanner.costs
+        schedule, contents, costs = self.schedule, self._contents, self.costs
         kinds, is_first = contents.layer_kinds, dist.get_rank() == 0
         if not kinds or kinds[0] in LETTERS:
             _log.warning("--zero-bubble-balance-stages: the model has no decoder of transformer layers to divide otherwise")
@@ -230,6 +231,12 @@ class Engine:
                     self._show(layout_proposal(plan, kinds, contents.layers, costs, self.options.objective))
             except (ConfigError, PlanError) as error:
                 _log.warning("layouts: %s", error)
+
+    @property
+    def costs(self) -> CostModel | None:
+        """The measured costs, with all-to-alls where pairs hide them; None before the first window of profiled iterations."""
+        costs = None if self.replanner is None else self.replanner.costs
+        return costs if costs is None or self.schedule.overlaps_pairs else replace(costs, all_to_all=(0.0, 0.0))
 
     @functools.cached_property
     def _contents(self) -> StageContents:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -13,14 +13,16 @@ from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.pairing import with_pairs
+from megatron.zerobubble.plan.render.plan_summary import all_to_alls
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
+from megatron.zerobubble.plan.simulate import Simulation, peak_memory, simulate
 
-__all__ = ["can_pair", "paired"]
+__all__ = ["best_pairs", "can_pair", "pairs_line"]
 
 _log = logging.getLogger(__name__)
 
-_ALL_TO_ALL = 0.3
-"""Share of F and of B in which tokens are assumed to travel. A run does not measure it."""
+_WORTH = 0.01
+"""Least gain, as a share of the iteration time, for which passes are paired: they take a thread and mostly more memory."""
 
 
 def can_pair(config: Any, spec: ScheduleSpec, *, is_unequal: bool) -> bool:
@@ -39,15 +41,32 @@ def can_pair(config: Any, spec: ScheduleSpec, *, is_unequal: bool) -> bool:
     return why is None
 
 
-def paired(plan: Plan, spec: ScheduleSpec, costs: CostModel | None) -> Plan:
-    """A plan with pairs where they pay, in another order where that pays more; one that has pairs as it is.
+def best_pairs(plans: Sequence[Plan], alone: Plan, costs: CostModel, objective: Objective, limit: float | None) -> list[Plan]:
+    """The plans with pairs, in other orders where those pay more (`plan.pairing`); as they are where pairs gain less than 1 %.
 
     Args:
-        plan: a plan of `spec`.
-        spec: whose memory limit holds; without one a rank may hold one microbatch more than in `plan`.
-        costs: as profiled; None: F, B and W take the same time.
+        plans: validated plans within the limit.
+        alone: the plan that a run starts with.
+        costs: as measured, with the shares of all-to-alls.
+        objective: which iteration time to minimize.
+        limit: most activation memory per rank; None: that of the plans without pairs, and of one F more.
     """
-    if plan.pairs:
-        return plan
-    known = replace(costs or CostModel.uniform(plan.placement), all_to_all=(_ALL_TO_ALL, _ALL_TO_ALL))
-    return with_pairs(plan, known, Objective.MAKESPAN, spec.memory_limit)
+    if limit is None:
+        without = [alone, *(plan for plan in plans if not plan.pairs)]
+        one = max(costs.activation) / min(alone.num_ranks, alone.num_microbatches)
+        limit = max(max(peak_memory(plan, costs)) for plan in without) + one
+    found = []
+    for plan in plans:
+        other = with_pairs(plan, costs, objective, limit)
+        now, then = (objective.of(simulate(each, costs)) for each in (plan, other))
+        found.append(other if then < now * (1 - _WORTH) else plan)
+    return found
+
+
+def pairs_line(found: Simulation) -> str:
+    """What the pairs of a plan hide, by the costs it is simulated with, or why it has none."""
+    forward, backward = (f"{share:.1%}" for share in found.costs.all_to_all)
+    measured = f"all-to-alls of experts are {forward} of F and {backward} of B"
+    if found.plan.pairs:
+        return "; ".join((measured, *all_to_alls(found)))
+    return f"{measured}: pairs of passes that hide them would shorten an iteration by less than {_WORTH:.0%}; none are made"

@@ -22,6 +22,7 @@ from megatron.zerobubble.mcore.model.dispatchers import token_dispatchers
 from megatron.zerobubble.mcore.model.expert_exchanges import ExpertExchanges
 from megatron.zerobubble.mcore.model.rng import draws
 from megatron.zerobubble.mcore.model.shared_experts import side_streams
+from megatron.zerobubble.mcore.model.timed_dispatchers import timed_dispatchers
 from megatron.zerobubble.mcore.model.wgrad_split import driven_modules, split_weights
 from megatron.zerobubble.mcore.post_validation.rewind import Habits, Replayed, Rewind
 from megatron.zerobubble.mcore.post_validation.token_count import TokenCount
@@ -152,8 +153,13 @@ class IterationRunner:
         if isinstance(hooks.profiler, Profiler):
             hooks.profiler.lengths = iteration.pass_lengths
         self._store.due_at_once = _due_at_once(program, self._rank)
+        if self._exchanges is not None:
+            self._exchanges.recorder = recorder
         try:
-            with hooks.profiler if hooks.profiler is not None and is_training else nullcontext():
+            with (
+                hooks.profiler if hooks.profiler is not None and is_training else nullcontext(),
+                timed_dispatchers(self._dispatchers, self._config, recorder),
+            ):
                 if hooks.before_gradients is not None and is_training:
                     work, executor = self._validated(program, iteration, work, executor, recorder, hooks)
                 executor.run()

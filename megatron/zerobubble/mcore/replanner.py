@@ -20,6 +20,7 @@ from megatron.core import parallel_state
 
 from megatron.zerobubble.errors import ConfigError, ZeroBubbleError
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
+from megatron.zerobubble.mcore.expert_pairs import best_pairs, pairs_line
 from megatron.zerobubble.mcore.state_memory import usable_bytes
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.costs.cost_model import Activations, CostModel
@@ -130,6 +131,7 @@ class Replanner:
             which are then the rank's limit. None: no limit in bytes.
         state_bytes: called at the end of a window; returns the bytes of weights, gradients and optimizer state on this rank.
         chooses_slices: at the end of the first window, choose the number of slices.
+        searches: whether the order of ops is searched; False: only which passes are paired follows from what was measured.
         on_plan: called on rank 0 of the world with every plan that is found, simulated with the measured costs.
     """
 
@@ -143,9 +145,10 @@ class Replanner:
         headroom_bytes: Callable[[RankProfile], int] | None = None,
         state_bytes: Callable[[], int] = int,
         chooses_slices: bool = False,
+        searches: bool = True,
         on_plan: Callable[[Simulation], None] | None = None,
     ) -> None:
-        self._chooses_slices = chooses_slices
+        self._chooses_slices, self._searches = chooses_slices, searches
         self._schedule = schedule
         self._window = window
         self._options = options
@@ -320,11 +323,12 @@ class Replanner:
         begin = time.perf_counter()
         spec, costs, objective = self._schedule.spec, self._costs, self._options.objective
         current = executed_plan(spec, self._current.get(num_microbatches) or initial_plan(spec, num_microbatches))
-        plan = current
+        plan, has_planned = current, True
         try:
             plan = self._better(current, num_microbatches)
         except ConfigError as error:
             _log.warning("the order of ops is unchanged: %s", error)
+            has_planned = False
         before, now = self._simulated(current, costs), self._simulated(plan, costs)
         _log.info(
             "re-planned with profiled timings in %.1f s: %s; predicted %.1f ms per iteration with the current order "
@@ -337,26 +341,38 @@ class Replanner:
             100 * objective.bubble_of(now),
             _mib(max(now.peak_memory) * min(spec.num_ranks, num_microbatches) * self._unit_bytes),
         )
+        if self._schedule.overlaps_pairs and has_planned:
+            _log.info("%s", pairs_line(now))
         if self._on_plan is not None:
             self._on_plan(now)
         return plan
 
     def _better(self, current: Plan, num_microbatches: int) -> Plan:
-        """The best plan found within the memory limit, or the current one if it is better and within the limit, too."""
+        """The best plan found within the memory limit, or the current one if it is better and within the limit, too.
+
+        Where the passes of a pair overlap, any of them may have got pairs.
+        """
         assert self._costs is not None
+        spec, objective, plans = self._schedule.spec, self._options.objective, list[Plan]()
         share = 1.0 if num_microbatches == self._usual_num_microbatches else 0.1
         costs, limit = self._within(self._costs, num_microbatches)
-        found = self._found(self._schedule.spec, num_microbatches, costs, limit, share)
-        plans = [found]
-        if self._step is not None:
-            plans.append(self._found(self._schedule.spec, num_microbatches, costs, limit, 0.0))
+        alone = executed_plan(spec, initial_plan(spec, num_microbatches))
+        if not self._searches:
+            plans.append(alone)
+        else:
+            plans.append(self._found(spec, num_microbatches, costs, limit, share))
+            if self._step is not None:
+                plans.append(self._found(spec, num_microbatches, costs, limit, 0.0))
         if limit is None or max(peak_memory(current, costs)) <= limit + MEMORY_TOLERANCE:
             plans.append(current)
+        if self._schedule.overlaps_pairs:
+            plans = [executed_plan(spec, plan) for plan in best_pairs(plans, alone, costs, objective, limit)]
         return min(plans, key=lambda plan: self._options.objective.of(self._simulated(plan, costs)))
 
     def _simulated(self, plan: Plan, costs: CostModel) -> Simulation:
         """The plan with what surrounds the passes, which the search does not know."""
-        return simulate(plan, replace(costs, step=self._step))
+        all_to_all = costs.all_to_all if self._schedule.overlaps_pairs or not plan.pairs else (0.0, 0.0)
+        return simulate(plan, replace(costs, step=self._step, all_to_all=all_to_all))
 
     def _found(self, spec: ScheduleSpec, num_microbatches: int, costs: CostModel, limit: float | None, share: float) -> Plan:
         """The best plan that a search with a share of the budget finds within a memory limit, see `_within`."""
@@ -399,7 +415,7 @@ def make_replanner(
         seed: of searches.
         on_plan: see `Replanner`.
     """
-    if flags.timed_iterations is None:
+    if flags.timed_iterations is None or not (flags.searches or schedule.overlaps_pairs):
         return None
     limit = flags.memory_limit
 
@@ -421,12 +437,13 @@ def make_replanner(
         SearchOptions(
             objective=Objective.with_optimizer(post_validation=flags.enable_optimizer_post_validation),
             seed=seed,
-            budget=budget_of(flags.zero_bubble_planning_seconds),
+            budget=budget_of(flags.zero_bubble_planning_seconds) if flags.searches else 0.0,
         ),
         num_microbatches=num_microbatches,
         headroom_bytes=headroom_bytes if flags.limits_bytes else None,
         state_bytes=state_bytes,
         chooses_slices=flags.chooses_slices,
+        searches=flags.searches,
         on_plan=on_plan,
     )
 

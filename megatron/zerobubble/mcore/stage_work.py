@@ -160,7 +160,7 @@ class ChunkWork(StageWork):
         """Run both passes of a pair, which compute beside each other's all-to-alls of experts where they can."""
         if self._exchanges is None:
             return super().pair(forward, backward)
-        return self._exchanges.turns.run(partial(self.forward, *forward), partial(self.backward, *backward))
+        return self._exchanges.pair(partial(self.forward, *forward), partial(self.backward, *backward))
 
     def buffer(self, message: Message) -> Tensor:
         """An uninitialized receive buffer for an activation or a gradient, in the pipeline's dtype."""

@@ -25,13 +25,15 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.agreement import check_same_program, refusing_together
 from megatron.zerobubble.mcore.ddp.record_buckets import record_buckets
 from megatron.zerobubble.mcore.ddp.wrap import overlaps_reductions
-from megatron.zerobubble.mcore.expert_pairs import can_pair, paired
+from megatron.zerobubble.mcore.expert_pairs import can_pair
 from megatron.zerobubble.mcore.iteration_runner import IterationHooks, IterationRunner
 from megatron.zerobubble.mcore.microbatches.iteration_plans import Arranged, UnequalMicrobatches, UnequalOptions
 from megatron.zerobubble.mcore.microbatches.programs import Programs
+from megatron.zerobubble.mcore.model.dispatchers import token_dispatchers
 from megatron.zerobubble.mcore.model.graph_replays import LayerGraphs
 from megatron.zerobubble.mcore.model.layer_graphs import IMPLEMENTATION
 from megatron.zerobubble.mcore.model.stage_layout import output_lengths
+from megatron.zerobubble.mcore.model.timed_dispatchers import timed_dispatchers
 from megatron.zerobubble.mcore.post_validation.token_count import TokenCount
 from megatron.zerobubble.mcore.schedule_call import Call
 from megatron.zerobubble.mcore.slices.current_slice import SlicePart
@@ -91,7 +93,8 @@ class PipelineSchedule:
         unequal: microbatches have lengths of their own, and each iteration is planned for them; None: all have the sequence
             length of the call. A stock schedule takes None: megatron-core has a way of its own.
         slicing: how microbatches are cut, where the schedule has slices; None: into slices of equal length, by `cut_batch`.
-        overlap_moe: whether all-to-alls of experts run beside computation (`expert_exchanges`), for which plans get pairs.
+        overlap_moe: whether all-to-alls of experts run beside computation (`expert_exchanges`): of the other pass of a pair where
+            the plan has pairs, which re-planning adds, and of W.
 
     Raises:
         ConfigError: a schedule of ours without a store, or slices of a model that they do not go with.
@@ -112,8 +115,8 @@ class PipelineSchedule:
         overlap_moe: bool = False,
     ) -> None:
         overlaps = any(overlaps_reductions(chunk) for chunk in chunks)
-        self._has_pairs = overlap_moe and can_pair(config, spec, is_unequal=unequal is not None)
-        """Whether plans get pairs, where they have none of their own."""
+        self.overlaps_pairs = overlap_moe and can_pair(config, spec, is_unequal=unequal is not None)
+        """Whether the passes of a pair compute beside each other's all-to-alls of experts."""
         self.spec = spec = replace(spec, overlaps_reductions=overlaps and spec.shard_gradients is None)
         self.hooks = IterationHooks()
         """What else happens in this rank's iterations; the owner sets its fields."""
@@ -189,7 +192,7 @@ class PipelineSchedule:
                 device=self.device,
                 rank=self._rank,
                 positions=self.slicing.positions,
-                overlap_moe=self._has_pairs,
+                overlap_moe=self.overlaps_pairs,
             )
 
     # -- plans ------------------------------------------------------------------------------------------------------------
@@ -197,10 +200,7 @@ class PipelineSchedule:
     def plan(self, num_microbatches: int) -> Plan:
         """The plan that training runs for this many microbatches. Planned on first use."""
         if num_microbatches not in self._plans:
-            plan = self._plan_for(num_microbatches)
-            if self._has_pairs:
-                plan = paired(plan, self.spec, self._costs)
-            self._plans[num_microbatches] = executed_plan(self.spec, plan)
+            self._plans[num_microbatches] = executed_plan(self.spec, self._plan_for(num_microbatches))
         return self._plans[num_microbatches]
 
     def replan(self, plan_for: Callable[[int], Plan], costs: CostModel | None = None) -> None:
@@ -327,7 +327,8 @@ class PipelineSchedule:
             recorder = self.recordings.begin(self._plans[num_microbatches])
         if recorder is None:
             return function(num_microbatches=num_microbatches, forward_only=forward_only, **others)
-        with recorded_passes(self._config, recorder, self._plans[num_microbatches].ops[self._rank]):
+        dispatchers, own = [token_dispatchers(chunk) for chunk in self._chunks], self._plans[num_microbatches].ops[self._rank]
+        with recorded_passes(self._config, recorder, own), timed_dispatchers(dispatchers, self._config, recorder):
             return function(num_microbatches=num_microbatches, forward_only=forward_only, **others)
 
     def _forward_backward(self, **given: Any) -> list[Any]:

@@ -37,6 +37,8 @@ class Activity(enum.Enum):
     wait for it if completion cannot be observed."""
     GATHER = "gather"
     """All-gather of a weight bucket over the data-parallel ranks, from its issue to its completion or the wait for it."""
+    ALL_TO_ALL = "exposed all-to-all"
+    """Inside of ops: tokens travel to or from experts, and the rank computes nothing meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)

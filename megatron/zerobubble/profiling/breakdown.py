@@ -91,6 +91,8 @@ class RankRecord(RankTime):
     `optimizer_ms` is waiting."""
     rewind_ms: float
     """Forwards that were discarded by a rollback of the last optimistic step; before the ops, and no part of the makespan."""
+    exposed_all_to_all_ms: float
+    """The part of the time in ops in which tokens travel to or from experts, and the rank computes nothing."""
 
 
 def rank_times(rows: Sequence[Row]) -> tuple[RankTime, ...]:
@@ -123,6 +125,7 @@ def rank_records(timeline: Timeline) -> tuple[RankRecord, ...]:
             optimizer_ms=_total(rank.spans, Activity.OPTIMIZER),
             optimizer_ahead_ms=latest - max(starts) if starts else 0.0,
             rewind_ms=_total(rank.spans, Activity.REWIND),
+            exposed_all_to_all_ms=_total(rank.spans, Activity.ALL_TO_ALL),
         )
         for rank, time, starts in zip(timeline.ranks, rank_times(timeline.rows), entered, strict=True)
     )

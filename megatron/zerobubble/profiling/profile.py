@@ -61,6 +61,9 @@ class RankProfile:
     """(stage, kind) -> milliseconds."""
     memory: Mapping[int, StageMemory]
     """Stage -> activation memory of one microbatch; empty if memory was not measured."""
+    all_to_all_ms: Mapping[tuple[int, OpKind], float] = field(default_factory=dict)
+    """(stage, kind) -> the milliseconds of a pass in which its tokens travel to or from experts, and nothing runs beside that;
+    passes without such are missing."""
     peak_bytes: int = 0
     """Peak of the activation memory held after an op, in the iteration whose memory was measured."""
     workspace_bytes: int = 0
@@ -112,7 +115,24 @@ def combine(
         }
     )
     costs = replace(whole, table=_slice_costs(ranks, placement) or whole.table)
-    return costs.with_links(links or {}, placement.num_ranks)
+    return replace(costs, all_to_all=_all_to_all(ranks, whole)).with_links(links or {}, placement.num_ranks)
+
+
+def _all_to_all(ranks: Sequence[RankProfile], costs: CostModel) -> tuple[float, float]:
+    """The shares of F and of B, over all stages, in which tokens travel to or from experts.
+
+    Of the ranks that hold a stage the one with the shortest counts: the others wait for it in their all-to-alls, for what it
+    still computes. The times of passes are those of the slowest rank.
+    """
+    shares = []
+    for times, kinds in ((costs.forward_ms, (OpKind.F,)), (costs.backward_ms, (OpKind.B, OpKind.BW))):
+        found: dict[int, float] = {}
+        for rank in ranks:
+            for (stage, kind), elapsed in rank.all_to_all_ms.items():
+                if kind in kinds:
+                    found[stage] = min(elapsed, found.get(stage, elapsed))
+        shares.append(min(1.0, math.fsum(found.values()) / math.fsum(times)) if found and any(times) else 0.0)
+    return shares[0], shares[1]
 
 
 def slices_of(times_ms: Mapping[tuple[int, OpKind, int], float]) -> dict[int, StageSlices]:

@@ -7,19 +7,29 @@ its input, so the time between the two is the pass alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron.zerobubble.plan.ir import Op, OpKind
 from megatron.zerobubble.profiling.activation_memory import MemoryMeter
+from megatron.zerobubble.profiling.exposed import exposed
 from megatron.zerobubble.profiling.marks import Marks
 from megatron.zerobubble.profiling.profile import ByLength, RankProfile, StageMemory, slices_of
 from megatron.zerobubble.runtime.recording import Recorder
+
+
+class _Pass(NamedTuple):
+    op: Op
+    start: Any
+    end: Any
+    lengths: Sequence[Sequence[tuple[int, float]]]
+    changes: Sequence[tuple[Any, int]]
 
 
 class Profiler(Recorder):
@@ -36,9 +46,11 @@ class Profiler(Recorder):
         self.key_bytes: Mapping[int, int] = {}
         """Where microbatches are cut: for each stage of this rank, the bytes of a microbatch's keys and values."""
         self._marks = Marks(device)
-        self._passes: list[tuple[Op, Any, Any, Sequence[Sequence[tuple[int, float]]]]] = []
+        self._passes: list[_Pass] = []
         self._measured: Sequence[Sequence[tuple[int, float]]] = ()
         self._started: Any = None
+        self._changes: list[tuple[Any, int]] = []
+        """Of the op that runs: when it began or ceased to compute."""
         self._meter = MemoryMeter(device)
         self._iterations = self._begin = 0
         self._entered = ExitStack()
@@ -69,22 +81,32 @@ class Profiler(Recorder):
 
     def start(self, op: Op) -> None:
         """The op's input is here and it is about to run."""
+        self._changes = []
         self._started = self._marks.now()
+
+    def computes(self, change: int) -> None:
+        """The op computes from here on (1), or its tokens travel to or from experts (-1)."""
+        self._changes.append((self._marks.now(), change))
 
     def end(self, op: Op) -> None:
         """The op's work has been issued (CUDA) or done (CPU)."""
-        self._passes.append((op, self._started, self._marks.now(), self.lengths))
+        self._passes.append(_Pass(op, self._started, self._marks.now(), self.lengths, self._changes))
 
     def profile(self) -> RankProfile:
-        """The median time of each stage's ops by kind, and its activation memory. Synchronizes a CUDA device."""
+        """The median time of each stage's ops by kind, that of their all-to-alls, and its activation memory. Synchronizes a CUDA
+        device."""
         self._marks.synchronize()
         times: dict[tuple[int, OpKind], list[float]] = {}
+        shares: dict[tuple[int, OpKind], list[float]] = {}
         sliced: dict[tuple[int, OpKind, int], list[float]] = {}
         timed: dict[tuple[int, OpKind], list[ByLength[float]]] = {}
         whole: dict[tuple[int, Op], float] = {}
-        for op, start, end, lengths in self._passes:
+        for op, start, end, lengths, changes in self._passes:
             elapsed, key = self._marks.elapsed_ms(start, end), (op.stage, op.kind)
             times.setdefault(key, []).append(elapsed)
+            if changes and elapsed > 0:
+                apart = exposed(1, 0.0, elapsed, [(self._marks.elapsed_ms(start, at), change) for at, change in changes])
+                shares.setdefault(key, []).append(math.fsum(until - since for since, until in apart) / elapsed)
             sliced.setdefault((*key, op.slice), []).append(elapsed)
             if lengths:
                 timed.setdefault(key, []).append(ByLength(*lengths[op.microbatch][op.slice], elapsed))
@@ -113,6 +135,7 @@ class Profiler(Recorder):
                 )
         return RankProfile(
             times_ms=typical,
+            all_to_all_ms={key: typical[key] * median(values) for key, values in shares.items()},
             memory=memory,
             slices=slices,
             peak_bytes=self._meter.peak_bytes,

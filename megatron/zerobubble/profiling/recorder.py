@@ -12,7 +12,8 @@ it at the moment of `clear`, which must therefore come first.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,8 +22,9 @@ import torch
 
 from megatron.zerobubble.plan.communication import Message
 from megatron.zerobubble.plan.ir import Op
-from megatron.zerobubble.plan.simulate import TimedOp
+from megatron.zerobubble.plan.simulate import TimedOp, seconds_of_pairs
 from megatron.zerobubble.plan.timeline import Activity, Bucket, RankTimeline, Span
+from megatron.zerobubble.profiling.exposed import exposed
 from megatron.zerobubble.profiling.marks import Marks
 from megatron.zerobubble.runtime.recording import Recorder
 
@@ -51,6 +53,7 @@ class _Tape:
     ops: list[tuple[Op, Any, Any]] = field(default_factory=list)
     spans: list[tuple[Activity, Message | None, Any, Any]] = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
+    changes: list[tuple[Any, int]] = field(default_factory=list)
 
     def at(self, mark: Any) -> float:
         """Milliseconds on the host's clock. A CUDA event must have completed."""
@@ -124,6 +127,10 @@ class OpRecorder(Recorder):
         self._tape.exchanges.append(exchange)
         return exchange
 
+    def computes(self, change: int) -> None:
+        """Inside of ops one more pass or wgrad GEMM computes from here on (1), or one less (-1)."""
+        self._tape.changes.append((self._marks.now(), change))
+
     def start(self, op: Op) -> None:
         """The op is about to run."""
         self._started = self._marks.now()
@@ -167,6 +174,7 @@ class OpRecorder(Recorder):
         tape, ops = self._tape, tuple(self._tape.ops)
         spans = tuple(tape.spans)
         exchanges = [(each.activity, each.bucket, each.start, each.end) for each in tape.exchanges if each.end is not None]
+        changes = tuple(tape.changes)
         peak_bytes = torch.cuda.max_memory_allocated() if self._marks.on_cuda else None
 
         def read() -> RankTimeline:
@@ -179,9 +187,10 @@ class OpRecorder(Recorder):
                 Span(activity=activity, bucket=bucket, start_ms=tape.at(start), end_ms=tape.at(end))
                 for activity, bucket, start, end in exchanges
             ]
+            timed = tuple(TimedOp(op, tape.at(start), tape.at(end)) for op, start, end in ops)
             return RankTimeline(
-                ops=tuple(TimedOp(op, tape.at(start), tape.at(end)) for op, start, end in ops),
-                spans=tuple(found),
+                ops=timed,
+                spans=(*found, *_all_to_alls(timed, [(tape.at(mark), change) for mark, change in changes])),
                 peak_bytes=peak_bytes,
             )
 
@@ -189,3 +198,18 @@ class OpRecorder(Recorder):
 
     def _close(self, activity: Activity, message: Message, now: Any) -> None:
         self._tape.spans.append((activity, message, self._open.pop((activity, message)), now))
+
+
+def _all_to_alls(row: Sequence[TimedOp], changes: Sequence[tuple[float, int]]) -> Iterator[Span]:
+    """The spans in which tokens travel to or from experts and the rank computes nothing."""
+    if not changes:
+        return
+    changes, seconds = sorted(changes), seconds_of_pairs(row)
+    for place, (_, start, end) in enumerate(row):
+        if place in seconds:
+            continue
+        is_pair = place + 1 in seconds
+        end = max(end, row[place + 1].end_ms) if is_pair else end
+        own = changes[bisect_left(changes, (start, -2)) : bisect_right(changes, (end, 2))]
+        for since, until in exposed(1 + is_pair, start, end, own):
+            yield Span(activity=Activity.ALL_TO_ALL, start_ms=since, end_ms=until)

@@ -9,9 +9,11 @@ documents the values of a rank.
 from __future__ import annotations
 
 import json
+import math
+from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from megatron.zerobubble.errors import PlanError
@@ -22,7 +24,7 @@ from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.links import LinkTime, links_text
 from megatron.zerobubble.plan.ir import OpKind, Plan
 from megatron.zerobubble.plan.simulate import Simulation, TimedOp, lengths_ms, simulate
-from megatron.zerobubble.plan.timeline import Timeline
+from megatron.zerobubble.plan.timeline import Activity, Timeline
 from megatron.zerobubble.profiling.breakdown import RankRecord, RankTime, link_times, rank_records, rank_times
 from megatron.zerobubble.profiling.profile import RankProfile, combine, slices_of
 from megatron.zerobubble.profiling.recorded_step import step_costs
@@ -103,6 +105,11 @@ class PipelineReport:
         busy = sum(rank.busy_ms for rank in self.ranks)
         return sum(rank.wgrad_ms for rank in self.ranks) / busy if busy else 0.0
 
+    @property
+    def exposed_all_to_all_ms(self) -> float:
+        """The mean over ranks of the time in which tokens travel to or from experts and the rank computes nothing."""
+        return fmean(rank.exposed_all_to_all_ms for rank in self.ranks)
+
     def lines(self) -> list[str]:
         """Lines for the log at the end of a run."""
         worst = max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].idle_ms)
@@ -121,7 +128,13 @@ class PipelineReport:
             f"  {links_text(self.links, self.hosts)}",
             f"  optimizer: up to {max(rank.optimizer_ms for rank in self.ranks):.1f} ms; the first rank entered it "
             f"{max(rank.optimizer_ahead_ms for rank in self.ranks):.1f} ms before the last",
+            *([f"  {self._exposed_line}"] if self.exposed_all_to_all_ms else []),
         ]
+
+    @property
+    def _exposed_line(self) -> str:
+        share = self.exposed_all_to_all_ms / self.span_ms
+        return f"all-to-alls of experts: {self.exposed_all_to_all_ms:.1f} ms exposed on the mean rank, {share:.0%} of the span"
 
     def to_json(self) -> dict[str, Any]:
         """One entry of `report.json`; docs/reading-the-trace.md explains every key."""
@@ -157,6 +170,8 @@ def report(timeline: Timeline) -> PipelineReport:
     """
     links = link_times(timeline)
     costs = measured_costs(timeline.plan, timeline.rows, {pair: LinkTime(elapsed) for pair, elapsed in links.items()})
+    if not timeline.plan.pairs:
+        costs = replace(costs, all_to_all=(_share(timeline, OpKind.F), _share(timeline, OpKind.B, OpKind.BW)))
     if timeline.activations is not None:
         costs = costs.with_activations(timeline.activations)
     if timeline.plan.assignment or timeline.plan.slice_counts:
@@ -208,6 +223,18 @@ def measured_costs(plan: Plan, rows: Rows, links: Mapping[tuple[int, int], LinkT
     typical = {(stage, kind): sum(each) for stage, of in slices.items() for kind, each in of.times_ms.items()}
     are_alike = plan.num_slices > 1 and not plan.slice_counts
     return combine([RankProfile(times_ms=typical, memory={}, slices=slices if are_alike else {})], plan.placement, links)
+
+
+def _share(timeline: Timeline, *kinds: OpKind) -> float:
+    """The share of the time of all passes of these kinds in which their tokens travel to or from experts."""
+    whole = traveling = 0.0
+    for rank in timeline.ranks:
+        ops, starts = [timed for timed in rank.ops if timed.op.kind in kinds], [timed.start_ms for timed in rank.ops]
+        whole += math.fsum(end - start for _, start, end in ops)
+        for span in rank.spans:
+            if span.activity is Activity.ALL_TO_ALL and rank.ops[bisect(starts, span.start_ms) - 1].op.kind in kinds:
+                traveling += span.end_ms - span.start_ms
+    return min(1.0, traveling / whole) if whole else 0.0
 
 
 def _of_each_microbatch(timeline: Timeline, costs: CostModel) -> CostModel:

@@ -22,9 +22,9 @@ from megatron.zerobubble.runtime.p2p import Handle, P2PLinks
 class Recorder(Protocol):
     """Callbacks of the executor, one per event of an op or a transfer. Inherit and override the ones you need.
 
-    All calls come from the thread that runs the executor, with the stream current that the ops run on. On the CPU an event
-    happens at the host time of its call. On CUDA the host runs ahead and every wait is a wait of the stream: the time of an event
-    is that of a CUDA event recorded in the call.
+    All calls but `computes` come from the thread that runs the executor, with the stream current that the ops run on. On the CPU
+    an event happens at the host time of its call. On CUDA the host runs ahead and every wait is a wait of the stream: the time of
+    an event is that of a CUDA event recorded in the call.
     """
 
     def start(self, op: Op) -> None:
@@ -42,6 +42,14 @@ class Recorder(Protocol):
             op: the op that ran.
             in_transit: returns the bytes in flight on this rank now: buffers of posted receives, tensors of sends that are not
                 retired, and tensors handed to another stage of the rank. Valid until `settled` returns.
+        """
+        return
+
+    def computes(self, change: int) -> None:
+        """Inside of ops one more pass (1) or one less (-1) computes from here on, or a wgrad GEMM beside it.
+
+        A pass computes from the start of its op to its end, but not while its tokens travel to or from experts, and in a pair not
+        when it has ended before the other one. This may be called from the thread of either pass.
         """
         return
 

@@ -16,8 +16,14 @@ import pytest
 import torch
 
 from megatron.zerobubble.mcore.model.expert_exchanges import why_exposed
+from megatron.zerobubble.mcore.replanner import Replanner, Window
+from megatron.zerobubble.plan.ir import OpKind, Plan
 from megatron.zerobubble.plan.registry import plan_of
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
+from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
+from megatron.zerobubble.plan.timeline import Activity
+from megatron.zerobubble.profiling.profile import RankProfile
+from megatron.zerobubble.profiling.profiler import Profiler
 from megatron.zerobubble.runtime.turns import Pair
 from megatron.zerobubble.wgrad.store import WeightGradStore
 from tests.support import flex
@@ -30,15 +36,15 @@ from tests.support.ranks import RankPool
 
 @dataclass(frozen=True)
 class Overlapped(Case):
-    """A schedule with every legal pair of its order, or with those that a run chooses."""
+    """A schedule with every legal pair of its order, or with those that a run chooses by what it measures."""
 
     overlap: bool = False
-    is_loaded: bool = True
-    """Whether both runs have the plan; else the one without overlap has that of its schedule."""
+    share: float | None = None
+    """Of F and of B in which tokens travel, in place of what is measured in the first iteration; None: the plan is loaded."""
 
     @property
     def spec(self) -> ScheduleSpec:
-        if not self.is_loaded:
+        if self.share is not None:
             return super().spec
         return replace(super().spec, loaded_plan=paired(plan_of(super().spec, self.num_microbatches)))
 
@@ -55,6 +61,30 @@ class OverlappedMoeTrainer(MoeTrainer, trains=OverlappedMoe):
     """Trains an `OverlappedMoe`."""
 
     case: Any
+    replanner: Replanner | None = None
+    measured: RankProfile | None = None
+
+    def forward_backward(self, step: int, *, forward_only: bool = False) -> list[float]:
+        """With overlap and a share, the first iteration is profiled and behind it the run is planned again."""
+        case, m = self.case, self.case.num_microbatches
+        if not case.overlap or case.share is None:
+            return super().forward_backward(step, forward_only=forward_only)
+        if self.replanner is None:
+            options, searches = SearchOptions(budget=0.1 * Effort.FAST.budget), case.schedule == "zbv"
+            self.replanner = Replanner(self.schedule, Window(start=1, end=1), options, num_microbatches=m, searches=searches)
+        self.replanner.before(step + 1, m)
+        losses = super().forward_backward(step)
+        if self.replanner.is_due(step + 1):
+            assert isinstance(self.schedule.hooks.profiler, Profiler)
+            self.measured = self.schedule.hooks.profiler.profile()
+            times, traveling = dict.fromkeys(self.measured.times_ms, 1.0), dict.fromkeys(self.measured.all_to_all_ms, case.share)
+            profile = RankProfile(times_ms=times, memory={}, all_to_all_ms=traveling)
+            with (
+                mock.patch.object(Profiler, "profile", return_value=profile),
+                mock.patch.object(self.schedule, "link_times", return_value={}),
+            ):
+                self.replanner.after(step + 1, m)
+        return losses
 
     def _schedule_options(self) -> dict[str, Any]:
         return {"overlap_moe": self.case.overlap}
@@ -117,11 +147,16 @@ def _compare(rank: int, case: OverlappedMoe) -> _Seen:
         assert seen["turns"] == 0
         with mock.patch.object(WeightGradStore, "run_ahead", counted):
             beside = _trained(replace(case, overlap=True))
+    return _Seen(_unequal(apart, beside), **seen)
+
+
+def _unequal(apart: Outcome, beside: Outcome) -> tuple[str, ...]:
+    """What differs in any bit."""
     unequal = [name for name in ("losses", "grad_norms") if getattr(apart, name) != getattr(beside, name)]
     for name in ("gradients", "weights"):
         ours, theirs = getattr(beside, name), getattr(apart, name)
         unequal += [f"{name} of {each}" for each in theirs if not torch.equal(ours[each], theirs[each])]
-    return _Seen(tuple(unequal), **seen)
+    return tuple(unequal)
 
 
 BASE: dict[str, Any] = {"different_data": True, "expert_parallel": 2, "num_layers": 4}
@@ -174,13 +209,59 @@ def test_with_mtp_layers(four_ranks: RankPool, schedule: str) -> None:
     assert any(each.turns for each in seen)
 
 
-@pytest.mark.parametrize("schedule", ["zb-h1", "zbv"])
+def _replanned(rank: int, case: OverlappedMoe) -> dict[str, Any]:
+    """A run that is planned again behind its first iteration, beside one without overlap."""
+    apart = _trained(case)
+    trainer: Any = replace(case, overlap=True).trainer()
+    with mock.patch("megatron.zerobubble.mcore.replanner._log.info") as logged:
+        unequal = _unequal(apart, trainer.train())
+    seen = {
+        "unequal": unequal,
+        "measured": trainer.measured,
+        "plan": trainer.schedule.plan(case.num_microbatches).to_json(),
+        "costs": trainer.replanner.costs,
+        "lines": [line for call in logged.call_args_list if "all-to-alls" in (line := call.args[0] % call.args[1:])],
+        "recorded": trainer.schedule.timelines(),
+    }
+    trainer.close()
+    return seen
+
+
+@pytest.mark.claims(
+    "Planning and measuring",
+    "the shares of F and B that are all-to-alls of experts, measured in a run; pairs chosen by them in re-planning, also in an "
+    "order that is not searched, and none where they do not pay",
+    "works, bit for bit the run without; **not run on a GPU**",
+)
+@pytest.mark.parametrize(("schedule", "share"), [("1f1b", 0.5), ("zb-h1", 0.4), ("zbv", 0.3), ("zbv", 0.001)])
 @pytest.mark.sampled(0.5)
-def test_with_the_pairs_that_a_run_chooses(four_ranks: RankPool, schedule: str) -> None:
-    """In another order than that of the schedule, too."""
-    seen = four_ranks.run(_compare, replace(SCHEDULES[schedule], is_loaded=False, num_microbatches=8, shared=True))
-    assert [each.unequal for each in seen] == [()] * 4
-    assert all(each.turns for each in seen)
+def test_a_run_pairs_passes_by_the_share_that_it_measured(four_ranks: RankPool, schedule: str, share: float) -> None:
+    """In another order than that of the schedule, too. All ranks have one plan, and the second iteration, which ran it, has
+    spans of its exposed all-to-alls, all inside of ops."""
+    case = replace(SCHEDULES[schedule], share=share, num_microbatches=8, layer_freq=(1, 0, 1, 1), gradient_step=1)
+    results = four_ranks.run(_replanned, case)
+    assert [each["unequal"] for each in results] == [()] * 4
+    (text,), (costs,) = {each["plan"] for each in results}, {each["costs"] for each in results}
+    plan = Plan.from_json(text)
+    assert bool(plan.pairs) == (share > 0.001)
+    layers = 4 // costs.num_stages
+    experts = [stage for stage in range(costs.num_stages) if any(case.layer_freq[stage * layers :][:layers])]
+    assert costs.all_to_all == pytest.approx((share * len(experts) / costs.num_stages,) * 2)
+    assert [len(each["lines"]) for each in results] == [1, 0, 0, 0]
+    assert ("pairs of F and B" in results[0]["lines"][0]) == (share > 0.001)
+    backward = OpKind.BW if schedule == "1f1b" else OpKind.B
+    for rank, each in enumerate(results):
+        profile, stages = each["measured"], case.spec.placement.rank_to_stages[rank // 2]
+        assert profile.all_to_all_ms.keys() == {
+            (stage, kind) for stage in {*experts} & {*stages} for kind in (OpKind.F, backward)
+        }
+        assert all(0 < elapsed < profile.times_ms[key] for key, elapsed in profile.all_to_all_ms.items())
+        (timeline,) = each["recorded"]
+        assert timeline.plan == plan
+        for row in timeline.ranks:
+            spans = [span for span in row.spans if span.activity is Activity.ALL_TO_ALL]
+            assert spans
+            assert all(any(op.start_ms <= span.start_ms < span.end_ms <= op.end_ms for op in row.ops) for span in spans)
 
 
 CONFIG: dict[str, Any] = {

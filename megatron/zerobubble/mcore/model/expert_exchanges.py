@@ -19,16 +19,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from megatron.zerobubble.runtime.recording import Recorder
 from megatron.zerobubble.runtime.turns import Pair, Side, Turns, Worker
 
-__all__ = ["ExpertExchanges", "why_exposed"]
+__all__ = ["METHODS", "ExpertExchanges", "bordered", "why_exposed"]
 
-_METHODS = ("token_dispatch", "token_combine")
+_F = TypeVar("_F")
+_B = TypeVar("_B")
+
+METHODS = ("token_dispatch", "token_combine")
 """Methods of a dispatcher that send tokens, and compute nothing."""
 _SEPARATE = ("alltoall", "deepep", "hybridep")
 """Dispatchers, and backends of the flex dispatcher, whose all-to-alls return memory that no other one writes to."""
@@ -83,8 +88,10 @@ class ExpertExchanges:
     """
 
     def __init__(self, dispatchers: Sequence[Any], device: torch.device, fill: Callable[[], object]) -> None:
+        self.recorder: Recorder | None = None
+        """Records the iteration; None: nothing does."""
         self.turns = Turns(device)
-        self._dispatchers = [each for each in dispatchers if hasattr(each, _METHODS[0])]
+        self._dispatchers = [each for each in dispatchers if hasattr(each, METHODS[0])]
         self._device, self._fill = device, fill
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._passes: Any = None
@@ -94,14 +101,33 @@ class ExpertExchanges:
         self._left: dict[Side, Pair] = {}
         """The pair that a pass has left for its all-to-all."""
         for dispatcher in self._dispatchers:
-            for name in _METHODS:
+            for name in METHODS:
                 setattr(dispatcher, name, _Exchange(getattr(dispatcher, name), self, dispatcher))
 
     def remove(self) -> None:
         """Leave the dispatchers as they were."""
         for dispatcher in self._dispatchers:
-            for name in _METHODS:
+            for name in METHODS:
                 vars(dispatcher).pop(name, None)
+
+    def pair(self, forward: Callable[[], _F], backward: Callable[[], _B]) -> tuple[_F, _B]:
+        """Run both passes of a pair, each beside the all-to-alls of the other one. Raises as `Turns.run`."""
+        return self.turns.run(partial(self._ending, forward), partial(self._ending, backward))
+
+    def _ending(self, run: Callable[[], _F]) -> _F:
+        result = run()
+        if self.recorder is not None:
+            self.recorder.computes(-1)
+        return result
+
+    def _filled(self) -> None:
+        """Compute something that nothing waits for."""
+        if self.recorder is None:
+            self._fill()
+            return
+        self.recorder.computes(1)
+        self._fill()
+        self.recorder.computes(-1)
 
     @contextmanager
     def in_forward(self) -> Iterator[None]:
@@ -127,14 +153,14 @@ class ExpertExchanges:
             self._left[side] = pair
         else:
             self._worker = self._worker or Worker(self._device, "wgrad beside all-to-alls")
-            self._filling = self._worker.submit(self._fill)
+            self._filling = self._worker.submit(self._filled)
 
     def end(self, side: Side) -> None:
         """It has ended, on CUDA: was issued."""
         if self._stream is not None:
             if not self.turns.switch(side):
                 with torch.cuda.stream(self._passes):  # in B the current one is that of the all-to-alls
-                    self._fill()
+                    self._filled()
         elif self._filling is not None:
             filling, self._filling = self._filling, None
             filling.result()
@@ -163,25 +189,32 @@ class _Exchange:
         exchanges = self._exchanges
         exchanges.hold(tensors, on_passes=False)
         with exchanges.in_forward():
-            result = self._method(*_Border.apply(exchanges.end, *tensors), **others)
+            result = self._method(*bordered(partial(exchanges.end, Side.BACKWARD), tensors), **others)
         results = result if isinstance(result, tuple) else (result,)
         keepers = (self._dispatcher, getattr(self._dispatcher, "_comm_manager", None))  # that of the flex dispatcher
         kept = [value for each in keepers if each is not None for value in vars(each).values()]
         exchanges.hold([*results, *kept], on_passes=True)
-        results = _Border.apply(exchanges.begin, *results)
+        results = bordered(partial(exchanges.begin, Side.BACKWARD), results)
         return results if isinstance(result, tuple) else results[0]
+
+
+def bordered(in_backward: Callable[[], None], values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The values, with `in_backward` called once the gradients of the tensors among them are known."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    passed = iter(_Border.apply(in_backward, *tensors) if tensors and torch.is_grad_enabled() else tensors)
+    return tuple(next(passed) if isinstance(value, Tensor) else value for value in values)
 
 
 class _Border(torch.autograd.Function):
     """Returns what it gets; its backward calls `in_backward`."""
 
     @staticmethod
-    def forward(ctx: Any, in_backward: Callable[[Side], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, in_backward: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.in_backward = in_backward
         ctx.set_materialize_grads(False)  # the flex dispatcher takes probabilities from its manager, not from its arguments
         return tuple(each.detach() for each in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        ctx.in_backward(Side.BACKWARD)
+        ctx.in_backward()
         return None, *gradients

@@ -349,7 +349,7 @@ class StockLoop:
     def _show(self, engine: Engine, num_microbatches: int) -> None:
         """Make the status of a model that starts or has a new plan; rank 0 writes it to stderr. All ranks must call it."""
         schedule = engine.schedule
-        measured = None if engine.replanner is None else engine.replanner.costs
+        measured = engine.costs
         recorded = [] if measured is None else schedule.timelines()
         plan = schedule.plan(num_microbatches)
         self._status = Status.of(

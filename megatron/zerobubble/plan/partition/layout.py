@@ -130,7 +130,11 @@ class Layout:
 
 
 def costs_of_placements(
-    model: Model, layers_of: Callable[[Placement], StageLayers], *, links: Links | None = None
+    model: Model,
+    layers_of: Callable[[Placement], StageLayers],
+    *,
+    links: Links | None = None,
+    all_to_all: tuple[float, float] = (0.0, 0.0),
 ) -> Callable[[Placement], CostModel]:
     """The costs of other placements of a measured model, as the planner asks for them: it raises PlanError for some.
 
@@ -138,12 +142,13 @@ def costs_of_placements(
         model: with the units of activation memory of a `CostModel` in place of bytes.
         layers_of: divides the layers over the stages of a placement; raises ConfigError where they cannot be divided.
         links: of unequal speed between the ranks, the same in any placement; None: the model's `comm_ms` for all.
+        all_to_all: shares of F and of B in which tokens travel to experts, the same in any placement.
     """
 
     def costs_of(placement: Placement) -> CostModel:
         try:
             layout = Layout(model=model, placement=placement, per_stage=layers_of(placement).per_stage)
-            return CostModel.of(layout.costs().table, comm_ms=model.comm_ms, links=links)
+            return CostModel.of(layout.costs().table, comm_ms=model.comm_ms, links=links, all_to_all=all_to_all)
         except ConfigError as error:
             raise PlanError(f"{placement.num_stages} stages: {error}") from None
 

@@ -1,10 +1,10 @@
 """Write timelines in the trace event format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-A rank is a process of the trace. Its first thread has the passes and the waits between them, a pair as one pass below the other,
-the second the optimizer and
-post-validation. Sends, receives, and the communication of buckets overlap, so they are distributed over several threads such that
-no two events of a thread overlap. An arrow leads from every send to its receive. A plan has a counter of each rank's activation
-memory, and arrows from every op to the op on another rank that needs its result. Times are in microseconds.
+A rank is a process of the trace. Its first thread has the passes and the waits between them, a pair as one pass below the
+other, the second the optimizer and post-validation. Sends, receives, the communication of buckets, and exposed all-to-alls of
+experts overlap, so they are distributed over several threads such that no two events of a thread overlap. An arrow leads from
+every send to its receive. A plan has a counter of each rank's activation memory, and arrows from every op to the op on another
+rank that needs its result. Times are in microseconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.zerobubble.plan.timeline import Activity, RankTimeline, Span, Time
 Event = dict[str, Any]
 
 _PASSES, _AROUND = 0, 1
-_LANES = {Activity.SEND: 100, Activity.RECEIVE: 200, Activity.REDUCE: 300, Activity.GATHER: 400}
+_LANES = {Activity.SEND: 100, Activity.RECEIVE: 200, Activity.REDUCE: 300, Activity.GATHER: 400, Activity.ALL_TO_ALL: 500}
 """The first thread id of each overlapping activity."""
 
 
