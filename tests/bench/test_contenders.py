@@ -158,6 +158,15 @@ def script(*words: str) -> Options:
     return parse_options(words, world_size=2, prog="bench")
 
 
+def test_megatron_cores_own_schedules_run_without_pairs_of_passes() -> None:
+    options = script("--enable-zero-bubble", "--zero-bubble-overlap-moe", "--contenders", "stock-1f1b,zbv", "--", __file__)
+    assert [(name, each.zero_bubble.zero_bubble_overlap_moe) for name, each in options.programs.items()] == [
+        ("stock-1f1b", False),
+        ("zbv", True),
+    ]
+    assert ["--zero-bubble-overlap-moe" in each.use for each in options.outcomes.values()] == [False, True]
+
+
 def test_a_script_gets_its_flags_and_the_contenders() -> None:
     flags = ["--contender-flags", "zbv=--chunks 2", "--contender-flags", "v-half:slices=2+pv=--v=2"]
     flags += ["--zero-bubble-planning-seconds", "3"]

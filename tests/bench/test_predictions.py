@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.timeline import Timeline
+from tests.support.plans import paired
 
 
 def _costs(scale: float, num_slices: int) -> CostModel:
@@ -42,16 +44,32 @@ def test_passes_take_the_median_of_all_blocks(later: tuple[float, ...], expected
     assert found.rows("activation") == base.rows("activation")
 
 
+JOB: Any = SimpleNamespace(costs_of=lambda costs, *_: lambda placement: costs, has_unequal_lengths=False)
+
+
+def test_pairs_are_predicted_with_the_measured_share_of_all_to_alls() -> None:
+    """Their passes end together, so that a recording has no times of the single ones."""
+    costs = replace(_costs(2.0, 1), all_to_all=(0.5, 0.25))
+    plan = paired(build_plan("zb-h1", num_ranks=2, num_microbatches=3))
+    result: Any = SimpleNamespace(measured=SimpleNamespace(costs=costs), timeline=None, sizes=None, plan=plan.to_json())
+    recorded = [Timeline.planned(simulate(plan, _costs(each, 1))) for each in (1.0, 3.0)]
+    block = FirstBlock(contender=SimpleNamespace(text="zb-h1"), program=None, result=result, recorded=recorded)  # type: ignore[arg-type]
+    assert block.costs == costs
+    found = _simulated(block, [block], JOB)
+    assert found is not None
+    assert found.costs.all_to_all == (0.5, 0.25)
+    assert found.makespan_ms < simulate(plan, _costs(2.0, 1)).makespan_ms
+
+
 @pytest.mark.parametrize("has_slices", [False, True])
 def test_beside_slices_every_contender_has_its_own_times(has_slices: bool) -> None:
     """Whole microbatches that ran alone were faster than what all blocks together say; without slices all have the same times."""
-    job: Any = SimpleNamespace(costs_of=lambda costs, *_: lambda placement: costs)
     blocks = [_block(4.0, (4.0,), 1), _block(1.0, (1.0,), 1), _block(5.0, (5.0,), 2 if has_slices else 1)]
     for number, block in enumerate(blocks):
         own = {"contender": SimpleNamespace(text=str(number)), "program": None}
         block.result.plan = block.recorded[0].plan.to_json()
         vars(block).update(own)
-    times = [_simulated(block, blocks, job).makespan_ms for block in blocks]  # type: ignore[union-attr]
+    times = [_simulated(block, blocks, JOB).makespan_ms for block in blocks]  # type: ignore[union-attr]
     if has_slices:
         assert times[0] == pytest.approx(4.0 * times[1])
     else:

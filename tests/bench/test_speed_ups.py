@@ -67,6 +67,16 @@ def test_a_speed_up_compares_blocks_of_the_same_round() -> None:
     assert speed_up({0: 1.0}, {1: 1.0}) is None
 
 
+def test_exposed_all_to_alls_are_a_line_where_they_were_measured() -> None:
+    base, fast = outcome("stock-1f1b", 2.0, exposed_ms=31.25), outcome("auto", 1.6, exposed_ms=4.0, ran="zbv")
+    line = "Exposed all-to-alls of experts, ms of the recorded iteration on the mean rank: stock-1f1b 31.25, auto (zbv) 4."
+    found = table(base, fast, outcome("v-half", 1.8))
+    assert line in summary(found)
+    assert line in markdown(found, {})
+    assert to_json(found, {})["contenders"][1]["exposed_ms"] == 4.0
+    assert "xposed" not in summary(table(outcome("stock-1f1b", 2.0), outcome("zbv", 1.6)))
+
+
 def test_rates_and_shares() -> None:
     base = outcome("stock-1f1b", 2.0, 2.0, predicted_ms=1900.0, state_bytes=6 * MIB, activation_bytes=2 * MIB)
     fast = outcome("zbv", 1.6, 1.6, predicted_ms=1500.0, state_bytes=6 * MIB, activation_bytes=4 * MIB)

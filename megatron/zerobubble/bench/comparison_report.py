@@ -96,7 +96,7 @@ def _remarks(table: Table) -> list[str]:
     said = [
         (row.outcome.name, each) for row in table.rows for each in (row.outcome.failure, row.outcome.note) if each is not None
     ]
-    return [table.noise(), table.same_losses(), table.imbalance(), *(f"{name}: {each}" for name, each in said)]
+    return [table.exposed(), table.noise(), table.same_losses(), table.imbalance(), *(f"{name}: {each}" for name, each in said)]
 
 
 def _details(row: Row) -> dict[str, str]:

@@ -118,7 +118,8 @@ class TrainerJob:
         assert wanted is None or isinstance(wanted, TrainerJob)
         own, layers = measured.settings.placement, (wanted.settings if wanted else self.settings.without_layout()).stage_layers
         held = measured.settings.stage_layers(own)
-        others = costs_of_placements(Model.measured(("layer",) * held.num_layers, held, costs), layers, links=costs.links)
+        model = Model.measured(("layer",) * held.num_layers, held, costs)
+        others = costs_of_placements(model, layers, links=costs.links, all_to_all=costs.all_to_all)
         return lambda placement: costs if placement == own else others(placement)
 
 
@@ -222,6 +223,8 @@ def _schedule_flags(contender: Contender, config: ZeroBubbleConfig) -> str:
         words += ["--zero-bubble-slices", config.zero_bubble_slices]
     if config.zero_bubble_memory_limit is not None:
         words += ["--zero-bubble-memory-limit", config.zero_bubble_memory_limit]
+    if config.zero_bubble_overlap_moe:
+        words.append("--zero-bubble-overlap-moe")
     if config.enable_optimizer_post_validation:
         words.append("--enable-optimizer-post-validation")
     return shlex.join(words)

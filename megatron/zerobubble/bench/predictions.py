@@ -69,8 +69,8 @@ class FirstBlock:
 
     @property
     def times(self) -> list[CostModel]:
-        """The times of F, B and W in each recorded iteration."""
-        return [times_of(each.plan, each.rows) for each in self.recorded]
+        """The times of F, B and W in each recorded iteration; not of pairs, whose passes end together."""
+        return [times_of(each.plan, each.rows) for each in self.recorded if not each.plan.pairs]
 
     @property
     def step(self) -> StepCosts | None:
@@ -109,6 +109,7 @@ def predict(blocks: Sequence[FirstBlock], outcomes: Mapping[str, Outcome], job: 
         if block.timeline is not None:
             found = report(block.timeline)
             outcome.bubble, outcome.idle = block.objective.bubble_of(found), _idle(found, block.objective)
+            outcome.exposed_ms = found.exposed_all_to_all_ms or None
         simulation = _simulated(block, blocks, job)
         if simulation is None:
             continue
@@ -184,7 +185,7 @@ def _simulated(block: FirstBlock, blocks: Sequence[FirstBlock], job: Job) -> Sim
     plan = block.plan()
     try:
         costs = job.costs_of(*source, block.program)(plan.placement)
-        if block.recorded and any(each.is_sliced for each in blocks):
+        if block.times and any(each.is_sliced for each in blocks):
             costs = _with_medians(costs, block.times)
         return simulate(plan, replace(costs, step=block.step))
     except UserError:
@@ -217,7 +218,8 @@ def _source(blocks: Sequence[FirstBlock]) -> tuple[CostModel, Job] | None:
         for pair in pairs
     }
     costs = CostModel.of_lists({name: median(name) for name in names}).with_links(links, placement.num_ranks)
-    return costs, alike[0][0].program
+    forward, backward = (statistics.median(costs.all_to_all[which] for _, costs in alike) for which in (0, 1))
+    return replace(costs, all_to_all=(forward, backward)), alike[0][0].program
 
 
 def _around_ms(blocks: Sequence[FirstBlock], job: Job) -> float | None:

@@ -128,6 +128,9 @@ class Outcome:
     """What to add to the command of the job to train like this."""
     idle: Idle | None = None
     """Of the recorded iteration; None where it was not recorded."""
+    exposed_ms: float | None = None
+    """Milliseconds of the recorded iteration in which tokens travel to or from experts and the mean rank computes nothing; None
+    where nothing of that was measured."""
     predicted_ms: float | None = None
     """Predicted time per iteration."""
     bubble: float | None = None
@@ -277,6 +280,13 @@ class Table:
         names = ", ".join(f"{name} {value:.6f}" for name, value in last.items())
         known = self.loss_causes if not self.losses_compare else _UNEXPECTED
         return f"The losses after the same iterations differ by {apart:.1e}: {names}. {known}"
+
+    def exposed(self) -> str:
+        """What is exposed of the all-to-alls of experts under each contender; empty where nothing was measured."""
+        known = [f"{each.label} {each.exposed_ms:.4g}" for each in self.outcomes if each.exposed_ms is not None]
+        return (
+            f"Exposed all-to-alls of experts, ms of the recorded iteration on the mean rank: {', '.join(known)}." if known else ""
+        )
 
     def noise(self) -> str:
         """A warning if the same contender's time differs much between rounds; else empty."""
