@@ -21,6 +21,7 @@ from megatron.core import parallel_state
 from megatron.zerobubble.errors import ConfigError, ZeroBubbleError
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.mcore.expert_pairs import best_pairs, pairs_line
+from megatron.zerobubble.mcore.profiled_window import Window
 from megatron.zerobubble.mcore.state_memory import usable_bytes
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.costs.cost_model import Activations, CostModel
@@ -48,31 +49,6 @@ __all__ = ["Measured", "Replanner", "Window", "budget_of", "make_replanner", "me
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Window:
-    """Which iterations are profiled. They are counted from 1, from the start of the job."""
-
-    start: int
-    """First profiled iteration."""
-    end: int
-    """Last profiled iteration; a new plan runs from the next one on."""
-    interval: int | None = None
-    """Iterations from the end of one window to the end of the next, of the same length; None: there is only one window."""
-
-    def holds(self, iteration: int) -> bool:
-        """Whether the passes of this iteration are profiled."""
-        return self.start <= self._folded(iteration) <= self.end
-
-    def ends(self, iteration: int) -> bool:
-        """Whether this is the last iteration of a window, after which a new plan is made."""
-        return self._folded(iteration) == self.end
-
-    def _folded(self, iteration: int) -> int:
-        if self.interval is None or iteration <= self.end:
-            return iteration
-        return self.end - (self.end - iteration) % self.interval
 
 
 def budget_of(seconds: float) -> float:
