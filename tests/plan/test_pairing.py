@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 import random
 from dataclasses import replace
@@ -71,8 +73,35 @@ def test_a_simulation_tells_exposed_from_hidden_communication() -> None:
     assert found.bubble_rate == found.idle_share == 0.0
 
 
+@pytest.mark.parametrize(
+    ("ops", "share", "beside", "ends", "hidden"),
+    [
+        ("0F0 0B0 0F1 0W0 0B1 0W1", 0.25, 1.0, (4, 8, 12, 14, 18, 20), 2.0),  # W0 beside F1, and W1 beside its own B
+        ("0F0 0B0 0F1 0W0 0B1 0W1", 0.25, 0.0, (4, 8, 12, 15, 19, 22), 0.0),
+        ("0F0 0B0 0W0 0F1 0B1 0W1", 0.5, 1.0, (4, 8, 9, 13, 17, 18), 4.0),  # no more than both all-to-alls of B
+        ("0F0 0F1 0B0 0B1 0W0 0W1", 0.5, 1.0, (4, 8, 12, 16, 17, 20), 2.0),  # W0 beside B1, and W1 not behind W0
+        ("0F0 0F1 0B0 0B1 0W0 0W1", 1.0, 0.5, (4, 8, 12, 16, 17.5, 20.5), 1.5),  # half of W0 cannot
+        ("0F0 0F1 0B0 0B1 0W0 0W1", 1.0, 1.0, (4, 8, 12, 16, 16, 19), 3.0),
+        ("0F0 0F1+0B0 0B1 0W0 0W1", 0.25, 1.0, (4, 10, 10, 14, 16, 19), 3.0),  # none beside a pair
+        ("0F0 0BW0 0F1 0BW1", 0.25, 1.0, (4, 11, 15, 22), 0.0),
+    ],
+)
+def test_a_w_that_waits_is_computed_beside_all_to_alls_of_single_ops(
+    ops: str, share: float, beside: float, ends: tuple[float, ...], hidden: float
+) -> None:
+    body = {"format": "zerobubble-plan/4", "schedule": "x", "num_ranks": 1, "num_microbatches": 2, "stage_to_rank": [0]}
+    plan = Plan.from_json(json.dumps(body | {"ops": [ops.split()]}))
+    costs = costs_of(plan.placement, share, forward_ms=4.0, backward_ms=4.0, wgrad_ms=3.0)
+    found = simulate(plan, replace(costs, wgrad_beside=beside))
+    assert tuple(op.end_ms for op in found.rows[0]) == pytest.approx(ends)
+    ((exposed, beside_others),) = found.communication_ms
+    assert beside_others == pytest.approx(hidden)
+    assert found.early_wgrad_ms == (pytest.approx(hidden - 2 * len(plan.pairs)),)
+    assert exposed + beside_others == pytest.approx(16 * share)
+
+
 def test_shares_stay_with_costs_that_are_made_from_others() -> None:
-    costs = costs_of(Placement.v(2), 0.3, 0.4)
+    costs = replace(costs_of(Placement.v(2), 0.3, 0.4), wgrad_beside=0.5)
     others = (
         costs.divided(2),
         costs.divided(2).whole,
@@ -81,8 +110,8 @@ def test_shares_stay_with_costs_that_are_made_from_others() -> None:
         costs.merged(2),
         CostModel.from_json(costs.to_json()),
     )
-    assert {each.all_to_all for each in others} == {(0.3, 0.4)}
-    assert "all_to_all" not in CostModel.uniform(Placement.v(2)).to_json()
+    assert {(each.all_to_all, each.wgrad_beside) for each in others} == {((0.3, 0.4), 0.5)}
+    assert not {"all_to_all", "wgrad_beside"} & set(CostModel.uniform(Placement.v(2)).to_json())
 
 
 def test_shares_that_are_none_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,6 +172,7 @@ def test_marked_plans_are_valid_and_no_plan_beats_its_bound(placement: Placement
     choice = random.Random(seed)
     plan = replace(random_plan(placement, m, seed), pairs=frozenset())
     costs = costs_of(placement, choice.random(), choice.random(), forward_ms=2.0, comm_ms=choice.choice((0.0, 0.5)))
+    costs = replace(costs, wgrad_beside=choice.choice((0.0, 0.5, 1.0)))
     assert marked(plan, costs_of(placement, 0.0), 1.0).pairs == frozenset()
     own = simulate(plan, costs)
     best = with_pairs(plan, costs, Objective.SPAN)
@@ -161,15 +191,39 @@ def test_a_memory_limit_holds_and_without_communication_nothing_changes(name: st
     plan = build_plan(name, num_ranks=4, num_microbatches=12)
     peak = max(peak_memory(plan, CostModel.uniform(plan.placement)))
     assert with_pairs(plan, costs_of(plan.placement, 0.0), Objective.MAKESPAN) is plan
-    for limit in (peak, 1.25 * peak, 2.0 * peak):
-        found = with_pairs(plan, costs_of(plan.placement, 0.4), Objective.MAKESPAN, limit)
-        assert max(peak_memory(found, costs_of(plan.placement, 0.4))) <= limit + 1e-9
+    for limit, beside in itertools.product((peak, 1.25 * peak, 2.0 * peak), (0.0, 1.0)):
+        costs = replace(costs_of(plan.placement, 0.4), wgrad_beside=beside)
+        found = with_pairs(plan, costs, Objective.MAKESPAN, limit)
+        assert max(peak_memory(found, costs)) <= limit + 1e-9
         assert found.schedule == name
         assert {op.kind for row in found.ops for op in row} <= {op.kind for row in plan.ops for op in row} | {OpKind.BW}
+
+
+def test_pairs_are_chosen_by_the_objective() -> None:
+    """With slow ends of the pipeline the two iteration times have other best plans."""
+    plan, times = build_plan("zb-h1", num_ranks=4, num_microbatches=4), (2.0, 1.0, 1.0, 2.0)
+    costs = costs_of(plan.placement, 0.3).with_lists(forward_ms=times, backward_ms=times, wgrad_ms=times)
+    by_span, by_makespan = (simulate(with_pairs(plan, costs, each), costs) for each in Objective)
+    assert by_span.span_ms < by_makespan.span_ms
+    assert by_makespan.makespan_ms < by_span.makespan_ms
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "at_one", "with_one_more"), [("zb-h1", 0.2, 2.8, 2.6), ("zb-h1", 0.4, 2.6, 2.2), ("zbv", 0.4, 2.4, 2.2)]
+)
+def test_ws_that_wait_hide_all_to_alls_without_pairs_or_memory_for_them(
+    name: str, share: float, at_one: float, with_one_more: float
+) -> None:
+    """At 1F1B's memory, and with an F of one stage more: what a microbatch takes in the steady state, of F = B = W = 1."""
+    for limit, most in ((1.0, at_one), (None, with_one_more)):
+        plans = [build_plan(name, num_ranks=4, num_microbatches=m) for m in (12, 20)]
+        costs = replace(costs_of(plans[0].placement, share), wgrad_beside=1.0)
+        found = [simulate(with_pairs(plan, costs, Objective.MAKESPAN, limit), costs) for plan in plans]
+        assert limit is None or max(found[1].peak_memory) <= 1 + 1e-9
+        assert (found[1].makespan_ms - found[0].makespan_ms) / 8 <= most + 1e-9
 
 
 def test_the_command_shows_what_is_hidden(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--schedule", "zbv", "-p", "4", "-m", "8", "--all-to-all", "0.4", "--width", "200"]) == 0
     text = capsys.readouterr().out
-    assert "F+b" in text
-    assert "all-to-alls of a rank: 3.200 ms exposed, 3.200 ms hidden, on average; 32 pairs" in text
+    assert "2.100 ms exposed, 4.300 ms hidden, on average; 0 pairs of F and B that run together; 4.300 ms of W computed" in text

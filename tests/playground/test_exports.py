@@ -88,23 +88,26 @@ def test_a_drawing_has_the_simulators_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "objective"), [("1f1b", Objective.SPAN), ("zbv", Objective.SPAN), ("zb-interleaved", Objective.MAKESPAN)]
+    ("name", "objective", "share"),
+    [("1f1b", Objective.SPAN, 0.0), ("zbv", Objective.SPAN, 0.2), ("zb-interleaved", Objective.MAKESPAN, 0.0)],
 )
-def test_the_calls_and_commands_are_taken_by_what_they_are_for(name: str, objective: Objective) -> None:
+def test_the_calls_and_commands_are_taken_by_what_they_are_for(name: str, objective: Objective, share: float) -> None:
     plan = result(name).simulation.plan
-    ways = commands(plan, objective)
+    ways = commands(plan, objective, replace(CostModel.uniform(plan.placement), all_to_all=(share, share)))
     (call,) = ast.parse(ways["a loop of your own"]).body
     assert isinstance(call, ast.Expr)
     assert isinstance(call.value, ast.Call)
     options = {each.arg: ast.literal_eval(each.value) for each in call.value.keywords}
     inspect.signature(install).bind(**options)
     assert options.pop("plan") == f"{stem_of(plan)}.json"
-    assert options == ({"optimizer_post_validation": True} if objective is Objective.SPAN else {})
+    overlap = {"overlap_moe": True} if share else {}
+    assert options == overlap | ({"optimizer_post_validation": True} if objective is Objective.SPAN else {})
     before, after = ways["zerobubble run"].replace("\\\n", "").split("SCRIPT ITS FLAGS")
     parser = argparse.ArgumentParser()
     add_flags(parser)  # those of add_zero_bubble_args; here nothing is to be installed
     ours = before.split("megatron.zerobubble.run")[1].split()
-    assert parser.parse_args(ours).zero_bubble_load_plan == f"{stem_of(plan)}.json"
+    taken = parser.parse_args(ours)
+    assert (taken.zero_bubble_load_plan, bool(taken.zero_bubble_overlap_moe)) == (f"{stem_of(plan)}.json", bool(share))
     assert "--pipeline-model-parallel-size 4" in after
     assert ("--num-virtual-stages-per-pipeline-rank 2" in after) is (plan.placement.num_chunks == 2)
 

@@ -44,6 +44,7 @@ PROBLEMS: list[dict[str, Any]] = [
     SMALL | {"schedule": "zb", "num_microbatches": 13, "memory_limit": 1.2, "objective": "span", "seed": 7},
     SMALL | {"schedule": "zbv", "microbatch_tokens": {"mean": 4096, "variation": 0.6, "seed": 1}, "attention_share": 0.3},
     SMALL | {"schedule": "zb-h1", "links": {"latency_ms": [[0, 1, 2, 3], [1, 0, 1, 2], [2, 1, 0, 1], [3, 2, 1, 0]]}},
+    SMALL | {"schedule": "zbv", "all_to_all": 0.4, "memory_limit": 1.0},
     SMALL | {"schedule": "auto", "num_ranks": 2, "num_microbatches": 5, "times": MEASURED},
     SMALL | {"schedule": "zbv", "num_slices": 4, "num_microbatches": 4, "memory_limit": 0.5, "model": {"seq_length": 32768}},
 ]

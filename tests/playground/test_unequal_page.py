@@ -1,4 +1,4 @@
-"""Lengths of microbatches and links of ranks on the page, in a real browser."""
+"""Lengths of microbatches, links of ranks and all-to-alls of experts on the page, in a real browser."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.lengths_and_links import LengthsAndLinks
-from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.playground.length_fields import log_normal_lengths
 from tests.playground.pages import SMALL, Open, cells, drop
 
@@ -105,6 +105,35 @@ def test_links_are_planned_for_and_shown_and_the_link_restores_them(opened: Open
         assert fields == ["0 3\n4 0", "0 5\n6 0", "1000"]
         page.set_viewport_size({"width": 390, "height": 844})
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_all_to_alls_are_hidden_where_there_are_some_and_the_link_restores_them(opened: Open) -> None:
+    makespan = "iteration time with the synchronous optimizer"
+    with opened("p=4&m=8&effort=drawn&s=zbv") as page:
+        page.wait_for_selector("main[aria-busy=false]")
+        exposed = cells(page, makespan)[0]
+        page.fill("[name=ep]", "0.4")
+        page.wait_for_selector(".panel .lengths:has-text('all-to-alls of a rank: ')")
+        page.wait_for_selector("main[aria-busy=false]")
+        hidden = cells(page, makespan)[0]
+        assert float(hidden.split()[0]) < float(exposed.split()[0])
+        page.locator(".take-along summary").click()
+        assert "--zero-bubble-overlap-moe" in page.locator(".take-along").inner_text()
+        reached = page.locator("#metrics").inner_text()
+        with opened(page.url.partition("#")[2]) as other:
+            other.wait_for_selector("main[aria-busy=false]")
+            assert other.locator("#metrics").inner_text() == reached
+            assert other.input_value("[name=ep]") == "0.4"
+        costs = CostModel.uniform(Placement.v(4)).to_json()
+        drop(page, "costs.json", json.dumps(costs | {"all_to_all": [0.3, 0.5], "wgrad_beside": 1.0}))
+        page.wait_for_selector("#notes:has-text('all-to-alls take different shares of F and of B, so their mean counts')")
+        page.wait_for_selector("main[aria-busy=false]")
+        assert page.input_value("[name=ep]") == "0.4"
+        assert cells(page, makespan)[0] == hidden
+        page.select_option("#model > select", "Llama-3-8B")
+        page.wait_for_selector("[name=ep]:disabled")  # a dense model
+        page.wait_for_selector("main[aria-busy=false]")
+        page.wait_for_function("() => !document.querySelector('.panel .lengths')")
 
 
 def test_mistakes_in_lengths_and_links_are_reported_in_one_line(opened: Open) -> None:

@@ -12,10 +12,13 @@ from unittest import mock
 import pytest
 
 from megatron.zerobubble.mcore.cpu import malloc as host_heap
-from megatron.zerobubble.plan.ir import Op, Placement
+from megatron.zerobubble.plan.costs.all_to_alls import all_to_all_ms, wgrad_times_ms
+from megatron.zerobubble.plan.ir import Op, OpKind, Placement
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.simulate import TimedOp
 from tests.support.ranks import RankPool
+from tools.benchmarks import ep_overlap
+from tools.benchmarks.emulation import SleepingWork
 from tools.benchmarks.schedules import __main__ as benchmark_schedules
 from tools.benchmarks.schedules import emulated, real
 from tools.benchmarks.schedules.real import serve
@@ -49,6 +52,39 @@ def test_what_is_beyond_the_passes_does_not_depend_on_what_they_took() -> None:
     assert iteration(8).beyond_passes(plan) == 0.0, "a pass that takes long is no fault of who runs it"
     late = sample(10, 31, _0F0=(12, 15), _0B0=(21, 25), _0W0=(26, 28))
     assert Iteration(samples=(late, iteration().samples[1])).beyond_passes(plan) == pytest.approx(16 / 14 - 1)
+
+
+def test_a_pair_counts_once_beside_its_passes() -> None:
+    plan = replace(build_plan("1f1b", num_ranks=1, num_microbatches=2), pairs=frozenset())
+    pair = replace(plan, ops=((Op(0, OpKind.F, 0), Op(0, OpKind.F, 1), Op(0, OpKind.BW, 0), Op(0, OpKind.BW, 1)),))
+    pair = replace(pair, pairs=frozenset({Op(0, OpKind.F, 1)}))
+    ran = sample(0, 20, _0F0=(0, 3), _0F1=(3, 8), _0BW0=(3, 8), _0BW1=(8, 12))
+    assert Iteration(samples=(ran,)).beyond_passes(pair) == 0.0
+
+
+@pytest.mark.parametrize("name", ["ZB-H1, limit 1, W", "ZB-H1, W", "ZBV, limit 1, pairs and W"])
+def test_passes_that_sleep_compute_as_much_of_each_w_ahead_as_simulated(name: str) -> None:
+    """Where a W comes right after its B all but one of eight all-to-alls, which comes before its layers."""
+    contender = dict(ep_overlap.contenders(2, 0.4))[name]
+    plan = contender.plan_of(5)
+    costs = contender.costs(plan, 0.4, pass_ms=0.008)
+    times = wgrad_times_ms(costs, plan.launches)
+    assert any(time < costs.duration_ms(*op) for op, time in times.items())
+    for launches, row in zip(plan.launches, plan.ops, strict=True):
+        work = SleepingWork(costs, row)
+        for op, *others in launches:
+            if others:
+                work.pair((op, None, False), (others[0], None, False))
+            elif op.kind is OpKind.F:
+                work.forward(op, None, False)
+            elif op.kind is OpKind.W:
+                expected = (costs.duration_ms(*op) - times[op]) / 1000
+                one = all_to_all_ms(costs, op._replace(kind=OpKind.B)) / 8000
+                assert expected - one - 1e-9 <= work.ahead.get(op, 0.0) <= expected + 1e-9
+                work.weight_gradient(op, False)
+            else:
+                work.backward(op, None, False)
+        assert not work.ahead
 
 
 def test_pass_times_are_means_and_fused_ones_only_a_last_resort() -> None:

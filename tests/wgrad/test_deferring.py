@@ -161,6 +161,36 @@ def test_ws_that_run_together_report_each_weight_finally_in_the_last_one_alone(e
     engine.run(_together, fuse)
 
 
+def _before_their_w(_rank: int, fuse: bool) -> None:
+    model, store, ready = _deferred(fuse)
+    first, *others = _batches()
+    _b(model, store, first, 0)
+    size = sum(weight.numel() for weight in model.fc2.parameters())
+    assert store.run_ahead(size - 1) == 0
+    weight = model.fc2.weight1
+    main_grad = weight.main_grad
+    del weight.main_grad
+    assert store.run_ahead(size) == 0
+    weight.main_grad = main_grad
+    assert store.fill(2 * size) == (size if fuse else 0)  # the others have biases
+    for microbatch, x in enumerate(others, start=1):
+        _b(model, store, x, microbatch)
+    assert [store.run_ahead(size), store.run_ahead(size)] == ([size, size] if fuse else [0, 0])
+    assert ready == []
+    for microbatch in range(MICROBATCHES):
+        store.run(0, microbatch)
+        assert Counter(ready) == Counter(name for name, _ in model.named_parameters())
+        ready.clear()
+    store.check_empty()
+    assert model.fc2.wgrad_store.context.empty()
+    _assert_expected(model, fuse)
+
+
+@pytest.mark.parametrize("fuse", [False, True], ids=["grad", "main_grad"])
+def test_a_module_that_ran_before_its_w_is_reported_in_it(engine: RankPool, fuse: bool) -> None:
+    engine.run(_before_their_w, fuse)
+
+
 @pytest.mark.parametrize("fuse", [False, True], ids=["grad", "main_grad"])
 def test_a_backward_outside_of_any_b_computes_at_its_end(engine: RankPool, fuse: bool) -> None:
     engine.run(_by_hand, fuse)

@@ -50,7 +50,7 @@ def test_gemms_that_run_ahead_leave_the_same_bits_and_are_reported_in_their_w() 
     for microbatch in range(3):
         put(store, splits, microbatch)
         put(plain, expected, microbatch)
-    assert [store.run_ahead(6) for _ in range(3)] == [True, True, True]  # both of microbatch 0 and one of microbatch 1
+    assert (store.fill(17), store.run_ahead(6)) == (12, 6)  # both of microbatch 0, and one of microbatch 1
     assert reported == []
     assert store.pending == {(0, 0, 0), (0, 1, 0), (0, 2, 0)}
     for microbatch in range(3):
@@ -92,7 +92,7 @@ def test_a_b_runs_its_own_gemms_ahead_only_if_its_w_is_next() -> None:
     for microbatch, is_next in ((0, False), (1, True)):
         store.begin(0, microbatch, fused=False)
         store.put(split, torch.ones(4, 3), torch.ones(4, 2))
-        assert store.run_ahead(6) is is_next
+        assert bool(store.run_ahead(6)) is is_next
         store.end()
         store.run(0, microbatch)
     assert torch.equal(split.weight.grad, torch.full((3, 2), 8.0))
@@ -106,7 +106,7 @@ def test_a_gemm_that_is_too_large_waits() -> None:
     for split in (head, layer):
         store.put(split, torch.ones(4, len(split.weight)), torch.ones(4, 2))
     store.end()
-    assert [store.run_ahead(6), store.run_ahead(6)] == [True, False]
+    assert [store.run_ahead(6), store.run_ahead(6)] == [6, 0]
     assert head.weight.grad is None
     assert layer.weight.grad is not None
     store.run(0, 0)

@@ -6,9 +6,11 @@ waits, and the P2P messages on gloo.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -19,9 +21,10 @@ from torch import Tensor
 from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.mcore.cpu.gloo_device import one_device_per_process
 from megatron.zerobubble.plan.communication import Message
+from megatron.zerobubble.plan.costs.all_to_alls import all_to_all_ms
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Op, OpKind
-from megatron.zerobubble.runtime.executor import StageWork
+from megatron.zerobubble.runtime.executor import Pass, StageWork
 
 LATENESS_STEP_S = 5e-6
 """Step by which `Sleeper` adjusts its estimate of the lateness."""
@@ -51,16 +54,27 @@ class Sleeper:
 class SleepingWork(StageWork):
     """A `StageWork` whose passes sleep for the planned time and check that every received tensor is the expected one.
 
-    The time of a pass counts from its start, and includes making the tensor for the next stage.
+    The time of a pass counts from its start, and includes making the tensor for the next stage. With all-to-alls in the costs the
+    two passes of a pair are threads of `alternating_parts`, which sleep on two resources that one thread has at a time: the
+    rank's computation, and its communication. Beside the all-to-alls of a single F or B another thread sleeps for the W that
+    waits longest. Where the W of this B comes next, that is what its layers so far have left.
 
     Args:
-        costs: times of each stage's passes.
+        costs: times of each stage's passes, of microbatches that are alike.
+        row: the ops of the rank, which count where W is computed beside all-to-alls.
         num_elements: float32 elements of each message.
     """
 
-    def __init__(self, costs: CostModel, *, num_elements: int = 64) -> None:
-        self._num_elements = num_elements
-        self._sleeper = Sleeper()
+    def __init__(self, costs: CostModel, row: Sequence[Op] = (), *, num_elements: int = 64) -> None:
+        self._num_elements, self._costs = num_elements, costs
+        self._sleeper, self._sleepers = Sleeper(), (Sleeper(), Sleeper())
+        self._resources = threading.Lock(), threading.Lock()
+        self._fills = costs.wgrad_beside > 0 and any(costs.all_to_all)
+        self._at_once = {after for op, after in itertools.pairwise(row) if after == op._replace(kind=OpKind.W)}
+        self._left: dict[Op, float] = {}
+        """A W that waits -> seconds of it that can be computed ahead, the oldest first."""
+        self.ahead: dict[Op, float] = {}
+        """A W that waits -> seconds of it that were computed ahead."""
         parts = range(costs.num_slices)
         self._seconds = {
             (stage, kind, part): costs.duration_ms(stage, kind, slice=part) / 1000.0
@@ -68,6 +82,23 @@ class SleepingWork(StageWork):
             for kind in OpKind
             for part in parts
         }
+
+    def pair(self, forward: Pass, backward: Pass) -> tuple[Tensor | None, Tensor | None]:
+        """Sleep for the time of both, each part when its resource is free."""
+        if not any(self._costs.all_to_all):
+            return super().pair(forward, backward)
+        threads = []
+        for (op, _, _), sleeper in zip((forward, backward), self._sleepers, strict=True):
+            threads.append(threading.Thread(target=_sleep_in_parts, args=(self._parts(op), self._resources, sleeper)))
+        for thread in threads:
+            thread.start()
+        results = self._result(*forward[:2], forward[0].stage - 1), self._result(*backward[:2], backward[0].stage + 1)
+        for thread in threads:
+            thread.join()
+        if backward[0].kind is OpKind.B:
+            own = backward[0]._replace(kind=OpKind.W)
+            self._left[own] = self._movable(own)
+        return results
 
     def forward(self, op: Op, activation: Tensor | None, last: bool) -> Tensor:
         """Sleep for the time of F."""
@@ -79,19 +110,91 @@ class SleepingWork(StageWork):
 
     def weight_gradient(self, op: Op, last: bool) -> None:
         """Sleep for the time of W."""
-        self._sleeper.sleep_until(time.perf_counter() + self._seconds[op.stage, op.kind, op.slice])
+        ahead = self.ahead.pop(op, 0.0)
+        self._left.pop(op, None)
+        self._sleeper.sleep_until(time.perf_counter() + self._seconds[op.stage, op.kind, op.slice] - ahead)
 
     def buffer(self, message: Message) -> Tensor:
         """Allocate a tensor to receive into."""
         return torch.empty(self._num_elements)
 
     def _run(self, op: Op, received: Tensor | None, received_from: int) -> Tensor:
-        end = time.perf_counter() + self._seconds[op.stage, op.kind, op.slice]
+        end = time.perf_counter()
+        result = self._result(op, received, received_from)
+        if self._fills and op.kind is not OpKind.BW:
+            self._sleep_and_fill(op, end)
+        else:
+            self._sleeper.sleep_until(end + self._seconds[op.stage, op.kind, op.slice])
+        return result
+
+    def _parts(self, op: Op) -> list[tuple[int, float]]:
+        travels = all_to_all_ms(self._costs, op) / 1000.0
+        return alternating_parts(self._seconds[op.stage, op.kind, op.slice] - travels, travels, op.kind is OpKind.F)
+
+    def _sleep_and_fill(self, op: Op, end: float) -> None:
+        """Sleep for the parts of an F or B, one after the other from `end` on, and for W beside those that communicate."""
+        parts, own = self._parts(op), op._replace(kind=OpKind.W)
+        computes, grows = sum(each for resource, each in parts if resource == 0), op.kind is OpKind.B and own in self._at_once
+        for resource, seconds in parts:
+            end += seconds
+            if resource == 1:
+                self._fill_until(end, seconds)
+                continue
+            self._sleeper.sleep_until(end)
+            if grows:
+                self._left[own] = self._left.get(own, 0.0) + self._movable(own) * seconds / computes
+        if op.kind is OpKind.B and not grows:
+            self._left[own] = self._movable(own)
+
+    def _fill_until(self, end: float, seconds: float) -> None:
+        """Communicate until `end`, and compute what there is of Ws meanwhile, for `seconds` at most."""
+        rest = seconds
+        for op, left in self._left.items():
+            beside = min(rest, left)
+            rest -= beside
+            self._left[op] -= beside
+            self.ahead[op] = self.ahead.get(op, 0.0) + beside
+        part = [(0, seconds - rest)]
+        thread = threading.Thread(target=_sleep_in_parts, args=(part, self._resources, self._sleepers[1]))
+        if rest < seconds:
+            thread.start()
+        with self._resources[1]:
+            self._sleeper.sleep_until(end)
+        if rest < seconds:
+            thread.join()
+
+    def _movable(self, op: Op) -> float:
+        """Seconds of a W that may be computed beside all-to-alls."""
+        return self._costs.wgrad_beside * self._seconds[op.stage, op.kind, op.slice]
+
+    def _result(self, op: Op, received: Tensor | None, received_from: int) -> Tensor:
+        """What an op returns that was given the right tensor."""
         if received is not None and received[-1].item() != _mark(op._replace(stage=received_from)):
             raise ExecutionError(f"{op} was given a tensor that is not of {op._replace(stage=received_from).where}")
-        result = torch.empty(self._num_elements).fill_(_mark(op))
-        self._sleeper.sleep_until(end)
-        return result
+        return torch.empty(self._num_elements).fill_(_mark(op))
+
+
+def alternating_parts(computes: float, travels: float, is_forward: bool, num_layers: int = 4) -> list[tuple[int, float]]:
+    """The parts of an F or B of MoE layers as (resource, time), 0 for computation and 1 for communication.
+
+    A layer of F is attention, dispatch, experts and combine, one of B the reverse. Attention is two thirds of the computation,
+    and both all-to-alls are equal.
+
+    Args:
+        computes: time of its computation.
+        travels: time of its all-to-alls.
+        is_forward: whether it is an F.
+        num_layers: in the stage.
+    """
+    third, half = computes / 3 / num_layers, travels / 2 / num_layers
+    layer = [(0, 2 * third), (1, half), (0, third), (1, half)]
+    return (layer if is_forward else layer[::-1]) * num_layers
+
+
+def _sleep_in_parts(parts: Sequence[tuple[int, float]], resources: Sequence[threading.Lock], sleeper: Sleeper) -> None:
+    for resource, seconds in parts:
+        with resources[resource]:
+            sleeper.sleep_until(time.perf_counter() + seconds)
 
 
 def _mark(op: Op) -> float:

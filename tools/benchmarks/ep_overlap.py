@@ -1,8 +1,9 @@
-"""All-to-alls of experts (EP) hidden by pairs of F and B: iteration time and memory, beside megatron-core's overlap and none.
+"""All-to-alls of experts (EP) hidden by pairs of F and B, and by W: iteration time and memory, beside megatron-core's overlap.
 
-All of it is simulated. F, B and W of a rank take the same time, all-to-alls included, and a microbatch's activations stay whole
+The table is simulated. F, B and W of a rank take the same time, all-to-alls included, and a microbatch's activations stay whole
 until its W. megatron-core's overlap is modelled by its own order: interleaved 1F1B with one F more ahead, and then pairs of an F
-and a BW (`overlap_moe_expert_parallel_comm`).
+and a BW (`overlap_moe_expert_parallel_comm`). Some plans are emulated, too: on the executor and gloo links, with passes and
+all-to-alls that sleep.
 
   python -m tools.benchmarks.ep_overlap --json docs/benchmarks/data/ep_overlap.json --markdown docs/benchmarks/ep-overlap.md
 """
@@ -11,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import NamedTuple
 
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
@@ -25,13 +28,19 @@ from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.torch_csv import from_torch_csv
 from megatron.zerobubble.plan.validate import validate
+from tools.benchmarks.emulation import alternating_parts
 from tools.benchmarks.reports import ROOT, Row, markdown_table, run_report, with_tables
+from tools.benchmarks.schedules.emulated import Emulation, measure
+from tools.benchmarks.schedules.report import Estimate
 
 FORMAT = "zerobubble-ep-overlap-benchmark/1"
 PAGE = ROOT / "docs" / "benchmarks" / "ep-overlap.md"
 SHARES = (0.2, 0.4, 0.6)
 """Of F and of B."""
 LAYERS = (1, 2, 4, 8, 16)
+EMULATED = ("ZBV, no overlap", "ZB-H1, pairs", "ZBV, pairs", "ZB-H1, limit 1, W", "ZB-H1, W", "ZBV, W")
+EMULATED_RANKS, EMULATED_MICROBATCHES, EMULATED_MS = 4, 12, 100.0
+"""Time of F, B and W of a rank. Sleeps are about 0.1 ms late where processes outnumber cores."""
 
 
 def combined_interleaved(num_ranks: int, num_microbatches: int, num_chunks: int) -> Plan:
@@ -58,47 +67,61 @@ def torch_dualpipev(num_ranks: int, num_microbatches: int) -> str:
     return "".join(",".join(map(str, row)) + "\n" for row in rows)
 
 
-def contenders(num_ranks: int, share: float) -> Iterator[tuple[str, Callable[[int], Plan]]]:
-    """The name of each contender, and its plan for a number of microbatches."""
+class Contender(NamedTuple):
+    """A way to order the passes."""
 
-    def single(name: str, num_chunks: int | None = None) -> Callable[[int], Plan]:
-        return lambda m: build_plan(name, num_ranks=num_ranks, num_microbatches=m, num_chunks=num_chunks)
+    plan_of: Callable[[int], Plan]
+    """Number of microbatches -> plan."""
+    wgrad_beside: float = 0.0
+    """Share of W that can be computed beside all-to-alls of single passes."""
 
-    def paired(name: str, limit: float | None) -> Callable[[int], Plan]:
-        plan_of = single(name)
-        return lambda m: with_pairs(plan_of(m), _costs(plan_of(m), share), Objective.MAKESPAN, limit)
+    def costs(self, plan: Plan, share: float, pass_ms: float = 1.0) -> CostModel:
+        """Costs with a share of all-to-alls, and this time for F, B and W of a rank."""
+        costs = CostModel.uniform(plan.placement, forward_ms=pass_ms, backward_ms=pass_ms, wgrad_ms=pass_ms)
+        return replace(costs, all_to_all=(share, share), wgrad_beside=self.wgrad_beside)
 
-    def combined(num_chunks: int) -> Callable[[int], Plan]:
-        return lambda m: combined_interleaved(num_ranks, m, num_chunks)
+
+def contenders(num_ranks: int, share: float) -> Iterator[tuple[str, Contender]]:
+    """The contenders with their names."""
+
+    def single(name: str, num_chunks: int | None = None) -> Contender:
+        return Contender(lambda m: build_plan(name, num_ranks=num_ranks, num_microbatches=m, num_chunks=num_chunks))
+
+    def chosen(name: str, limit: float | None, beside: float) -> Contender:
+        def plan_of(num_microbatches: int) -> Plan:
+            plan = build_plan(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
+            return with_pairs(plan, Contender(plan_of, beside).costs(plan, share), Objective.MAKESPAN, limit)
+
+        return Contender(plan_of, beside)
+
+    def combined(num_chunks: int) -> Contender:
+        return Contender(lambda m: combined_interleaved(num_ranks, m, num_chunks))
 
     for name, title in (("1f1b", "1F1B"), ("zb-h1", "ZB-H1"), ("zbv", "ZBV")):
         yield f"{title}, no overlap", single(name)
     for chunks in (2, 4):
         yield f"interleaved v = {chunks}, no overlap", single("interleaved-1f1b", chunks)
         yield f"interleaved v = {chunks}, megatron-core's overlap", combined(chunks)
-    yield "DualPipeV, torch's table", lambda m: from_torch_csv(torch_dualpipev(num_ranks, m), schedule="dualpipev")
-    for name, title, limit in (
-        ("1f1b", "1F1B, limit 2", 2.0),
-        ("zb-h1", "ZB-H1", None),
-        ("zb-h1", "ZB, limit 1.5", 1.5),
-        ("zb-h1", "ZB, limit 2", 2.0),
-        ("zbv", "ZBV, limit 1", 1.0),
-        ("zbv", "ZBV", None),
+    yield "DualPipeV, torch's table", Contender(lambda m: from_torch_csv(torch_dualpipev(num_ranks, m), schedule="dualpipev"))
+    for name, title, limit, ways in (
+        ("1f1b", "1F1B, limit 2", 2.0, ("pairs",)),
+        ("zb-h1", "ZB-H1, limit 1", 1.0, ("W",)),
+        ("zb-h1", "ZB-H1", None, ("pairs", "W")),
+        ("zb-h1", "ZB, limit 2", 2.0, ("pairs", "pairs and W")),
+        ("zbv", "ZBV, limit 1", 1.0, ("pairs", "pairs and W")),
+        ("zbv", "ZBV", None, ("pairs", "W")),
     ):
-        yield f"{title}, pairs", paired(name, limit)
-
-
-def _costs(plan: Plan, share: float) -> CostModel:
-    return replace(CostModel.uniform(plan.placement), all_to_all=(share, share))
+        for way in ways:
+            yield f"{title}, {way}", chosen(name, limit, float("W" in way))
 
 
 def measured(num_ranks: int, num_microbatches: int) -> list[Row]:
     """A row per contender and share: makespan and memory; what a microbatch more takes; how much communication is hidden."""
     rows = []
     for share in SHARES:
-        for name, plan_of in contenders(num_ranks, share):
-            plans = [plan_of(num_microbatches), plan_of(2 * num_microbatches)]
-            found, longer = (simulate(plan, _costs(plan, share)) for plan in plans)
+        for name, each in contenders(num_ranks, share):
+            plans = [each.plan_of(num_microbatches), each.plan_of(2 * num_microbatches)]
+            found, longer = (simulate(plan, each.costs(plan, share)) for plan in plans)
             exposed, hidden = (sum(each) for each in zip(*found.communication_ms, strict=True))
             rows.append(
                 {
@@ -117,12 +140,9 @@ def measured(num_ranks: int, num_microbatches: int) -> list[Row]:
 def alternating_ms(num_layers: int, share: float) -> float:
     """Time of a pair of one F and one B of these layers, 1 ms each, whose parts run in their order on two resources.
 
-    A layer of F is attention, dispatch, experts and combine, one of B the reverse. Attention is two thirds of the computation,
-    and both all-to-alls are equal. A resource takes what can start first, and of two parts that of the op with more left.
+    A resource takes what can start first, and of two parts that of the op with more left.
     """
-    computes, travels = (1 - share) / 3 / num_layers, share / 2 / num_layers
-    layer = [(0, 2 * computes), (1, travels), (0, computes), (1, travels)]
-    chains = [layer * num_layers, layer[::-1] * num_layers]
+    chains = [alternating_parts(1 - share, share, is_forward, num_layers) for is_forward in (True, False)]
     at, ready, free = [0, 0], [0.0, 0.0], [0.0, 0.0]
     while any(place < len(chain) for place, chain in zip(at, chains, strict=True)):
         open_ = [which for which in (0, 1) if at[which] < len(chains[which])]
@@ -137,6 +157,28 @@ def alternating_ms(num_layers: int, share: float) -> float:
     return max(ready)
 
 
+def emulated(rounds: int) -> list[Row]:
+    """A row per contender and share: the span of every round, and that of the simulator."""
+    found = []
+    for share in SHARES:
+        emulations = []
+        for name, each in contenders(EMULATED_RANKS, share):
+            if name in EMULATED:
+                plan = each.plan_of(EMULATED_MICROBATCHES)
+                costs = each.costs(plan, share, EMULATED_MS)
+                emulations.append(Emulation(name=name, baseline=EMULATED[0], plan=plan, costs=costs))
+        (result,) = measure(emulations, rounds=rounds, message_kib=1.0)
+        for row in result["rows"]:
+            times = {"simulated_ms": round(row["predicted_ms"], 6), "rounds_ms": row["rounds_ms"]}
+            found.append({"contender": row["name"], "all_to_all": share} | times)
+    return found
+
+
+def ratio(row: Row) -> Estimate:
+    """The median span of the rounds over the simulator's: other jobs on the machine make some rounds longer, and none shorter."""
+    return Estimate.of(row["rounds_ms"], statistics.median).over(row["simulated_ms"])
+
+
 def benchmark(args: argparse.Namespace) -> Row:
     """The report."""
     return {
@@ -149,11 +191,17 @@ def benchmark(args: argparse.Namespace) -> Row:
             for layers in LAYERS
             for share in SHARES
         ],
+        "emulated": {
+            "p": EMULATED_RANKS,
+            "m": EMULATED_MICROBATCHES,
+            "pass_ms": EMULATED_MS,
+            "rows": emulated(args.rounds),
+        },
     }
 
 
 def markdown(report: Row) -> str:
-    """The page with its table."""
+    """The page with its tables."""
     names = list(dict.fromkeys(row["contender"] for row in report["rows"]))
     found = {(row["contender"], row["all_to_all"]): row for row in report["rows"]}
     lines = [
@@ -162,7 +210,18 @@ def markdown(report: Row) -> str:
         for name in names
     ]
     heads = ["contender", "memory", *(f"all-to-alls {share:.0%}" for share in SHARES)]
-    return with_tables(PAGE, [markdown_table(heads, lines)])
+    ratios = [
+        [
+            row["contender"],
+            f"{row['all_to_all']:.0%}",
+            f"{row['simulated_ms']:.0f}",
+            f"{statistics.median(row['rounds_ms']):.0f}",
+            "{value:.3f} ({low:.3f} to {high:.3f})".format(**asdict(ratio(row))),
+        ]
+        for row in report["emulated"]["rows"]
+    ]
+    beside = ["contender", "all-to-alls", "simulated ms", "emulated ms", "ratio (95 %)"]
+    return with_tables(PAGE, [markdown_table(heads, lines), markdown_table(beside, ratios)])
 
 
 def _cell(row: Row) -> str:
@@ -174,6 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m tools.benchmarks.ep_overlap", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--num-ranks", "-p", type=int, default=8, help="pipeline ranks (default %(default)s)")
     parser.add_argument("--num-microbatches", "-m", type=int, default=24, help="microbatches (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of emulated iterations (default %(default)s)")
     return run_report(parser, argv, FORMAT, benchmark, markdown)
 
 

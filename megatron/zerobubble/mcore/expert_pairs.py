@@ -17,7 +17,7 @@ from megatron.zerobubble.plan.render.plan_summary import all_to_alls
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.plan.simulate import Simulation, peak_memory, simulate
 
-__all__ = ["best_pairs", "can_pair", "pairs_line"]
+__all__ = ["best_pairs", "can_pair", "pairs_line", "wgrad_beside"]
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +39,20 @@ def can_pair(config: Any, spec: ScheduleSpec, *, is_unequal: bool) -> bool:
     if why is not None and dist.get_rank() == 0:
         _log.warning("all-to-alls of experts stay exposed, and passes run one after the other: %s", why)
     return why is None
+
+
+def wgrad_beside(config: Any, spec: ScheduleSpec) -> float:
+    """The share of a W that the store computes beside all-to-alls of a model where it can (`CostModel.wgrad_beside`).
+
+    Args:
+        config: TransformerConfig of the model.
+        spec: its schedule.
+    """
+    if spec.shard_gradients is not None:
+        return 0.0  # gradients exist in W alone
+    if config.transformer_impl == "transformer_engine":  # see `DeferringModule.compute_ahead`
+        return float(config.gradient_accumulation_fusion and not config.add_bias_linear)
+    return 0.5 if config.sequence_parallel else 1.0  # a GEMM that has to gather its input first is left to its W
 
 
 def best_pairs(plans: Sequence[Plan], alone: Plan, costs: CostModel, objective: Objective, limit: float | None) -> list[Plan]:
@@ -67,6 +81,6 @@ def pairs_line(found: Simulation) -> str:
     """What the pairs of a plan hide, by the costs it is simulated with, or why it has none."""
     forward, backward = (f"{share:.1%}" for share in found.costs.all_to_all)
     measured = f"all-to-alls of experts are {forward} of F and {backward} of B"
-    if found.plan.pairs:
+    if found.plan.pairs or any(found.early_wgrad_ms):
         return "; ".join((measured, *all_to_alls(found)))
     return f"{measured}: pairs of passes that hide them would shorten an iteration by less than {_WORTH:.0%}; none are made"

@@ -124,8 +124,9 @@ class IterationRunner:
         if not dispatchers:
             return None
         config = self._config
-        largest = config.hidden_size * config.ffn_hidden_size  # the head's GEMM takes longer than an all-to-all
-        return ExpertExchanges(dispatchers, self._device, partial(self._store.run_ahead, largest))
+        # the head's GEMM takes longer than an all-to-all
+        largest = config.hidden_size * config.ffn_hidden_size * (2 if config.gated_linear_unit else 1)
+        return ExpertExchanges(dispatchers, self._device, partial(self._store.fill, largest))
 
     def restore_model(self) -> None:
         """Leave the chunks' layers and dispatchers as they were."""

@@ -210,7 +210,7 @@ class Replanner:
     def _learn(self, everybody: Sequence[Measured], num_microbatches: int) -> None:
         """Take costs, headroom and memory from the measurements of all ranks."""
         schedule, placement = self._schedule, self._schedule.spec.placement
-        costs = measured_costs(everybody, placement)
+        costs = replace(measured_costs(everybody, placement), wgrad_beside=schedule.wgrad_beside)
         if schedule.unequal is not None:  # whole microbatches were timed, and messages of slices
             costs = replace(costs, table=costs.table.cut(schedule.spec.num_slices))
         elif costs.table.has_slices:

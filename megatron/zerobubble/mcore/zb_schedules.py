@@ -25,7 +25,7 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.agreement import check_same_program, refusing_together
 from megatron.zerobubble.mcore.ddp.record_buckets import record_buckets
 from megatron.zerobubble.mcore.ddp.wrap import overlaps_reductions
-from megatron.zerobubble.mcore.expert_pairs import can_pair
+from megatron.zerobubble.mcore.expert_pairs import can_pair, wgrad_beside
 from megatron.zerobubble.mcore.iteration_runner import IterationHooks, IterationRunner
 from megatron.zerobubble.mcore.microbatches.iteration_plans import Arranged, UnequalMicrobatches, UnequalOptions
 from megatron.zerobubble.mcore.microbatches.programs import Programs
@@ -117,6 +117,8 @@ class PipelineSchedule:
         overlaps = any(overlaps_reductions(chunk) for chunk in chunks)
         self.overlaps_pairs = overlap_moe and can_pair(config, spec, is_unequal=unequal is not None)
         """Whether the passes of a pair compute beside each other's all-to-alls of experts."""
+        self.wgrad_beside = wgrad_beside(config, spec) if self.overlaps_pairs else 0.0
+        """How much of a W is computed beside those of single passes."""
         self.spec = spec = replace(spec, overlaps_reductions=overlaps and spec.shard_gradients is None)
         self.hooks = IterationHooks()
         """What else happens in this rank's iterations; the owner sets its fields."""

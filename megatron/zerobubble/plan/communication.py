@@ -38,7 +38,7 @@ from typing import NamedTuple
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.dependencies import execution_order
 from megatron.zerobubble.plan.ir import Launch, Op, OpKind, Placement, Plan
-from megatron.zerobubble.plan.simulate import run_in_order
+from megatron.zerobubble.plan.simulate import durations, run_in_order
 
 _BACKWARD = (OpKind.B, OpKind.BW)
 
@@ -268,7 +268,7 @@ def _on_timeline(
     on all ranks: none of them needs one from behind a fence, and no receive from there is posted before they have ended.
     """
     costs = costs.of_plan(plan)
-    rows = run_in_order(plan, lambda op: costs.duration_ms(*op), costs)
+    rows = run_in_order(plan, durations(plan, costs), costs)
     ends = [[rows[rank][first].end_ms for first in _first_ops(row)] for rank, row in enumerate(plan.launches)]
     ended, sent = [0] * plan.num_ranks, {}
     for rank, step in sorted(execution_order(plan), key=lambda at: (at[1] >= fence[at[0]], ends[at[0]][at[1]])):

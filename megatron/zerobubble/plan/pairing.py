@@ -1,7 +1,8 @@
-"""Which ops of a plan to launch together: with costs that know the all-to-alls inside F and B, what pays in the simulator.
+"""Which ops of a plan to launch together, and where its Ws wait: with all-to-alls in F and B, what pays in the simulator.
 
 A pair hides communication of the one op beside computation of the other, and its results come later than those of its F alone.
-So an order made for single ops gains little from pairs, and there are orders made for them (`generators.waves`).
+So an order made for single ops gains little from pairs, and there are orders made for them (`generators.waves`). A W that waits
+is computed beside the all-to-alls of single ops, in any order, and needs memory for waiting.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.generators.waves import Walk, waves
+from megatron.zerobubble.plan.generators.waves import WAITS, Walk, waves, with_wgrads
 from megatron.zerobubble.plan.ir import Launch, OpKind, Plan
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.simulate import peak_memory, simulate
@@ -22,7 +23,7 @@ _PATIENCE = (0.0, 0.25, 0.5, 1.0)
 
 
 def with_pairs(plan: Plan, costs: CostModel, objective: Objective, memory_limit: float | None = None) -> Plan:
-    """The plan, its order with pairs, or a wave on its placement: the one that takes the least time, of equals the first.
+    """The plan, its order with pairs or later Ws, or a wave on its placement: what takes the least time, of equals the first.
 
     Args:
         plan: a validated plan.
@@ -48,6 +49,12 @@ def _candidates(plan: Plan, costs: CostModel, limit: float) -> Iterator[Plan]:
     if costs.table.is_alike and not costs.table.has_slices and not plan.assignment and plan.num_slices == 1:
         memory = limit * min(plan.num_ranks, plan.num_microbatches) + MEMORY_TOLERANCE
         splits = any(op.kind is OpKind.W for op in plan.ops[0])
+        if costs.wgrad_beside and splits:
+            rows = [[(op,) for op in row if op.kind is not OpKind.W] for row in plan.ops]
+            for wait in WAITS:
+                later = with_wgrads(plan.schedule, plan.placement, plan.num_microbatches, rows, costs, memory, wait=wait)
+                yield later
+                yield marked(later, costs, 0.0)
         yield from waves(plan.schedule, plan.placement, plan.num_microbatches, costs, memory, splits=splits)
 
 

@@ -54,7 +54,7 @@ class PlanRequest:
     step: Mapping[str, Any] = field(default_factory=dict)
     """What surrounds the passes, per rank, by the names of `STEP_TIMES`. Empty: what `stages` have."""
     all_to_all: float = 0.0
-    """Share of F and of B in which tokens travel to their experts and back; 0: what `stages` have. Above 0, pairs may hide it."""
+    """Share of F and of B in which tokens travel to their experts and back; 0: what `stages` have. Pairs and W may hide it."""
     lengths: LengthsAndLinks = field(default_factory=LengthsAndLinks)
     """Of the microbatches and their slices, the costs being those of the mean length, and links, instead of one latency."""
 
@@ -98,7 +98,7 @@ class PlanRequest:
         if any(self.step.values()):
             costs = replace(costs, step=StepCosts.uniform(placement, **self.step))
         if self.all_to_all:
-            costs = replace(costs, all_to_all=(self.all_to_all,) * 2)
+            costs = replace(costs, all_to_all=(self.all_to_all,) * 2, wgrad_beside=1.0)
         costs.check_fits(placement, self.num_microbatches)
         is_measured = self.lengths.sequence_length is None and costs.table.is_alike and any(costs.table.tokens)
         if is_measured and costs.table.has_slices and num_slices != costs.num_slices:

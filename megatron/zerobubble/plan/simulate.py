@@ -3,7 +3,8 @@
 Execution is in order: an op starts when its rank is free and its inputs (`dependencies.requirements`) are computed, plus the
 time of the link if they come from another rank. Sends and receives take no time on the ranks. Both ops of a pair start when
 their rank is free and the inputs of both are there, and end after the time of both, less what of their all-to-alls is hidden
-(`all_to_alls.launch_ms`). Definitions:
+(`all_to_alls.launch_ms`). A W is shorter by what was computed of it beside earlier all-to-alls (`all_to_alls.Filling`).
+Definitions:
 
 - span: max over ranks of (end of the rank's last op - start of its first): the iteration time with post-validation, when the
   optimizer needs no global synchronization (arXiv 2401.10241, section 4);
@@ -32,7 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron.zerobubble.plan.costs.all_to_alls import all_to_all_ms, exposed_ms, launch_ms
+from megatron.zerobubble.plan.costs.all_to_alls import all_to_all_ms, exposed_ms, launch_ms, wgrad_times_ms
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.cost_table import CostTable
 from megatron.zerobubble.plan.costs.step_costs import StepCosts
@@ -90,12 +91,19 @@ class Simulation:
 
     @property
     def communication_ms(self) -> tuple[tuple[float, float], ...]:
-        """Per rank the time of its all-to-alls: exposed, while it does not compute, and hidden beside the other op of a pair."""
+        """Per rank the time of its all-to-alls: exposed, while it does not compute, and hidden beside the rest of a pair or W."""
         costs, found = self.costs.of_plan(self.plan), []
-        for row in self.plan.launches:
-            exposed = math.fsum(exposed_ms(costs, launch) for launch in row)
+        for row, early in zip(self.plan.launches, self.early_wgrad_ms, strict=True):
+            exposed = math.fsum(exposed_ms(costs, launch) for launch in row) - early
             found.append((exposed, math.fsum(all_to_all_ms(costs, op) for launch in row for op in launch) - exposed))
         return tuple(found)
+
+    @property
+    def early_wgrad_ms(self) -> tuple[float, ...]:
+        """Per rank how much of its Ws is computed before their turn, beside all-to-alls of single ops, in milliseconds."""
+        costs = self.costs.of_plan(self.plan)
+        times = wgrad_times_ms(costs, self.plan.launches)
+        return tuple(math.fsum(costs.duration_ms(*op) - times[op] for op in row if op in times) for row in self.plan.ops)
 
     def metrics(self) -> dict[str, Any]:
         """The `metrics` object of the plan's JSON form."""
@@ -125,7 +133,7 @@ def simulate(plan: Plan, costs: CostModel) -> Simulation:
         DeadlockError: the ranks wait for each other forever.
     """
     own = costs.of_plan(plan)
-    duration_ms = _durations(plan, own)
+    duration_ms = durations(plan, own)
     rows = run_in_order(plan, duration_ms, own)
     busy = [math.fsum(lengths_ms(row) if plan.pairs else map(duration_ms, ops)) for row, ops in zip(rows, plan.ops, strict=True)]
     filled = [row for row in rows if row]
@@ -183,13 +191,14 @@ class _Gathers:
         return last
 
 
-def _durations(plan: Plan, costs: CostModel) -> Callable[[Op], float]:
-    """Op -> its duration, under costs in the plan's own order of microbatches."""
-    if not costs.table.is_alike:
-        return lambda op: costs.duration_ms(*op)
+def durations(plan: Plan, costs: CostModel) -> Callable[[Op], float]:
+    """Op -> its duration, under costs in the plan's own order of microbatches (`CostModel.of_plan`)."""
+    wgrads = wgrad_times_ms(costs, plan.launches)
+    if wgrads or not costs.table.is_alike:
+        return lambda op: wgrads[op] if op in wgrads else costs.duration_ms(*op)
     stages, parts = range(plan.num_stages), range(plan.num_slices)
-    durations = {(s, kind, part): costs.duration_ms(s, kind, slice=part) for s in stages for kind in OpKind for part in parts}
-    return lambda op: durations[op.stage, op.kind, op.slice]
+    times = {(s, kind, part): costs.duration_ms(s, kind, slice=part) for s in stages for kind in OpKind for part in parts}
+    return lambda op: times[op.stage, op.kind, op.slice]
 
 
 def run_in_order(

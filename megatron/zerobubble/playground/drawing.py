@@ -149,7 +149,8 @@ def _problem(plan: Plan, costs: CostModel) -> dict[str, Any]:
         "microbatches": [] if every.is_alike else _per_microbatch(every),
         "links": [] if links is None else list(links.neighbors),
     }
-    sums = {name: math.fsum(values) for name, values in costs.to_json().items() if isinstance(values, list)}
+    lists = {"all_to_all": list(costs.all_to_all)} | costs.to_json()
+    sums = {name: math.fsum(values) for name, values in lists.items() if isinstance(values, list)}
     return {"num_ranks": plan.num_ranks, "num_microbatches": plan.num_microbatches, "comm_ms": costs.comm_ms} | sums | unequal
 
 

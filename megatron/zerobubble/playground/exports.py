@@ -79,6 +79,8 @@ def flags(plan: Plan, objective: Objective, costs: CostModel | None = None, layo
         words.insert(1, f"--num-virtual-stages-per-pipeline-rank {plan.placement.num_chunks}")
     if objective is Objective.SPAN:
         words.append("--enable-optimizer-post-validation")
+    if costs is not None and any(costs.all_to_all):
+        words.append("--zero-bubble-overlap-moe")
     return words
 
 
@@ -91,13 +93,14 @@ def commands(plan: Plan, objective: Objective, costs: CostModel | None = None, l
     if not words:
         return {}
     file = f"{stem_of(plan)}.json"
-    is_optimistic = objective is Objective.SPAN
+    options = ", optimizer_post_validation=True" if objective is Objective.SPAN else ""
+    options += ", overlap_moe=True" if "--zero-bubble-overlap-moe" in words else ""
     chunks = plan.placement.num_chunks
     sizes = [word for word in words if not word.startswith(("--zero-bubble", "--enable"))]
     if chunks > 1 and plan.placement.name != "loop" and not _is_uneven(layout):
         sizes.insert(1, f"--num-virtual-stages-per-pipeline-rank {chunks}")
     ours = [word for word in words if word not in sizes]
-    call = f"megatron.zerobubble.install(plan={file!r}{', optimizer_post_validation=True' if is_optimistic else ''})"
+    call = f"megatron.zerobubble.install(plan={file!r}{options})"
     built = [f"{chunks} model chunks per rank"] if chunks > 1 else []
     built += [f"the layers as {_text(layout)}"] if _is_uneven(layout) else []
     if built:

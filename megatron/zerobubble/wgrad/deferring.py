@@ -74,7 +74,7 @@ class DeferringModule(FinalGradient):
             does.
     """
 
-    __slots__ = ("_early", "_module", "_node", "_shares", "_unwanted", "_waiting", "_weights", "replay")
+    __slots__ = ("_early", "_module", "_node", "_num_ahead", "_shares", "_unwanted", "_waiting", "_weights", "replay")
 
     def __init__(self, name: str, module: Any, weights: Sequence[Parameter]) -> None:
         super().__init__(name)
@@ -86,6 +86,8 @@ class DeferringModule(FinalGradient):
         self._unwanted: list[int] | None = None
         """Entries in the module's queues before a backward pass whose entries nobody wants."""
         self._waiting: deque[WgradKey] = deque()
+        self._num_ahead = 0
+        """How many of the oldest entries were computed before their W."""
         self._early: dict[WgradKey, list[tuple[Parameter, Tensor]]] = {}
 
     @property
@@ -100,19 +102,24 @@ class DeferringModule(FinalGradient):
     @contextmanager
     def without_hooks(self) -> Iterator[None]:
         """Inside, the module has no hooks."""
-        hooks = self._hooks
-        kept = list(hooks)
-        hooks.clear()
+        kept = [(hooks, list(hooks)) for hooks in self._hook_lists]
+        for hooks, _ in kept:
+            hooks.clear()
         try:
             yield
         finally:
-            hooks[:] = kept
+            for hooks, before in kept:
+                hooks[:] = before
 
     @property
     def _hooks(self) -> list[Callable[[], object]]:
         """What the module calls behind its weight gradients."""
-        hooks: list[Callable[[], object]] = getattr(self._module(), "wgrad_accumulation_and_reduce_hooks", [])
-        return hooks
+        return [hook for hooks in self._hook_lists for hook in hooks]
+
+    @property
+    def _hook_lists(self) -> list[list[Callable[[], object]]]:
+        """The lists that have the hooks, in the order in which they are called."""
+        return [getattr(self._module(), "wgrad_accumulation_and_reduce_hooks", [])]
 
     def remove(self) -> None:
         """Leave the gradients of the weights to autograd again."""
@@ -193,6 +200,30 @@ class DeferringModule(FinalGradient):
                     self._early.setdefault(key, []).append((weight, weight.grad))
                 weight.grad = None
 
+    @property
+    def num_elements(self) -> int:
+        """Elements of the weights."""
+        return sum(weight.numel() for weight in self._weights)
+
+    def compute_ahead(self, key: WgradKey) -> bool:
+        """Compute the GEMMs of this W before it, which then only calls the hooks.
+
+        Only where they add to ``main_grad``, to which autograd then adds nothing: elsewhere a hook adds in W. Not while there is
+        none, as with ZeRO-2 outside of Ws.
+
+        Returns:
+            Whether they were computed.
+        """
+        module = self._module()
+        is_next = len(self._waiting) > self._num_ahead and self._waiting[self._num_ahead] == key
+        adds = all(_is_fused(weight) and getattr(weight, "main_grad", None) is not None for weight in self._weights)
+        if not is_next or not adds or module is None or self.replay is not None:
+            return False
+        with self.without_hooks():
+            module.backward_dw()
+        self._num_ahead += 1
+        return True
+
     def compute(self, key: WgradKey) -> None:
         """Compute W of this (chunk, microbatch); call it as often as `note`.
 
@@ -220,11 +251,12 @@ class DeferringModule(FinalGradient):
                 stand_ins.append(weight)
         module = self._module()
         assert module is not None, "its forward hook, and so this, is gone with it"
-        if self.replay is None or not self.replay(key):
-            module.backward_dw()
-        else:
+        if self._num_ahead or (self.replay is not None and self.replay(key)):
+            self._num_ahead = max(0, self._num_ahead - 1)
             for hook in self._hooks:
                 hook()
+        else:
+            module.backward_dw()
         for weight in stand_ins:
             weight.grad = None
         self.is_reported = self.is_final

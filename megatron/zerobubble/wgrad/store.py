@@ -210,7 +210,7 @@ class WeightGradStore:
         self._open_modules.append(module)
 
     @torch.no_grad()
-    def run_ahead(self, most: int) -> bool:
+    def run_ahead(self, most: int) -> int:
         """Compute one deferred GEMM now, ahead of its W, which then has one less to compute.
 
         Called beside a collective of F or B. It is the first GEMM of the oldest W that fits; if no W is deferred, and the W of
@@ -223,10 +223,10 @@ class WeightGradStore:
                 the collective.
 
         Returns:
-            Whether a GEMM ran.
+            Elements of the weight whose GEMM ran, or of the weights of a module that has its own; 0: none ran.
         """
         if (self._open is not None and self._fused) or self.keeps_order or not self.runs_ahead:
-            return False
+            return 0
         waiting = [*self._entries.items()]  # in the order of their Bs, and so per chunk in that of their Ws
         if self._open is not None and self._open_key in self.due_at_once:
             waiting.append((self._open_key, self._open))
@@ -240,8 +240,18 @@ class WeightGradStore:
                     del entries[index]
                     self._accumulate(entry.split, entry.grad_output, entry.input)
                     self._ahead.setdefault(key, []).append(entry.split)
-                    return True
-        return False
+                    return split.weight.numel()
+            for module in self._modules.get(key, ()):
+                if module.num_elements <= most and module.compute_ahead(key):
+                    return module.num_elements
+        return 0
+
+    def fill(self, most: int) -> int:
+        """`run_ahead` as often as the weights together have at most this many elements. Returns how many they have."""
+        left = most
+        while left > 0 and (elements := self.run_ahead(left)):
+            left -= elements
+        return most - left
 
     @torch.no_grad()
     def run(self, chunk: int, microbatch: int, slice: int = 0) -> None:

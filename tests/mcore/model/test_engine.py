@@ -113,7 +113,7 @@ def test_nearly_the_same_where_sums_are_taken_in_another_order(engine_ranks: Ran
 EXPERTS = [
     EngineMoeCase("zbv", 2, 4, num_chunks=2, num_layers=4, fuses=True),
     EngineMoeCase("zb-h2", 2, 4, num_layers=4, shared=True),
-    EngineMoeCase("zb-h1", 2, 4, num_layers=4, expert_parallel=2, fuses=True),
+    EngineMoeCase("zb-h1", 2, 4, num_layers=4, expert_parallel=2, fuses=True, overlap=True),
     EngineMoeCase("zbv", 2, 4, num_chunks=2, num_layers=4, grouped=False),
     EngineMoeCase("v-half", 2, 4, num_chunks=2, num_layers=4, layer_freq=(0, 1, 0, 1), recompute="full", fuses=True),
 ]
@@ -122,7 +122,7 @@ EXPERTS = [
 @pytest.mark.claims(
     "Layers",
     "Transformer Engine's layers with experts in grouped linears or one by one, shared experts, dense layers in between; "
-    "expert parallelism 2, 4e-6: an expert's sum is then over the tokens of two ranks",
+    "expert parallelism 2, 4e-6: an expert's sum is then over the tokens of two ranks; W beside all-to-alls",
     "works, bit for bit",
 )
 @pytest.mark.parametrize("case", EXPERTS, ids=str)
@@ -136,6 +136,7 @@ def test_experts_in_grouped_linears(engine_ranks: RankPool, case: EngineMoeCase)
         counts = _assert_equal(engine_ranks, case)
     else:
         counts = _assert_equal(engine_ranks, replace(case, adam_eps=1.0), OTHER_ORDER)
+    assert bool(counts["early modules"]) is case.overlap
     grouped = {"TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"}
     assert grouped <= set(counts) if case.grouped else "TEColumnParallelLinear" in counts
 

@@ -15,10 +15,11 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.zerobubble.mcore.expert_pairs import wgrad_beside
 from megatron.zerobubble.mcore.model.expert_exchanges import why_exposed
 from megatron.zerobubble.mcore.replanner import Replanner, Window
 from megatron.zerobubble.plan.ir import OpKind, Plan
-from megatron.zerobubble.plan.registry import plan_of
+from megatron.zerobubble.plan.registry import plan_of, schedule_spec
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from megatron.zerobubble.plan.timeline import Activity
@@ -137,10 +138,10 @@ def _compare(rank: int, case: OverlappedMoe) -> _Seen:
         seen["turns"] += 1
         time.sleep(chance.random() * 5e-3)
 
-    def counted(store: WeightGradStore, most: int) -> bool:
-        ran = ahead(store, most)
-        seen["ahead"] += ran
-        return ran
+    def counted(store: WeightGradStore, most: int) -> int:
+        elements = ahead(store, most)
+        seen["ahead"] += elements > 0
+        return elements
 
     with flex.doubles(), mock.patch.object(Pair, "leave", delayed):
         apart = _trained(case)
@@ -233,22 +234,29 @@ def _replanned(rank: int, case: OverlappedMoe) -> dict[str, Any]:
     "order that is not searched, and none where they do not pay",
     "works, bit for bit the run without; **not run on a GPU**",
 )
-@pytest.mark.parametrize(("schedule", "share"), [("1f1b", 0.5), ("zb-h1", 0.4), ("zbv", 0.3), ("zbv", 0.001)])
+@pytest.mark.parametrize(
+    ("schedule", "share", "is_other"), [("1f1b", 0.5, True), ("zb-h1", 0.4, True), ("zbv", 0.3, False), ("zbv", 0.001, False)]
+)
 @pytest.mark.sampled(0.5)
-def test_a_run_pairs_passes_by_the_share_that_it_measured(four_ranks: RankPool, schedule: str, share: float) -> None:
-    """In another order than that of the schedule, too. All ranks have one plan, and the second iteration, which ran it, has
-    spans of its exposed all-to-alls, all inside of ops."""
+def test_a_run_pairs_passes_by_the_share_that_it_measured(
+    four_ranks: RankPool, schedule: str, share: float, is_other: bool
+) -> None:
+    """1F1B has pairs then, and ZB-H1 another order, with Ws that wait; ZBV's own order hides enough beside W.
+
+    All ranks have one plan, and the second iteration, which ran it, has spans of its exposed all-to-alls, all inside of ops.
+    """
     case = replace(SCHEDULES[schedule], share=share, num_microbatches=8, layer_freq=(1, 0, 1, 1), gradient_step=1)
     results = four_ranks.run(_replanned, case)
     assert [each["unequal"] for each in results] == [()] * 4
     (text,), (costs,) = {each["plan"] for each in results}, {each["costs"] for each in results}
     plan = Plan.from_json(text)
-    assert bool(plan.pairs) == (share > 0.001)
+    assert bool(plan.pairs) == (schedule == "1f1b")
+    assert (bool(plan.pairs) or plan.ops != plan_of(case.spec, 8).ops) == is_other
     layers = 4 // costs.num_stages
     experts = [stage for stage in range(costs.num_stages) if any(case.layer_freq[stage * layers :][:layers])]
     assert costs.all_to_all == pytest.approx((share * len(experts) / costs.num_stages,) * 2)
     assert [len(each["lines"]) for each in results] == [1, 0, 0, 0]
-    assert ("pairs of F and B" in results[0]["lines"][0]) == (share > 0.001)
+    assert "ms hidden, on average" in results[0]["lines"][0]
     backward = OpKind.BW if schedule == "1f1b" else OpKind.B
     for rank, each in enumerate(results):
         profile, stages = each["measured"], case.spec.placement.rank_to_stages[rank // 2]
@@ -262,6 +270,24 @@ def test_a_run_pairs_passes_by_the_share_that_it_measured(four_ranks: RankPool, 
             spans = [span for span in row.spans if span.activity is Activity.ALL_TO_ALL]
             assert spans
             assert all(any(op.start_ms <= span.start_ms < span.end_ms <= op.end_ms for op in row.ops) for span in spans)
+
+
+@pytest.mark.parametrize(
+    ("changes", "share"),
+    [
+        ({"shard_gradients": 2}, 0.0),
+        ({}, 1.0),
+        ({"sequence_parallel": True}, 0.5),
+        ({"transformer_impl": "transformer_engine", "gradient_accumulation_fusion": True, "sequence_parallel": True}, 1.0),
+        ({"transformer_impl": "transformer_engine", "gradient_accumulation_fusion": True, "add_bias_linear": True}, 0.0),
+        ({"transformer_impl": "transformer_engine"}, 0.0),
+    ],
+)
+def test_how_much_of_a_w_can_be_computed_early_follows_from_the_configuration(changes: dict[str, Any], share: float) -> None:
+    usual = {"transformer_impl": "local", "sequence_parallel": False, "gradient_accumulation_fusion": False}
+    config = SimpleNamespace(**usual | {"add_bias_linear": False} | changes)
+    spec = replace(schedule_spec("zb-h1", num_ranks=2), shard_gradients=changes.get("shard_gradients"))
+    assert wgrad_beside(config, spec) == share
 
 
 CONFIG: dict[str, Any] = {

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core import parallel_state
@@ -19,6 +20,7 @@ from torch.nn import functional
 from megatron.zerobubble.mcore.model.transformer_engine import fused_operations, is_fused
 from megatron.zerobubble.mcore.model.wgrad_split import deferring_modules
 from megatron.zerobubble.training.models.layer_specs import stage_layers
+from megatron.zerobubble.wgrad.deferring import DeferringModule, WgradKey
 from tests.support.comparisons import Difference, difference, unpipelined
 from tests.support.gpt import Case, Trainer
 from tests.support.mla import MlaCase, MlaTrainer
@@ -57,6 +59,7 @@ class EngineMoeCase(MoeCase):
     """Whether fused operations run the experts, and if there are any, the shared ones."""
     fp8: str | None = None
     """A recipe in E4M3, with operations that are fused."""
+    overlap: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,9 @@ class EngineMoeTrainer(MoeTrainer, trains=EngineMoeCase):
             own |= {"use_grouped_gemm_for_shared_expert": True, "moe_shared_expert_glu_interleave_size": 4}
         return super()._config_changes() | ENGINE | own
 
+    def _schedule_options(self) -> dict[str, Any]:
+        return {"overlap_moe": self.case.overlap}
+
     def _layers(self, vp_stage: int | None) -> Any:
         return stage_layers(self.config, vp_stage=vp_stage)
 
@@ -148,16 +154,24 @@ def compare_engine(rank: int, case: EngineCase | EngineMlaCase | EngineMoeCase) 
     """Train `case` and its reference.
 
     Returns:
-        The differences; how often each module that defers computed its weight gradients, by the name of its class; and the names
-        of the modules whose queue was not empty afterwards.
+        The differences; how often each module that defers computed its weight gradients, by the name of its class, and as
+        "early modules" how many did before their W; and the names of the modules whose queue was not empty afterwards.
     """
     initial, expected = unpipelined(case.unpipelined)
     trainer = case.trainer(initial)
-    counts: Counter[str] = Counter()
+    counts = Counter({"early modules": 0})
     deferring = [(name, module) for chunk in trainer.built.chunks for name, module in deferring_modules(chunk)]
     for _, module in deferring:
         _count(counts, module)
-    actual = trainer.train()
+    compute_ahead = DeferringModule.compute_ahead
+
+    def counted(module: DeferringModule, key: WgradKey) -> bool:
+        is_early = compute_ahead(module, key)
+        counts["early modules"] += is_early
+        return is_early
+
+    with mock.patch.object(DeferringModule, "compute_ahead", counted):
+        actual = trainer.train()
     left = [name for name, module in deferring if any(map(len, driven_queues(module)))]
     trainer.close()
     return difference(actual, expected), dict(counts), left

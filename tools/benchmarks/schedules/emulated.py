@@ -123,7 +123,7 @@ class EmulatedContender:
         self._program = place_communication(emulation.plan, costs=emulation.costs)
         self._rank = rank
         self._links = links
-        self._work = SleepingWork(emulation.costs, num_elements=num_elements)
+        self._work = SleepingWork(emulation.costs, emulation.plan.ops[rank], num_elements=num_elements)
         self._recorder = OpRecorder(CPU)
 
     def iterate(self, num_microbatches: int) -> None:

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
-from megatron.zerobubble.plan.simulate import TimedOp, run_in_order, span_of
+from megatron.zerobubble.plan.simulate import TimedOp, lengths_ms, run_in_order, span_of
 from tools.benchmarks.reports import Row, markdown_table
 
 T = TypeVar("T")
@@ -60,7 +60,8 @@ class Iteration:
         Passes that are slow on a busy machine are in both. The rest is overhead of the runtime, messages, and waiting for a core
         if there are more ranks than cores.
         """
-        took = {op: end - start for sample in self.samples for op, start, end in sample.ops}
+        rows = (zip(sample.ops, lengths_ms(sample.ops), strict=True) for sample in self.samples)
+        took = {timed.op: length for row in rows for timed, length in row}
         return self.span_ms / span_of(run_in_order(plan, took.__getitem__)) - 1.0
 
     @property

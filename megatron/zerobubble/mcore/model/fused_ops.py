@@ -55,10 +55,10 @@ class FusedLinears(DeferringModule):
     __slots__ = ()
 
     @property
-    def _hooks(self) -> list[Callable[[], object]]:
+    def _hook_lists(self) -> list[list[Callable[[], object]]]:
         module = self._module()
         linears = () if module is None else [getattr(module, name) for name in reversed(FUSED_LINEARS)]
-        return [hook for linear in linears for hook in linear.wgrad_accumulation_and_reduce_hooks]
+        return [linear.wgrad_accumulation_and_reduce_hooks for linear in linears]
 
     @property
     def _queues(self) -> list[Any]:

@@ -57,13 +57,16 @@ class CostModel:
     """What surrounds the passes of an iteration; None: nothing."""
     all_to_all: tuple[float, float] = (0.0, 0.0)
     """Shares of the times of F and of B, 0 to 1, in which tokens travel to their experts and back. In a pair they are hidden
-    beside the other op's computation; W has none."""
+    beside the other op's computation, and else beside W; W has none."""
+    wgrad_beside: float = 0.0
+    """Share of a W, 0 to 1, that its rank can compute earlier, while an F or B outside of pairs has an all-to-all under way."""
 
     def __post_init__(self) -> None:
         check_number("comm_ms", self.comm_ms)
         check_number("latency_share", self.latency_share, most=1.0)
         for name, share in zip(("F", "B"), self.all_to_all, strict=True):
             check_number(f"all_to_all of {name}", share, most=1.0)
+        check_number("wgrad_beside", self.wgrad_beside, most=1.0)
         for names in (COST_LISTS[:3], COST_LISTS[3:]):
             check_largest(names, max(max(self.lists[name]) for name in names))
         sizes, count = 1 if self.links is None else len(self.links.message_bytes), len(self.table.counts)
@@ -71,7 +74,6 @@ class CostModel:
             raise ConfigError(
                 f"costs: {count} microbatches and message_bytes of {sizes}; give one size for all, or one per microbatch"
             )
-
         if self.step is not None and len(self.step.reduce_ms) != self.num_stages:
             raise ConfigError(f"costs: {self.num_stages} stages and step of {len(self.step.reduce_ms)}; give all times of each")
 
@@ -82,15 +84,14 @@ class CostModel:
         comm_ms: float = 0.0,
         latency_share: float = 0.0,
         links: Links | None = None,
-        step: StepCosts | None = None,
-        all_to_all: tuple[float, float] = (0.0, 0.0),
+        **others: Any,
     ) -> CostModel:
         """Costs as plain as they can be: whole microbatches of equal costs are alike, and equal links are one latency."""
         if table.counts and not table.is_alike and not table.has_slices and table.is_uniform:
             table = replace(table.of(0), tokens=())
         if links is not None:
             comm_ms, latency_share, links = links.neighbors_ms, 0.0, None if links.is_uniform else links
-        return CostModel(table=table, comm_ms=comm_ms, latency_share=latency_share, links=links, step=step, all_to_all=all_to_all)
+        return CostModel(table=table, comm_ms=comm_ms, latency_share=latency_share, links=links, **others)
 
     def changed(self, **parts: Any) -> CostModel:
         """The costs with other values of some fields, as plain as they can be (`of`)."""
@@ -410,6 +411,8 @@ class CostModel:
             body["step"] = self.step.to_json()
         if any(self.all_to_all):
             body["all_to_all"] = list(self.all_to_all)
+        if self.wgrad_beside:
+            body["wgrad_beside"] = self.wgrad_beside
         return body
 
     @staticmethod
@@ -439,6 +442,7 @@ class CostModel:
             links=None if links is None else Links.from_json(links),
             step=step,
             all_to_all=(shares[0], shares[1]),
+            wgrad_beside=body.get("wgrad_beside", 0.0),
         )
 
 

@@ -27,14 +27,14 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from megatron.zerobubble.plan.costs.all_to_alls import launch_ms
+from megatron.zerobubble.plan.costs.all_to_alls import Filling
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.dependencies import requirements, result_of
 from megatron.zerobubble.plan.ir import Launch, Op, OpKind, Placement, Plan
 
 _MOST_WIDTHS = 8
 """Numbers of wide hops that are tried."""
-_WAITS = (0.0, 0.5)
+WAITS = (0.0, 0.5)
 """Shares of a W: a rank that would wait for longer runs the W first."""
 
 
@@ -50,6 +50,7 @@ class Walk:
         self.free = [0.0] * placement.num_ranks
         """When each rank has run what it was given."""
         self._ranks, self._costs = placement.stage_to_rank, costs
+        self._fillings = [Filling(costs) for _ in self.free]
         self._arrives: dict[Op, float] = {}
         """A result -> when the rank that needs it has it."""
         self._due = [(0.0, rank) for rank in range(placement.num_ranks)]
@@ -60,13 +61,13 @@ class Walk:
         return max((self._arrives.get(need, math.inf) for need in needs), default=0.0)
 
     def launch_ms(self, launch: Launch) -> float:
-        """The time of an op, or of a pair."""
-        return launch_ms(self._costs, launch)
+        """The time of an op, or of a pair, if its rank runs it next."""
+        return self._fillings[self._ranks[launch[0].stage]].time_ms(launch)
 
     def run(self, rank: int, launch: Launch) -> None:
         """Let a rank run something next, as early as it can."""
         start = max(self.free[rank], *map(self.arrival, launch))
-        end = self.free[rank] = start + self.launch_ms(launch)
+        end = self.free[rank] = start + self._fillings[rank].run(launch)
         for op in launch:
             near = op.stage + (1 if op.kind is OpKind.F else -1)
             to = self._ranks[near] if op.kind is not OpKind.W and 0 <= near < len(self._ranks) else rank
@@ -102,9 +103,9 @@ def waves(
         shapes = [(1, 1, [1] * num_hops), *((2, 2, [1] * (num_hops - wide) + [2] * wide) for wide in widths)]
     for period, turn, hops in shapes:
         rows = _rows(placement, num_microbatches, period, turn, hops)
-        for wait in _WAITS if splits else _WAITS[:1]:
+        for wait in WAITS if splits else WAITS[:1]:
             for fused in ((), (2,)) if splits else ((1, 2),):
-                yield _with_wgrads(schedule, placement, num_microbatches, rows, costs, limit, wait=wait, fused=fused)
+                yield with_wgrads(schedule, placement, num_microbatches, rows, costs, limit, wait=wait, fused=fused)
 
 
 def _rows(placement: Placement, num_microbatches: int, period: int, turn: int, hops: Sequence[int]) -> list[list[Launch]]:
@@ -122,7 +123,7 @@ def _rows(placement: Placement, num_microbatches: int, period: int, turn: int, h
     return rows
 
 
-def _with_wgrads(
+def with_wgrads(
     schedule: str,
     placement: Placement,
     num_microbatches: int,
@@ -131,15 +132,15 @@ def _with_wgrads(
     limit: float,
     *,
     wait: float,
-    fused: tuple[int, ...],
+    fused: tuple[int, ...] = (),
 ) -> Plan:
-    """The wave with its Ws.
+    """The order with its Ws, each as late as memory and waiting allow: beside all-to-alls that come before, a W costs no time.
 
     Args:
         schedule: name of the plan.
         placement: stage -> rank.
         num_microbatches: m.
-        rows: of F and B.
+        rows: of F, B and BW.
         costs: times and activation memory of the stages.
         limit: activation memory in microbatches above which a W runs before an F.
         wait: share of a W for which a rank rather waits.

@@ -122,9 +122,11 @@ def all_to_alls(simulation: Simulation) -> list[str]:
         return []
     exposed, hidden = map(math.fsum, zip(*simulation.communication_ms, strict=True))
     count, num_ranks = len(simulation.plan.pairs), simulation.plan.num_ranks
+    early = math.fsum(simulation.early_wgrad_ms) / num_ranks
     return [
         f"all-to-alls of a rank: {exposed / num_ranks:.3f} ms exposed, {hidden / num_ranks:.3f} ms hidden, on average; "
         f"{count} pairs of F and B that run together"
+        + (f"; {early:.3f} ms of W computed before their turn, beside single ops" if early else "")
     ]
 
 

@@ -427,8 +427,8 @@ class Playground {
 
   /** Plan with measured costs. */
   adoptCosts({ costs, num_ranks: p, num_microbatches: m, attention_share: share, schedule, from, memory, verdict: said }, name) {
-    const { comm_ms: c, microbatches, links, ...kinds } = costs;
-    Object.assign(this.state, { model: null, own: "" }, p ? { p } : {}, m ? { m } : {}, adopted({ microbatches, links, comm_ms: brief(c) }, share, m));
+    const { comm_ms: c, microbatches, links, all_to_all: [ofF, ofB] = [0, 0], wgrad_beside: _, ...kinds } = costs;
+    Object.assign(this.state, { model: null, own: "", ep: (ofF + ofB) / 2 }, p ? { p } : {}, m ? { m } : {}, adopted({ microbatches, links, comm_ms: brief(c) }, share, m));
     this.render();
     byId("stages").open = true;
     const isPlanned = this.slots.some((each) => !each.isOpened && each.config.schedule === schedule);
@@ -440,7 +440,8 @@ class Playground {
       if (info.num_chunks === null) target.config.chunks = kinds.forward_ms.length / this.state.p;
       target.render();
     }
-    const lost = microbatches && !microbatches.tokens ? "; it has no lengths of its microbatches, so their means count" : "";
+    const means = microbatches && !microbatches.tokens ? "; it has no lengths of its microbatches, so their means count" : "";
+    const lost = ofF === ofB ? means : `${means}; all-to-alls take different shares of F and of B, so their mean counts`;
     this.notify(`${name}: times of ${kinds.forward_ms.length} stages${from ? ` from ${from}` : ""}${lost}.${said ? ` ${said}.` : ""}`, "good");
     this.stages.set(kinds, memory);
   }

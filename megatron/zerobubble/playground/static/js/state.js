@@ -8,7 +8,7 @@ export const TABLE_KINDS = ["forward_ms", "backward_ms", "wgrad_ms", "activation
 
 const TIMES = { p: 8, m: 24, f: 1, b: 1, w: 1, c: 0, a: 1 };
 const GPU = { gib: 79 }; // of an H100, in GiB
-const UNEQUAL = { share: 0, mean: 4096, cv: 0.6, seed: 0, node: 4, between: 1, bytes: 0 };
+const UNEQUAL = { share: 0, mean: 4096, cv: 0.6, seed: 0, node: 4, between: 1, bytes: 0, ep: 0 };
 const STEP = { reduce: 0, gather: 0, optimizer: 0, snapshot: 0 }; // ms of a rank and iteration, around the passes
 const SCALARS = { ...TIMES, ...UNEQUAL, ...GPU, ...STEP };
 // The objective is that of a run without --enable-optimizer-post-validation.

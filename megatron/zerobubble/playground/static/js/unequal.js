@@ -1,4 +1,4 @@
-// Lengths of the microbatches and links of the ranks: what the form shows of them, what a request takes, and what a file has.
+// Lengths of the microbatches, links of the ranks and all-to-alls of experts: what the form shows of them, what a request takes, and what a file has.
 
 const MOST_RANKS = 64; // the server refuses more, out of an address they may be any number
 const MOST_MICROBATCHES = 512;
@@ -35,6 +35,11 @@ export function countOf({ tokens }) {
   return words(tokens).length;
 }
 
+/** Whether tokens may travel between experts: not in a dense model, nor where each rank has all experts. */
+function hasAllToAlls({ model }) {
+  return !model || Boolean(model.layers) || (model.num_experts > 0 && model.expert_model_parallel_size > 1);
+}
+
 /** The fields of a request. */
 export function unequal(state) {
   const body = {};
@@ -47,6 +52,7 @@ export function unequal(state) {
     if (state.bandwidth.trim()) body.links.gigabytes_per_s = rows(state.bandwidth);
     body.bytes_per_token = state.bytes;
   }
+  if (state.ep && hasAllToAlls(state)) body.all_to_all = state.ep;
   return body;
 }
 
@@ -113,5 +119,6 @@ export class Unequal {
     form.m.readOnly = state.lengths === "list";
     if (form.m.readOnly) form.m.value = state.m;
     form.c.disabled = state.links === "matrix";
+    form.ep.disabled = !hasAllToAlls(state);
   }
 }
