@@ -134,6 +134,8 @@ def test_all_to_alls_are_hidden_where_there_are_some_and_the_link_restores_them(
         page.wait_for_selector("[name=ep]:disabled")  # a dense model
         page.wait_for_selector("main[aria-busy=false]")
         page.wait_for_function("() => !document.querySelector('.panel .lengths')")
+        page.select_option("#model > select", "DeepSeek-V3")
+        page.wait_for_selector("[name=ep]:enabled")
 
 
 def test_mistakes_in_lengths_and_links_are_reported_in_one_line(opened: Open) -> None:

@@ -35,9 +35,9 @@ export function countOf({ tokens }) {
   return words(tokens).length;
 }
 
-/** Whether tokens may travel between experts: not in a dense model, nor where each rank has all experts. */
+/** Whether tokens may travel between experts: not in a dense model, nor where each rank has all experts. Unknown of a list of layers. */
 function hasAllToAlls({ model }) {
-  return !model || Boolean(model.layers) || (model.num_experts > 0 && model.expert_model_parallel_size > 1);
+  return !model || Boolean(model.layers || model.preset) || (model.num_experts > 0 && model.expert_model_parallel_size > 1);
 }
 
 /** The fields of a request. */
