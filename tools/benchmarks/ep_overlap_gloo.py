@@ -1,8 +1,9 @@
 """How much of the time of experts' all-to-alls is hidden: two pipeline ranks, expert parallelism 2, on the CPU and gloo.
 
-A small model is trained twice, without --zero-bubble-overlap-moe and with it. Every all-to-all sleeps before gloo runs it, as if
-the network took that long; a pass that computes meanwhile does so on another thread. Each rank notes when it computes and when it
-communicates. Times of iterations are those of a CPU that four ranks share, and say nothing about GPUs.
+A small model is trained twice, without --zero-bubble-overlap-moe and with it. Every all-to-all sleeps before gloo runs it, as
+if the network took that long; a pass that computes meanwhile does so on another thread. Each rank notes when it computes and
+when it communicates, from the iteration on that runs in pairs. Times of iterations are those of a CPU that four ranks share,
+and say nothing about GPUs.
 
   python -m tools.benchmarks.ep_overlap_gloo --sleep-ms 4
 """
@@ -26,11 +27,14 @@ from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.cli.ranks import start_ranks
 from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.mcore.model.expert_exchanges import ExpertExchanges
+from megatron.zerobubble.mcore.replanner import Replanner
 from megatron.zerobubble.runtime.turns import Pair, Side
 from tools.benchmarks.reports import Row, markdown_table, origin, run_report
 
 FORMAT = "zerobubble-ep-overlap-gloo/1"
 RANKS, ITERATIONS, WARM_UP = 4, 6, 2
+PAIRED = ["--zero-bubble-overlap-moe", "--zero-bubble-pipeline-timers-start-iter", "1", "--zero-bubble-pipeline-timers-end-iter"]
+PAIRED.append(str(WARM_UP))  # by what these measure passes are paired
 SCHEDULES = {"ZB-H1": "--enable-zero-bubble", "ZBV": "--zero-bubble-v-schedule"}
 JOB = (
     "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --num-layers 4 --hidden-size 256 --num-attention-heads 4 "
@@ -58,7 +62,7 @@ class Clock:
     def install(self) -> None:
         """Replace what begins and ends computation and communication by functions that note the time."""
         begin, end, wait, stop = ExpertExchanges.begin, ExpertExchanges.end, Pair.wait, Pair.end
-        make = ExpertExchanges.__init__
+        make, after = ExpertExchanges.__init__, Replanner.after
 
         def noted_make(exchanges: Any, dispatchers: Any, device: Any, fill: Callable[[], object]) -> None:
             make(exchanges, dispatchers, device, lambda: self._fill(fill))
@@ -80,12 +84,19 @@ class Clock:
             self._stop(side)
             stop(pair, side, failure)
 
+        def noted_after(replanner: Replanner, *args: Any) -> None:
+            after(replanner, *args)
+            self.all_to_alls.clear()
+            for noted in (self.fills, *self.computes.values()):
+                noted.clear()
+
         replaced: list[tuple[Any, str, Any]] = [
             (ExpertExchanges, "__init__", noted_make),
             (ExpertExchanges, "begin", noted_begin),
             (ExpertExchanges, "end", noted_end),
             (Pair, "wait", noted_wait),
             (Pair, "end", noted_stop),
+            (Replanner, "after", noted_after),
         ]
         for owner, name, function in replaced:
             setattr(owner, name, function)
@@ -137,7 +148,7 @@ def measure(args: argparse.Namespace) -> Row:
     rows = []
     for name, flag in SCHEDULES.items():
         row: Row = {"schedule": name}
-        for which, more in (("apart", []), ("beside", ["--zero-bubble-overlap-moe"])):
+        for which, more in (("apart", []), ("beside", PAIRED)):
             with tempfile.TemporaryDirectory() as folder:
                 os.environ |= {_FOLDER: folder, _SLEEP: str(args.sleep_ms)}
                 metrics = Path(folder, "metrics.jsonl")

@@ -25,6 +25,7 @@ from megatron.zerobubble.mcore.model import fused_ops, kept_in_b
 from megatron.zerobubble.mcore.model.transformer_engine import fused_operations
 from megatron.zerobubble.mcore.model.wgrad_split import driven_modules, remove_split
 from megatron.zerobubble.plan.registry import schedule_spec
+from megatron.zerobubble.wgrad.store import WeightGradStore
 from tests.optimizer.support import Scenario, compare
 from tests.support.comparisons import assert_near
 from tests.support.ranks import RankPool
@@ -49,13 +50,19 @@ needs_shared = pytest.mark.skipif("use_grouped_gemm_for_shared_expert" not in _F
 
 ZB_H2 = EngineMoeCase("zb-h2", 2, 4, num_layers=4, op_fuser=True)
 ZBV = EngineMoeCase("zbv", 2, 4, num_chunks=2, num_layers=4, op_fuser=True, fuses=True)
+BESIDE = EngineMoeCase("zb-h1", 2, 4, num_layers=4, op_fuser=True, fuses=True, expert_parallel=2, overlap=True)
 SHARED = {"dtype": torch.bfloat16, "shared": True, "fp8": "tensorwise"}
 
 
 def _compare(rank: int, case: Any) -> Any:
-    """`compare_engine`, where shared experts take the recipe of the case: megatron-core gives them one that needs Blackwell."""
+    """`compare_engine`, where shared experts take the recipe of the case: megatron-core gives them one that needs Blackwell.
+
+    Beside an all-to-all a unit of any size is computed.
+    """
     if not getattr(case, "shared", False):
-        return compare_engine(rank, case)
+        fill = WeightGradStore.fill
+        with mock.patch.object(WeightGradStore, "fill", lambda store, most: fill(store, 1000 * most)):
+            return compare_engine(rank, case)
     from megatron.core.transformer.moe.shared_experts import FusedSharedExpertMLP
     from transformer_engine.common.recipe import Float8CurrentScaling, Format
 
@@ -75,20 +82,24 @@ def _compare(rank: int, case: Any) -> Any:
         pytest.param(replace(ZBV, **SHARED), marks=needs_shared),
         pytest.param(replace(ZB_H2, **SHARED), marks=needs_shared),
         replace(ZBV, overlap_grad_reduce=True, different_data=True, adam_eps=1.0),
+        replace(BESIDE, overlap_grad_reduce=True, different_data=True, adam_eps=1.0),
     ],
     ids=str,
 )
 @pytest.mark.sampled(0.3)
 def test_experts_defer_as_one_module(engine_ranks: RankPool, case: EngineMoeCase) -> None:
     """With overlapped reduction over two replicas in another order of sums: 4e-6."""
+    early = 0
     for rank, (difference, counts, left) in enumerate(engine_ranks.run(_compare, case)):
         assert_near([difference], case, OTHER_ORDER if case.overlap_grad_reduce else 0.0)
         assert not left
         units = {"TEGroupedMLP", *["FusedSharedExpertMLP"] * case.shared}
         assert units <= counts.keys()
         assert not any("Grouped" in kind for kind in counts if not kind.startswith("TEGroupedMLP"))
+        early += counts["early modules"]
         for kind in units:
             assert counts[kind] == counts[f"{kind} modules"] * case.num_microbatches * case.num_steps, (rank, counts)
+    assert bool(early) is case.overlap
 
 
 def _compare_dense(rank: int, case: EngineCase) -> tuple[Any, Any, list[str]]:
