@@ -7,10 +7,11 @@ from pathlib import Path
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.files import MOST_GIVEN, read_regular
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.ir import Placement, Plan
+from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.plan.simulate import read_plan
 
-__all__ = ["loaded_plan"]
+__all__ = ["check_stages", "loaded_plan"]
 
 
 def loaded_plan(file: str) -> tuple[Plan, CostModel | None]:
@@ -34,3 +35,24 @@ def loaded_plan(file: str) -> tuple[Plan, CostModel | None]:
     except (PlanError, ConfigError) as error:
         raise PlanError(f"--zero-bubble-load-plan {file}: {error}") from None
     return plan, costs
+
+
+def check_stages(path: str, spec: ScheduleSpec, schedule: str) -> None:
+    """Raise ConfigError unless the loaded plan's stages are on the ranks where those of a run are.
+
+    Args:
+        path: the file, for the message.
+        spec: of the run, with the plan.
+        schedule: its name, for the message.
+    """
+    plan = spec.loaded_plan
+    if plan is not None and plan.placement != spec.placement:
+        raise ConfigError(
+            f"--zero-bubble-load-plan {path}: the plan's stages are on ranks {_listed(plan.placement)}, those of schedule "
+            f"{schedule} on {spec.num_ranks} pipeline ranks on {_listed(spec.placement)}; choose another schedule, pipeline size "
+            "or plan"
+        )
+
+
+def _listed(placement: Placement) -> str:
+    return f"{', '.join(map(str, placement.stage_to_rank))} ({placement.name} placement)"

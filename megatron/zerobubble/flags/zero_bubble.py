@@ -11,13 +11,13 @@ from functools import cached_property
 from typing import Literal, get_args
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.flags.loaded_plan import loaded_plan
+from megatron.zerobubble.flags.loaded_plan import check_stages, loaded_plan
 from megatron.zerobubble.flags.memory_limit import MemoryLimit
 from megatron.zerobubble.flags.require import at_most, not_negative, of_types, one_of, positive, refuse
 from megatron.zerobubble.flags.targets import Target
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.ir import Placement, Plan
+from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT
 from megatron.zerobubble.plan.registry import (
     ScheduleName,
@@ -427,22 +427,14 @@ class ZeroBubbleConfig:
             num_slices=self.num_slices,
             loaded_plan=self.plan,
         )
-        if self.plan is not None and self.plan.placement != spec.placement:
-            raise ConfigError(
-                f"--zero-bubble-load-plan {self.zero_bubble_load_plan}: the plan's stages are on ranks "
-                f"{_listed(self.plan.placement)}, those of schedule {self.schedule} on {num_ranks} pipeline ranks on "
-                f"{_listed(spec.placement)}; choose another schedule, pipeline size or plan"
-            )
+        if self.zero_bubble_load_plan is not None:
+            check_stages(self.zero_bubble_load_plan, spec, self.schedule)
         return spec
 
     def max_pending_microbatches(self, *, num_ranks: int) -> int | None:
         """--zero-bubble-max-pending-backward in microbatches on p pipeline ranks; None if not given. Raises ConfigError."""
         given = self.zero_bubble_max_pending_backward
         return None if given is None else parse_max_pending_backward("--zero-bubble-max-pending-backward", given, num_ranks)
-
-
-def _listed(placement: Placement) -> str:
-    return f"{', '.join(map(str, placement.stage_to_rank))} ({placement.name} placement)"
 
 
 def _is_searched(name: str) -> bool:
