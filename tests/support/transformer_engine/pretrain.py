@@ -15,8 +15,8 @@ if __name__ == "__main__":
     from megatron.zerobubble.training.models import mcore_config
 
     kernels = mcore_config._kernels
-    mcore_config._kernels = lambda model, *, on_gpu: {  # type: ignore[assignment]
-        **kernels(model, on_gpu=on_gpu),
+    mcore_config._kernels = lambda model, **place: {  # type: ignore[assignment]
+        **kernels(model, **place),
         "gradient_accumulation_fusion": model.gradient_accumulation_fusion,
     }
     runpy.run_module("tests.training.reference_trainer", run_name="__main__")
