@@ -17,6 +17,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.mcore.model import named_weights
 from megatron.zerobubble.mcore.model.named_weights import _draw, _sharded_tensors, draw_by_name, remember_init_methods
 from megatron.zerobubble.mcore.model.stage_layout import StageLayout, embedding_ranks
 from megatron.zerobubble.plan.ir import Placement
@@ -25,6 +26,7 @@ from tests.support.gpt import Case, Trainer
 from tests.support.moe import MoeCase
 from tests.support.mtp import MtpCase
 from tests.support.ranks import RankPool
+from tests.support.transformer_engine.gpt import EngineCase
 
 pytestmark = pytest.mark.claims(
     "Planning and measuring",
@@ -224,3 +226,17 @@ def test_megatron_core_reads_the_same(text: str) -> None:
     for written in (text, layers.text):
         stages = PipelineParallelLayerLayout.parse_str_to_list(written)
         assert tuple(stage.count(LayerType.decoder) for stage in stages) == layers.per_stage
+
+
+def _said(rank: int) -> list[str]:
+    case = EngineCase("zb-h1", 2, 4, num_layers=4, fp8="hybrid", fp8_recipe="tensorwise", fp8_param=True)
+    with mock.patch.object(Trainer, "weights_seed", 7), mock.patch.object(named_weights._log, "warning") as warning:
+        case.trainer().close()
+    return [call.args[0] % call.args[1:] for call in warning.call_args_list]
+
+
+@pytest.mark.sampled(0.5)
+def test_a_line_says_that_weights_in_fp8_are_not_drawn(engine_ranks: RankPool) -> None:
+    """Four linears in each of a stage's two layers."""
+    for said in engine_ranks.run(_said):
+        assert said == ["8 weights in FP8 (fp8_param) are not drawn by name: other layouts begin with others"]

@@ -10,7 +10,8 @@ drawn on the CPU, for any device, in blocks of rows with a generator each: a ran
 and rows added to pad the vocabulary change no others.
 
 Parameters with constant first values need none of this. Those that a module draws itself, and not by an init method of the
-config, keep megatron-core's way: Mamba's convolution, `dt_bias` and `A_log`.
+config, keep megatron-core's way: Mamba's convolution, `dt_bias` and `A_log`. So do weights in FP8, which are cast before they
+can be drawn; a line says so.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -169,6 +171,9 @@ def draw_by_name(models: Sequence[nn.Module], *, seed: int) -> None:
         if left:
             names = ", ".join(name for name, _ in left.values())
             _log.warning("%s: not in the model's checkpoints, and so not drawn by name: other layouts begin with others", names)
+        quantized = sum(is_float8tensor(parameter) for parameter in model.parameters())
+        if quantized:
+            _log.warning("%d weights in FP8 (fp8_param) are not drawn by name: other layouts begin with others", quantized)
 
 
 def _sharded_tensors(state: Any) -> Iterator[Any]:
