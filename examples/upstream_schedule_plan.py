@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 
 class Inert:
-    """A stream, an event, or a module: whatever is called or asked for does nothing."""
+    """Stands in for a CUDA stream, an event or a module: every call and every attribute does nothing."""
 
     def __init__(self, *_, **__):
         pass

@@ -44,20 +44,24 @@ def test_passes_take_the_median_of_all_blocks(later: tuple[float, ...], expected
     assert found.rows("activation") == base.rows("activation")
 
 
-JOB: Any = SimpleNamespace(costs_of=lambda costs, *_: lambda placement: costs, has_unequal_lengths=False)
+JOB: Any = SimpleNamespace(costs_of=lambda costs, *_: lambda placement: costs)
 
 
 def test_pairs_are_predicted_with_the_measured_share_of_all_to_alls() -> None:
     """Their passes end together, so that a recording has no times of the single ones."""
-    costs = replace(_costs(2.0, 1), all_to_all=(0.5, 0.25))
+    costs = replace(_costs(2.0, 1), all_to_all=(0.5, 0.25), wgrad_beside=0.5)
     plan = paired(build_plan("zb-h1", num_ranks=2, num_microbatches=3))
     result: Any = SimpleNamespace(measured=SimpleNamespace(costs=costs), timeline=None, sizes=None, plan=plan.to_json())
     recorded = [Timeline.planned(simulate(plan, _costs(each, 1))) for each in (1.0, 3.0)]
     block = FirstBlock(contender=SimpleNamespace(text="zb-h1"), program=None, result=result, recorded=recorded)  # type: ignore[arg-type]
     assert block.costs == costs
-    found = _simulated(block, [block], JOB)
+    stock = _block(2.0, (), 1)
+    vars(stock).update(contender=SimpleNamespace(text="stock"))
+    stock.result.plan = build_plan("1f1b", num_ranks=2, num_microbatches=3).to_json()
+    stock.result.measured.costs = replace(costs, wgrad_beside=0.0)
+    found = _simulated(block, [stock, block], JOB)
     assert found is not None
-    assert found.costs.all_to_all == (0.5, 0.25)
+    assert (found.costs.all_to_all, found.costs.wgrad_beside) == ((0.5, 0.25), 0.5)
     assert found.makespan_ms < simulate(plan, _costs(2.0, 1)).makespan_ms
 
 

@@ -153,7 +153,7 @@ def test_every_recipe_gets_a_verdict_by_schedule(checkouts: list[Path], capsys: 
     assert "old" not in text
     assert "\n| Megatron-Bridge | 3 | 2 | 2 | 2 |\n" in text
     assert "| llama | 3 | 1 / 1 / 1 | 0 / 2 / 1 | 0 / 2 / 1 |" in text
-    assert "| `moe_paged_stash` | 1 | 1 | 1 | it brings the inputs of experts back" in text
+    assert "| `moe_paged_stash` | 1 | 1 | 1 | it restores the inputs of experts before B" in text
 
 
 def test_a_folder_that_is_none_of_them_gets_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -163,6 +163,7 @@ def test_ws_that_run_together_report_each_weight_finally_in_the_last_one_alone(e
 
 def _before_their_w(_rank: int, fuse: bool) -> None:
     model, store, ready = _deferred(fuse)
+    seen: list[int] = []
     first, *others = _batches()
     _b(model, store, first, 0)
     size = sum(weight.numel() for weight in model.fc2.parameters())
@@ -172,6 +173,11 @@ def _before_their_w(_rank: int, fuse: bool) -> None:
     del weight.main_grad
     assert store.run_ahead(size) == 0
     weight.main_grad = main_grad
+    x = first.clone().requires_grad_()
+    y = x.sin()
+    y.register_hook(lambda _: seen.append(store.run_ahead(size)))  # all modules have queued what nobody wants
+    torch.autograd.grad(model(y).sum(), x)
+    assert seen == [0]
     assert store.fill(2 * size) == (size if fuse else 0)  # the others have biases
     for microbatch, x in enumerate(others, start=1):
         _b(model, store, x, microbatch)

@@ -16,6 +16,7 @@ from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumu
 from megatron.zerobubble.wgrad.linear import LinearSplit, split_linear
 from megatron.zerobubble.wgrad.split_weight import SplitWeight
 from megatron.zerobubble.wgrad.store import WeightGradStore
+from tests.support.pending import pending_bytes
 from tests.support.tolerances import OTHER_ORDER
 
 SEQUENCE, BATCH, IN, OUT = 5, 2, 12, 8
@@ -251,7 +252,7 @@ def test_the_operands_live_from_b_to_w_and_no_longer() -> None:
     run_b(store, 0, output, gradient)
     del gradient, output
     assert not any(ref.expired() for ref in refs)
-    assert store.pending_bytes == (SEQUENCE * BATCH * (IN + OUT)) * 4
+    assert pending_bytes(store) == (SEQUENCE * BATCH * (IN + OUT)) * 4
     store.run(0, 0)
     assert all(ref.expired() for ref in refs)
 

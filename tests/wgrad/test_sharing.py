@@ -18,6 +18,7 @@ from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumu
 from megatron.zerobubble.wgrad.linear import LinearSplit, split_linear
 from megatron.zerobubble.wgrad.split_weight import SplitWeight
 from megatron.zerobubble.wgrad.store import WeightGradStore
+from tests.support.pending import pending_bytes
 from tests.support.ranks import RankPool
 
 SEQUENCE, BATCH, IN, OUT, RANKS = 8, 2, 6, 10, 2
@@ -174,7 +175,7 @@ def _gathering(linear: str, fused: bool, group: dist.ProcessGroup) -> Gathering:
     gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(2))  # gathered: the same on all ranks
     with CollectiveCount() as in_b:
         backward(store, 0, output, gradient, fused=fused)
-    held = store.pending_bytes // 4
+    held = pending_bytes(store) // 4
     with CollectiveCount() as in_w:
         if not fused:
             store.run(0, 0)

@@ -119,7 +119,7 @@ class TrainerJob:
         own, layers = measured.settings.placement, (wanted.settings if wanted else self.settings.without_layout()).stage_layers
         held = measured.settings.stage_layers(own)
         model = Model.measured(("layer",) * held.num_layers, held, costs)
-        others = costs_of_placements(model, layers, links=costs.links, all_to_all=costs.all_to_all)
+        others = costs_of_placements(model, layers, costs)
         return lambda placement: costs if placement == own else others(placement)
 
 

@@ -219,7 +219,8 @@ def _source(blocks: Sequence[FirstBlock]) -> tuple[CostModel, Job] | None:
     }
     costs = CostModel.of_lists({name: median(name) for name in names}).with_links(links, placement.num_ranks)
     forward, backward = (statistics.median(costs.all_to_all[which] for _, costs in alike) for which in (0, 1))
-    return replace(costs, all_to_all=(forward, backward)), alike[0][0].program
+    beside = max(costs.wgrad_beside for _, costs, _ in known)  # megatron-core's own schedules have no W
+    return replace(costs, all_to_all=(forward, backward), wgrad_beside=beside), alike[0][0].program
 
 
 def _around_ms(blocks: Sequence[FirstBlock], job: Job) -> float | None:

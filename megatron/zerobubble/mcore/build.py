@@ -193,8 +193,8 @@ def check_config(config: Any, spec: ScheduleSpec, *, knows_lengths: bool = False
 _REFUSED = {
     "hybrid_context_parallel": "it brings a schedule of its own",
     "moe_ncclep_zero_copy": "the gradients that W reads would lie in a buffer that all layers share",
-    "moe_paged_stash": "it brings the inputs of experts back in front of B, into buffers with room for every token that might "
-    "come, and only W reads them: from B to W they would take the memory that it saves from F to B (ADR 67)",
+    "moe_paged_stash": "it restores the inputs of experts before B, into buffers of full capacity, and W alone reads them: from "
+    "B to W they would take the memory that it saves from F to B (ADR 67)",
     "fine_grained_activation_offloading": "it brings microbatches back in the order of megatron-core's 1F1B or interleaved "
     "chunks, and ends its iteration inside of those schedules",
     "cpu_offloading": "it hooks into the backward pass that is split here",

@@ -72,15 +72,28 @@ class DeferringModule(FinalGradient):
     Attributes:
         replay: computes the weight gradients of a W with those of other modules, unless it returns False; None: `backward_dw`
             does.
+        num_elements: elements of the weights.
     """
 
-    __slots__ = ("_early", "_module", "_node", "_num_ahead", "_shares", "_unwanted", "_waiting", "_weights", "replay")
+    __slots__ = (
+        "_early",
+        "_module",
+        "_node",
+        "_num_ahead",
+        "_shares",
+        "_unwanted",
+        "_waiting",
+        "_weights",
+        "num_elements",
+        "replay",
+    )
 
     def __init__(self, name: str, module: Any, weights: Sequence[Parameter]) -> None:
         super().__init__(name)
         self._module = weakref.ref(module)
         self.replay: Callable[[WgradKey], bool] | None = None
         self._weights = tuple(weights)
+        self.num_elements = sum(weight.numel() for weight in weights)
         self._node = accumulator_of(self._weights[0])
         self._shares = [ShareOfAutograd(each, self) for each in weights if each.dim() > 1 and not _needs_placeholder(each)]
         self._unwanted: list[int] | None = None
@@ -200,24 +213,20 @@ class DeferringModule(FinalGradient):
                     self._early.setdefault(key, []).append((weight, weight.grad))
                 weight.grad = None
 
-    @property
-    def num_elements(self) -> int:
-        """Elements of the weights."""
-        return sum(weight.numel() for weight in self._weights)
-
     def compute_ahead(self, key: WgradKey) -> bool:
         """Compute the GEMMs of this W before it, which then only calls the hooks.
 
         Only where they add to ``main_grad``, to which autograd then adds nothing: elsewhere a hook adds in W. Not while there is
-        none, as with ZeRO-2 outside of Ws.
+        none, as with ZeRO-2 outside of Ws, and not between `forget` and `drop`, which count the entries.
 
         Returns:
             Whether they were computed.
         """
-        module = self._module()
         is_next = len(self._waiting) > self._num_ahead and self._waiting[self._num_ahead] == key
-        adds = all(_is_fused(weight) and getattr(weight, "main_grad", None) is not None for weight in self._weights)
-        if not is_next or not adds or module is None or self.replay is not None:
+        if not is_next or self._unwanted is not None or self.replay is not None:
+            return False
+        module = self._module()
+        if module is None or not all(_is_fused(each) and getattr(each, "main_grad", None) is not None for each in self._weights):
             return False
         with self.without_hooks():
             module.backward_dw()

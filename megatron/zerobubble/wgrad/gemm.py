@@ -65,14 +65,6 @@ def choose_kernel(
     return kernel
 
 
-def working_kernels(device: torch.device, *, input_dtype: torch.dtype, accumulator_dtype: torch.dtype) -> list[WgradKernel]:
-    """All kernels that work for these dtypes on `device`, best first: the candidates of `choose_kernel`. For benchmarks."""
-    apex = _apex_accumulate(accumulator_dtype) if device.type == "cuda" else None
-    candidates = [] if apex is None else [WgradKernel(KernelKind.APEX, apex)]
-    candidates += _torch_kernels(input_dtype, accumulator_dtype)
-    return [kernel for kernel in candidates if _try_out(kernel, device, input_dtype, accumulator_dtype) is None]
-
-
 def plain_accumulate(accumulator: Tensor, grad_output: Tensor, input_: Tensor) -> None:
     """`PLAIN`: the same operations, and so the same bits, as the stock backward without fusion."""
     accumulator.add_(grad_output.t().matmul(input_))

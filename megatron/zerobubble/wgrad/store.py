@@ -95,18 +95,6 @@ class WeightGradStore:
         running = {key for group in self._groups.values() for key in group.keys}
         return frozenset(self._entries) | running
 
-    @property
-    def pending_bytes(self) -> int:
-        """Bytes of the tensors held for W; a storage that several GEMMs share counts once. Without what deferring modules hold in
-        queues of their own."""
-        storages = {}
-        for entries in (*self._entries.values(), *(group.left for group in self._groups.values())):
-            for entry in entries:
-                for tensor in (entry.grad_output, entry.input):
-                    storage = tensor.untyped_storage()
-                    storages[storage._cdata] = storage.nbytes()
-        return sum(storages.values())
-
     def begin(self, chunk: int, microbatch: int, slice: int = 0, *, fused: bool, at_once: bool = False) -> None:
         """Start to collect the weight gradients of one B. With `fused` they are computed at once (the full backward, BW).
 

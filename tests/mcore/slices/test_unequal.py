@@ -1,4 +1,4 @@
-"""Unequal microbatches in a loop of your own; of their slices numbers, evaluation, re-planning, and what is refused."""
+"""Unequal microbatches in a loop of your own: slices of them, numbers of microbatches, evaluation, re-planning, refusals."""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from megatron.zerobubble.plan.costs.cost_model import CostModel
@@ -32,15 +35,20 @@ def true_costs(layers: StageLayers) -> CostModel:
 
 def predicted(costs: CostModel, measured: StageLayers, wanted: StageLayers) -> CostModel:
     model = Model.measured(("layer",) * wanted.num_layers, measured, costs)
-    return costs_of_placements(model, lambda _: wanted)(Placement.linear(wanted.num_stages))
+    return costs_of_placements(model, lambda _: wanted, costs)(Placement.linear(wanted.num_stages))
 
 
 @pytest.mark.parametrize("measured", [StageLayers.spread(8, Placement.v(2)), StageLayers(per_stage=(1, 3, 2, 0))])
 @pytest.mark.parametrize("wanted", [(4, 4), (2, 2, 2, 2), (0, 3, 3, 0), (1,) * 8])
 def test_the_costs_of_stages_that_were_not_measured(measured: StageLayers, wanted: tuple[int, ...]) -> None:
     layers = StageLayers(per_stage=wanted)
-    found, true = predicted(true_costs(measured), measured, layers), true_costs(layers)
-    assert found.comm_ms == true.comm_ms
+    exchanges: dict[str, Any] = {"all_to_all": (0.2, 0.3), "wgrad_beside": 0.5}
+    found, true = (
+        predicted(replace(true_costs(measured), **exchanges), measured, layers),
+        replace(true_costs(layers), **exchanges),
+    )
+    for name in ("comm_ms", "all_to_all", "wgrad_beside"):
+        assert getattr(found, name) == getattr(true, name)
     for kind in LAYER:
         assert getattr(found, kind) == pytest.approx(getattr(true, kind)), kind
 

@@ -39,7 +39,7 @@ def scaled_swiglu(x: Tensor, scales: Tensor, quantizer: Any, interleave: int) ->
     """SwiGLU, each token times its scale.
 
     Args:
-        x: [tokens, 2 * features]; with `interleave` in blocks of so many gates and as many others.
+        x: [tokens, 2 * features]; with `interleave`, blocks of that many gates and that many linear values alternate.
         scales: [tokens], or one for all.
         quantizer: of the result.
         interleave: 0 for gates first.

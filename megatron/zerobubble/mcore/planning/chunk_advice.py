@@ -54,7 +54,7 @@ def chunk_advice(plan: Plan, layers: StageLayers, costs: CostModel, options: Sea
                 schedule=AUTO,
                 num_ranks=plan.num_ranks,
                 num_microbatches=plan.num_microbatches,
-                stages=costs_of_placements(model, layers_of, links=costs.links, all_to_all=costs.all_to_all),
+                stages=costs_of_placements(model, layers_of, costs),
                 options=replace(options, memory_limit=limit, budget=_SHARE * options.budget),
             )
         )

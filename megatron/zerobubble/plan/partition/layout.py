@@ -16,7 +16,6 @@ from functools import cached_property
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.cost_table import COST_LISTS
-from megatron.zerobubble.plan.costs.links import Links
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.layer_costs import Model
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
@@ -130,25 +129,21 @@ class Layout:
 
 
 def costs_of_placements(
-    model: Model,
-    layers_of: Callable[[Placement], StageLayers],
-    *,
-    links: Links | None = None,
-    all_to_all: tuple[float, float] = (0.0, 0.0),
+    model: Model, layers_of: Callable[[Placement], StageLayers], measured: CostModel
 ) -> Callable[[Placement], CostModel]:
     """The costs of other placements of a measured model, as the planner asks for them: it raises PlanError for some.
 
     Args:
         model: with the units of activation memory of a `CostModel` in place of bytes.
         layers_of: divides the layers over the stages of a placement; raises ConfigError where they cannot be divided.
-        links: of unequal speed between the ranks, the same in any placement; None: the model's `comm_ms` for all.
-        all_to_all: shares of F and of B in which tokens travel to experts, the same in any placement.
+        measured: the costs that the model was made from, whose links and all-to-alls of experts are the same in any placement.
     """
+    alike = {name: getattr(measured, name) for name in ("links", "all_to_all", "wgrad_beside")}
 
     def costs_of(placement: Placement) -> CostModel:
         try:
             layout = Layout(model=model, placement=placement, per_stage=layers_of(placement).per_stage)
-            return CostModel.of(layout.costs().table, comm_ms=model.comm_ms, links=links, all_to_all=all_to_all)
+            return CostModel.of(layout.costs().table, comm_ms=model.comm_ms, **alike)
         except ConfigError as error:
             raise PlanError(f"{placement.num_stages} stages: {error}") from None
 
