@@ -15,22 +15,24 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
-from megatron.zerobubble.mcore.build import build_chunks
+from megatron.zerobubble.mcore.build import make_store
 from megatron.zerobubble.mcore.cpu.device import HostDevice
-from megatron.zerobubble.mcore.microbatches.iteration_plans import UnequalOptions
-from megatron.zerobubble.mcore.model.stage_layout import pipeline_layout
+from megatron.zerobubble.mcore.model.embeddings import FinalizeGradients
+from megatron.zerobubble.mcore.model.stage_layout import StageLayout
+from megatron.zerobubble.mcore.model.wgrad_split import split_weight_gradients
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.registry import schedule_info, schedule_spec
 from megatron.zerobubble.plan.schedule_spec import STOCK, ScheduleSpec
 from megatron.zerobubble.plan.simulate import TimedOp
+from megatron.zerobubble.wgrad.store import WeightGradStore
 from tools.benchmarks.schedules.contenders import ContenderSpec, Runtime, Sizes
 
 VOCABULARY = 256
@@ -74,19 +76,16 @@ class GPTContender:
         self._sizes = sizes
         self._host = host
         self._spec = _spec_of(contender, num_ranks)
+        self._store: WeightGradStore | None = None
         self._losses: list[Any] = []
         self._set_num_chunks()
         torch.manual_seed(SEED)
         model_parallel_cuda_manual_seed(SEED)
         with host.on_host():
             self._config = _transformer_config(sizes, self._spec)
-            ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-            built = build_chunks(self._provide, config=self._config, ddp_config=ddp_config, spec=self._spec)
-            self._chunks, self._store = built.chunks, built.store
+            self._chunks = self._build()
             self._optimizer = get_megatron_optimizer(_optimizer_config(), self._chunks)
-        self._schedule = PipelineSchedule(
-            self._spec, self._chunks, store=built.store, config=self._config, unequal=self._unequal_options()
-        )
+        self._schedule = PipelineSchedule(self._spec, self._chunks, store=self._store, config=self._config)
         self._schedule.recordings.every = 1
 
     def iterate(self, num_microbatches: int) -> None:
@@ -125,26 +124,39 @@ class GPTContender:
         """Destroy the schedule's process groups. Every rank must call it."""
         self._schedule.close()
 
-    def _unequal_options(self) -> UnequalOptions | None:
-        """How microbatches of unequal length are planned; None: they are equal."""
-        return None
-
     def _set_num_chunks(self) -> None:
         """Set the number of chunks per rank in megatron-core's global state, which its stock schedules read."""
         chunks = self._spec.num_chunks
         parallel_state.set_virtual_pipeline_model_parallel_world_size(chunks if chunks > 1 else None)
 
-    def _provide(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> Any:
-        return GPTModel(
+    def _build(self) -> list[Any]:
+        """This rank's chunks, wrapped by DDP; before that B and W are split, unless megatron-core schedules."""
+        placement = self._spec.placement
+        stages = placement.rank_to_stages[parallel_state.get_pipeline_model_parallel_rank()]
+        models = [
+            self._model(stage, placement.num_stages, vp_stage if len(stages) > 1 else None)
+            for vp_stage, stage in enumerate(stages)
+        ]
+        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, delay_wgrad_compute=not self._spec.is_stock)
+        self._config.finalize_model_grads_func = FinalizeGradients(placement, finalize_model_grads)
+        if not self._spec.is_stock:
+            self._store = make_store(self._config, ddp_config, self._host.device)
+            for model in models:
+                split_weight_gradients(model, self._store)
+        return [DistributedDataParallel(config=self._config, ddp_config=ddp_config, module=model) for model in models]
+
+    def _model(self, stage: int, num_stages: int, vp_stage: int | None) -> GPTModel:
+        model = GPTModel(
             config=self._config,
             transformer_layer_spec=get_gpt_layer_local_spec(),
             vocab_size=VOCABULARY,
             max_sequence_length=self._sizes.seq_length,
-            pre_process=pre_process,
-            post_process=post_process,
+            pre_process=stage == 0,
+            post_process=stage == num_stages - 1,
             share_embeddings_and_output_weights=False,
             vp_stage=vp_stage,
         )
+        return model.to(self._host.device)
 
     def _batches(self, num_microbatches: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         tokens, labels = (each.to(self._host.device) for each in text(self._sizes, num_microbatches))
@@ -179,7 +191,8 @@ def _optimizer_config() -> OptimizerConfig:
 
 
 def _transformer_config(sizes: Sizes, spec: ScheduleSpec) -> TransformerConfig:
-    layout = pipeline_layout(StageLayers.spread(sizes.num_layers, spec.placement), spec.placement)
+    is_v = spec.placement.name not in ("linear", "loop")
+    layout = StageLayout(StageLayers.spread(sizes.num_layers, spec.placement), spec.placement) if is_v else None
     interleaves = spec.is_stock and spec.num_chunks > 1
     return TransformerConfig(
         num_layers=sizes.num_layers,
