@@ -41,7 +41,7 @@ from tests.support.tolerances import OTHER_ORDER
 _STEPS = pytest.mark.claims(
     "Precision and the optimizer",
     "post-validation (`--enable-optimizer-post-validation`): clipping, NaN, Inf, overflows, two redone steps in a row; fp32, "
-    "fp16, bf16, SGD, distributed optimizer, sharded gradients, chains, tied, frozen, tensor and data parallel, p 2 and 4, "
+    "fp16, bf16, SGD, distributed optimizer, chains, tied, frozen, tensor and data parallel, p 2 and 4, "
     "linear and V",
     "works, bit for bit the synchronous step",
 )
@@ -96,7 +96,6 @@ SCENARIOS = (
     Scenario("clipped", replace(BASE, tied=True, per_token_loss=True), spikes={(0, 1): 1e4, (3, 1): 1e4}, redone=(0, 3)),
     Scenario("clipped, gathers as needed", GATHERED, spikes={(3, 1): 1e4, **LATE}, redone=(3, 4, 5, 11)),
     Scenario("clipped, gathers as needed", GATHERED_V, spikes={(3, 1): 1e4, (11, 1): 1e4}, redone=(3, 11)),
-    Scenario("one gradient grows", replace(GATHERED, shard_gradients=2), hooks={(5, 0, 2): 1e6}, redone=(5,)),
     Scenario("overflow", replace(FP16, distributed_optimizer=True), spikes={(3, 1): INF}, redone=(3,)),
     # four pipeline ranks; above there are two, and two data-parallel replicas
     Scenario("clipped on account of each", P4, spikes={(2, 0): 1e4, (4, 1): 1e4, (6, 2): 1e5, (8, 3): 1e6}, redone=(2, 4, 6, 8)),

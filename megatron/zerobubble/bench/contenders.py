@@ -127,7 +127,6 @@ class Contender:
             zero_bubble_balance_stages=False,
             zero_bubble_trace=None,
             zero_bubble_trace_iterations=None,
-            zero_bubble_shard_gradients=None if self.is_stock or self.schedule == AUTO else given.zero_bubble_shard_gradients,
             zero_bubble_overlap_moe=given.zero_bubble_overlap_moe and not self.is_stock,
             enable_optimizer_post_validation=not self.is_stock
             and (self.post_validation or given.enable_optimizer_post_validation),

@@ -98,13 +98,7 @@ def build_chunks(
             for model in models:
                 split_weight_gradients(model, store)
         ddp_config = dataclasses.replace(ddp_config, delay_wgrad_compute=True)
-    chunks = wrap_chunks(
-        models,
-        config=config,
-        ddp_config=ddp_config,
-        is_stock=spec.is_stock,
-        shards_gradients=spec.shard_gradients is not None,
-    )
+    chunks = wrap_chunks(models, config=config, ddp_config=ddp_config, is_stock=spec.is_stock)
     config.finalize_model_grads_func = FinalizeGradients(spec.placement)
     if ddp_config.overlap_grad_reduce:
         syncs = [chunk.no_sync for chunk in chunks]

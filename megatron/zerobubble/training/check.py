@@ -38,7 +38,6 @@ def check_settings(settings: Settings, *, is_first: bool = True) -> None:
     settings.fp8.check(model, settings.precision)
     settings.optim.check(parallel, settings.run)
     schedule.check_length(settings)
-    settings.optim.check_sharding(parallel, model, zero_bubble, ranks=settings.gradient_reduction_size)
     if is_first and settings.data.data_path is not None:
         _check_splits(settings, settings.data.data_path)
     settings.checkpoint.check()

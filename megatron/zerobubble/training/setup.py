@@ -17,7 +17,6 @@ from megatron.core.optimizer import get_megatron_optimizer
 
 from megatron.zerobubble.flags.loop_options import Seeds
 from megatron.zerobubble.mcore.build import ModelChunks, build_chunks
-from megatron.zerobubble.mcore.ddp.zero2 import step_on_shards
 from megatron.zerobubble.mcore.engine import Engine
 from megatron.zerobubble.mcore.model.stage_layout import pipeline_layout
 from megatron.zerobubble.mcore.post_validation.optimizer import post_validation
@@ -63,7 +62,6 @@ def build_training_state(
             weights_seed=None if settings.run.init_by_rank else settings.run.seed,
         )
         optimizer = get_megatron_optimizer(mcore_config.optimizer_config(settings), built.chunks, use_gloo_process_groups=False)
-        step_on_shards(optimizer, built.chunks)
         scheduler = mcore_config.scheduler(settings, optimizer)
     if settings.precision.fp16:
         setup.config.grad_scale_func = optimizer.scale_loss

@@ -1,4 +1,4 @@
-"""Several Ws of a chunk that run together, weight by weight: with ZeRO-2, and behind the last B where reductions overlap."""
+"""Several Ws of a chunk that run together, weight by weight: behind the last B, where reductions overlap."""
 
 from __future__ import annotations
 

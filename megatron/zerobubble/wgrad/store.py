@@ -220,11 +220,11 @@ class WeightGradStore:
             waiting.append((self._open_key, self._open))
         for key, entries in waiting:
             for index, entry in enumerate(entries):
-                # All four hold for every GEMM of a weight or for none, so no older one of this weight is passed over. A weight
-                # that is given an accumulator for the time of its W has none now. To one with other readers autograd adds in B,
-                # and the order of the two is the plan's; until its first B has ended, two terms are the same in either order.
+                # All three hold for every GEMM of a weight or for none, so no older one of this weight is passed over. To one
+                # with other readers autograd adds in B, and the order of the two is the plan's; until its first B has ended, two
+                # terms are the same in either order.
                 split = entry.split
-                if entry.gather_over is None and split.weight.numel() <= most and not split.before and not split.has_share:
+                if entry.gather_over is None and split.weight.numel() <= most and not split.has_share:
                     del entries[index]
                     self._accumulate(entry.split, entry.grad_output, entry.input)
                     self._ahead.setdefault(key, []).append(entry.split)
@@ -262,7 +262,7 @@ class WeightGradStore:
         """One part of several Ws of a chunk: all GEMMs of some weights, one W after another.
 
         There are as many parts as Ws, so that a part takes about as long as one of them. Call it for part 0, 1, ... in turn,
-        after the Bs of all of them have run. So gradients become final all along the Ws, and with ZeRO-2 are sharded once.
+        after the Bs of all of them have run. So gradients become final all along the Ws.
 
         Args:
             keys: the Ws, in their order.
@@ -296,16 +296,12 @@ class WeightGradStore:
     def _run(self, gemms: list[DeferredGemm]) -> None:
         """Compute GEMMs in their order, and call each weight's hooks after its last one. Empties the list."""
         last = {id(gemm.split): number for number, gemm in enumerate(gemms)}
-        prepared: set[int] = set()
         number = 0
         gemms.reverse()
         upcoming = _started(gemms)
         while upcoming is not None:  # one by one, so that each one's tensors are free before the GEMM after the next
             split, grad_output, input_ = upcoming
             upcoming = _started(gemms)  # its gather overlaps with this GEMM
-            if split.before and id(split) not in prepared:
-                prepared.add(id(split))
-                split.prepare()
             self._accumulate(split, grad_output, input_.wait() if isinstance(input_, Gathered) else input_)
             del grad_output, input_
             if last[id(split)] == number:
@@ -349,11 +345,6 @@ class WeightGradStore:
 
     def _run_at_once(self, split: SplitWeight, grad_output: Tensor, input_: Tensor) -> None:
         """Add a weight gradient outside of any B. Hooks are called once, at the end of the backward pass."""
-        if split.before:
-            raise WeightGradStoreError(
-                f"rank {self.rank}: a backward pass reached the split weight {split.name} outside of any B, and its gradient is "
-                "sharded between Ws: run backward through the schedule, or do not shard gradients"
-            )
         self._accumulate(split, grad_output, input_)
         self._outside[id(split)] = split
         Variable._execution_engine.queue_callback(partial(self._notify_once, split))

@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.flags.require import at_most, not_negative, positive, refuse, within
-from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
-from megatron.zerobubble.training.config.model import ModelConfig
+from megatron.zerobubble.flags.require import at_most, not_negative, positive, within
 from megatron.zerobubble.training.config.parallel import ParallelConfig
 from megatron.zerobubble.training.config.run_control import RunConfig
 
@@ -85,25 +83,3 @@ class OptimConfig:
                 raise ConfigError(
                     f"--lr-{name}-{other} does not go with --train-{unit}: give --lr-{name}-{unit}, or --train-{other}"
                 )
-
-    def check_sharding(self, parallel: ParallelConfig, model: ModelConfig, zero_bubble: ZeroBubbleConfig, *, ranks: int) -> None:
-        """Raise ConfigError unless --zero-bubble-shard-gradients can be done. `ranks`: over which a gradient is reduced."""
-        size = zero_bubble.zero_bubble_shard_gradients
-        problems = {
-            "needs --use-distributed-optimizer, which steps on shards": not parallel.use_distributed_optimizer,
-            f"shards over data-parallel ranks, and there is {ranks}": ranks < 2,
-            "needs --untie-embeddings-and-output-weights: tied weights all-reduce whole gradients over two stages": (
-                not model.untie_embeddings_and_output_weights
-            ),
-            "cannot be combined with --mtp-num-layers, whose embedding all-reduces whole gradients over two stages": (
-                model.mtp_num_layers
-            ),
-            "cannot be combined with --sequence-parallel, which all-reduces normalization gradients after the reduction": (
-                parallel.sequence_parallel
-            ),
-            "cannot be combined with --qk-layernorm and tensor parallelism, which all-reduce its gradients after the reduction": (
-                model.qk_layernorm and parallel.tensor_model_parallel_size > 1
-            ),
-        }
-        if size is not None:
-            refuse(f"--zero-bubble-shard-gradients {size}", problems)

@@ -79,11 +79,6 @@ class Settings:
         return self.world_size // self.model_parallel_size
 
     @property
-    def gradient_reduction_size(self) -> int:
-        """Ranks over which each gradient is reduced and optimizer state is sharded: data-parallel and context-parallel ones."""
-        return self.data_parallel_size * self.parallel.context_parallel_size
-
-    @property
     def expert_tensor_parallel_size(self) -> int:
         """Tensor-parallel size of each expert."""
         return self.moe.expert_tensor_parallel_size or self.parallel.tensor_model_parallel_size
