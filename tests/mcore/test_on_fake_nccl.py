@@ -90,6 +90,6 @@ def test_optimistic_steps_of_megatron_cores_optimizer_equal_synchronous_ones(cas
     """Twelve iterations, with rollbacks, through `mcore.post_validation`."""
     scenario = replace(SCENARIO, case=case)
     size = 4 if case.distributed_optimizer else 2
-    for rank, (differences, redone, _, _) in enumerate(run_megatron(size, compare_optimistic, scenario, seed=1)):
+    for rank, (differences, redone, _) in enumerate(run_megatron(size, compare_optimistic, scenario, seed=1)):
         assert differences == [], rank
         assert tuple(redone) == scenario.redone, rank

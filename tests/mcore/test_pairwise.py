@@ -166,9 +166,7 @@ def compare_pair(rank: int, case: PairCase) -> Difference:
 def _train_optimistically(trainer: Trainer) -> Outcome:
     """Like `Trainer.train`, with optimistic steps only."""
     case = trainer.case
-    steps = post_validation(
-        trainer.optimizer, optimistic=True, patience=0, rollback="exact", snapshot_on_host=False, on_host=trainer.host.on_host
-    )
+    steps = post_validation(trainer.optimizer, optimistic=True, patience=0, on_host=trainer.host.on_host)
     norms: list[float] = []
 
     def note() -> bool:

@@ -79,13 +79,13 @@ def _relayed(rank: int, watch: Watch, *, waits_to_send: bool) -> Act:
     def act() -> None:
         if rank == 0:
             relay.recv_prefix(OWN)
-            relay.send_next((), OWN)
+            relay.send_next(OWN)
             if not waits_to_send:
                 relay.recv_global()
         elif rank == 1:
             relay.recv_prefix(OWN)
             if not waits_to_send:
-                relay.send_prev((), OWN)
+                relay.send_prev(OWN)
         relay.close()
 
     return act

@@ -148,17 +148,13 @@ class ZeroBubbleConfig:
 
     enable_optimizer_post_validation: bool = False
     """Step the optimizer optimistically, before the global gradient norm and overflow status are known, and correct the step
-    afterwards if they require it (post-validation). Results are those of the synchronous optimizer. By default a snapshot of
-    weights and optimizer state is held from the step to its validation."""
+    afterwards if they require it (post-validation). Results are those of the synchronous optimizer. A snapshot of weights and
+    optimizer state is held from the step to its validation."""
     post_validation_patience: int = 10
     """After a corrected step, number of consecutive synchronous steps that would have needed no correction before steps are
     optimistic again. 0: every step is optimistic."""
-    post_validation_rollback: Literal["exact", "inverse"] = field(default="exact", metadata={"metavar": "exact|inverse"})
-    """How an optimistic step is rolled back: from a snapshot, bit for bit (exact); or without one, by inverting Adam, with a
-    small rounding error (inverse). Steps that could not be inverted accurately, with gradients far above Adam's moments, are
-    synchronous."""
     post_validation_snapshot: Literal["device", "host"] = field(default="device", metadata={"metavar": "device|host"})
-    """Memory that holds the snapshot of --post-validation-rollback exact: the device's, or host memory."""
+    """Memory that holds the snapshot: the device's, or host memory."""
 
     def __post_init__(self) -> None:
         of_types(self, meant=meant_schedule)

@@ -101,7 +101,6 @@ def _post_validation(settings: Settings, job: Job, optimizer: Any) -> PostValida
         optimizer,
         optimistic=zero_bubble.enable_optimizer_post_validation,
         patience=zero_bubble.post_validation_patience,
-        rollback=zero_bubble.post_validation_rollback,
         snapshot_on_host=zero_bubble.post_validation_snapshot == "host",
         on_host=job.host.on_host,
         timeout=_timeout(settings),

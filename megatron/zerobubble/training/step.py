@@ -199,7 +199,7 @@ class Trainer:
     def _record_verdict(self, verdict: Verdict | None) -> None:
         if verdict is not None:
             norm = verdict.norm if verdict.is_stepped else None
-            self._finish(verdict.is_stepped, norm, rolled_back=verdict.rolled_back if verdict.is_redone else None)
+            self._finish(verdict.is_stepped, norm, rolled_back=() if verdict.is_redone else None)
 
     def _finish(self, is_stepped: bool, norm: float | None, *, rolled_back: tuple[int, ...] | None) -> None:
         pending, self._pending = self._pending, None

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.claims(
 
 def _split(parameter: torch.Tensor, **options: Any) -> None:
     optimizer = SimpleNamespace(config=SimpleNamespace(**options), get_parameters=lambda: [parameter])
-    MegatronRollbackOptimizer(optimizer, rollback="exact", snapshot_on_host=False, on_host=nullcontext, timeout=None)
+    MegatronRollbackOptimizer(optimizer, snapshot_on_host=False, on_host=nullcontext, timeout=None)
 
 
 @pytest.mark.parametrize(

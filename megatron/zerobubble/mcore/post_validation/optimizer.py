@@ -24,7 +24,7 @@ from megatron.zerobubble.mcore.compat import gradients_for_norm
 from megatron.zerobubble.mcore.post_validation.norms import sum_of_squares
 from megatron.zerobubble.optimizer.parts import parts_of
 from megatron.zerobubble.optimizer.post_validation import GradientStatistics, PostValidation, Relay, Waits, group_of
-from megatron.zerobubble.optimizer.rollback import ExactRollback, InverseRollback, Rollback
+from megatron.zerobubble.optimizer.rollback import Rollback
 
 __all__ = ["MegatronRollbackOptimizer", "post_validation"]
 
@@ -34,7 +34,6 @@ def post_validation(
     *,
     optimistic: bool,
     patience: int = 10,
-    rollback: str = "exact",
     snapshot_on_host: bool = False,
     on_host: Callable[[], AbstractContextManager[object]] = nullcontext,
     timeout: timedelta | None = None,
@@ -46,20 +45,17 @@ def post_validation(
         optimizer: what `get_megatron_optimizer` returned.
         optimistic: step before the global gradient statistics are known; see `PostValidation`.
         patience: see `PostValidation`.
-        rollback: "exact", from a snapshot, or "inverse", without one; see `optimizer.rollback`.
         snapshot_on_host: keep the snapshot in host memory.
         on_host: makes the context entered around the optimizer's work, see `mcore.cpu.device`; a null context on a GPU.
         timeout: how long ranks wait for each other's statistics; None for the backend's default.
         waits: reports these waits, for example `runtime.watch.Watch.waits`; None: they are not reported.
 
     Raises:
-        ConfigError: an optimizer whose step cannot be split, or that `rollback` cannot handle.
+        ConfigError: an optimizer whose step cannot be split.
     """
     pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
     relay = Relay(pipeline, parallel_state.get_pipeline_model_parallel_rank(), timeout=timeout, waits=waits)
-    steps = MegatronRollbackOptimizer(
-        optimizer, rollback=rollback, snapshot_on_host=snapshot_on_host, on_host=on_host, timeout=timeout
-    )
+    steps = MegatronRollbackOptimizer(optimizer, snapshot_on_host=snapshot_on_host, on_host=on_host, timeout=timeout)
     return PostValidation(steps, relay, optimistic=optimistic, patience=patience)
 
 
@@ -74,7 +70,6 @@ class MegatronRollbackOptimizer:
         self,
         optimizer: Any,
         *,
-        rollback: str,
         snapshot_on_host: bool,
         on_host: Callable[[], AbstractContextManager[object]],
         timeout: timedelta | None,
@@ -85,12 +80,7 @@ class MegatronRollbackOptimizer:
         self._check_options()
         self._stage_groups = _StageGroups(timeout)
         self._groups = [self._stage_groups.within(part.get_grad_stats_parallel_group()) for part in self._parts]
-        stepping = [part.optimizer for part in self._active]
-        self._rollback: Rollback = (
-            InverseRollback(stepping, agree=self._stage_groups.are_safe)
-            if rollback == "inverse"
-            else ExactRollback(stepping, on_host=snapshot_on_host)
-        )
+        self._rollback = Rollback([part.optimizer for part in self._active], on_host=snapshot_on_host)
         self._on_host = on_host
         self._own_squares = torch.zeros(0)
         """Per optimizer: this rank's share of its sum of squares, as the gradients are since they were prepared or clipped."""
@@ -137,10 +127,10 @@ class MegatronRollbackOptimizer:
     def _squares(self) -> Tensor:
         return torch.cat([sum_of_squares(gradients_for_norm(part) if part in self._active else []) for part in self._parts])
 
-    def snapshot(self) -> bool:
-        """As `Rollback.snapshot`. The same answer on all ranks of the stage, because a step may all-gather weights from them."""
+    def snapshot(self) -> None:
+        """Copy parameters and optimizer state."""
         with self._on_host():
-            return self._rollback.snapshot()
+            self._rollback.snapshot()
 
     @torch.no_grad()
     def redo(self, statistics: GradientStatistics, *, roll_back: bool) -> None:
@@ -277,19 +267,6 @@ class _StageGroups:
         if ranks not in self._groups:
             self._groups[ranks] = group_of(ranks, timeout=self._timeout)
         return self._groups[ranks]
-
-    def are_safe(self, is_unsafe: Tensor | None) -> bool:
-        """Whether no rank of any subgroup made so far is unsafe. All of them must call it at the same point; the host waits once.
-
-        Args:
-            is_unsafe: one number on the device; None: this rank is safe.
-        """
-        flag = torch.zeros(1, device=torch.cuda.current_device())
-        if is_unsafe is not None:
-            flag += is_unsafe
-        for group in self._groups.values():
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-        return not flag.item()
 
     def close(self) -> None:
         """Destroy the subgroups."""

@@ -37,11 +37,6 @@ def check_schedule(settings: Settings) -> None:
                 "--zero-bubble-schedule, or leave it out"
             )
         return
-    if zero_bubble.post_validation_rollback == "inverse" and settings.optim.optimizer != "adam":
-        raise ConfigError(
-            f"--post-validation-rollback inverse can roll back Adam only, and --optimizer is {settings.optim.optimizer}: "
-            "choose exact, or --optimizer adam"
-        )
     flag = "--zero-bubble-v-schedule" if zero_bubble.zero_bubble_v_schedule else f"schedule {zero_bubble.schedule}"
     is_loop = schedule_info(zero_bubble.family(settings.num_chunks)).placement == "loop"
     if parallel.is_interleaved and not is_loop:
