@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from operator import attrgetter
 from typing import Any
 from weakref import ref
 
@@ -241,25 +240,15 @@ class WeightGradStore:
             left -= elements
         return most - left
 
-    @torch.no_grad()
     def run(self, chunk: int, microbatch: int, slice: int = 0) -> None:
         """W: compute what B of the same chunk, microbatch and slice left, free it, and call each weight's hooks once."""
-        key = WgradKey(chunk, microbatch, slice)
-        gemms = self._take(key)
-        gemms.sort(key=_position)
-        if key in self._ahead:
-            left = {id(gemm.split) for gemm in gemms}
-            for split in {id(each): each for each in self._ahead.pop(key)}.values():
-                if id(split) not in left:
-                    split.notify()
-        self._run(gemms)
-        self._compute_modules(key)
+        self.run_together([WgradKey(chunk, microbatch, slice)], part=0)
 
     @torch.no_grad()
     def run_together(
         self, keys: Sequence[WgradKey], *, part: int, growing: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> None:
-        """One part of several Ws of a chunk: all GEMMs of some weights, one W after another.
+        """One part of one or several Ws of a chunk: all GEMMs of some weights, one W after another.
 
         There are as many parts as Ws, so that a part takes about as long as one of them. Call it for part 0, 1, ... in turn,
         after the Bs of all of them have run. So gradients become final all along the Ws.
@@ -294,9 +283,7 @@ class WeightGradStore:
             del self._groups[chunk]
 
     def _run(self, gemms: list[DeferredGemm]) -> None:
-        """Compute GEMMs in their order, and call each weight's hooks after its last one. Empties the list."""
-        last = {id(gemm.split): number for number, gemm in enumerate(gemms)}
-        number = 0
+        """Compute GEMMs in their order, all those of a weight in a row, and then call its hooks. Empties the list."""
         gemms.reverse()
         upcoming = _started(gemms)
         while upcoming is not None:  # one by one, so that each one's tensors are free before the GEMM after the next
@@ -304,13 +291,8 @@ class WeightGradStore:
             upcoming = _started(gemms)  # its gather overlaps with this GEMM
             self._accumulate(split, grad_output, input_.wait() if isinstance(input_, Gathered) else input_)
             del grad_output, input_
-            if last[id(split)] == number:
+            if upcoming is None or upcoming[0] is not split:
                 split.notify()
-            number += 1
-
-    def _compute_modules(self, key: WgradKey) -> None:
-        for module in self._modules.pop(key, ()):
-            module.compute(key)
 
     def _take(self, key: WgradKey) -> list[DeferredGemm]:
         entries = self._entries.pop(key, None)
@@ -360,9 +342,6 @@ class WeightGradStore:
 
     def _where(self, key: WgradKey) -> str:
         return f"rank {self.rank}, {key.where}"
-
-
-_position = attrgetter("split.position")
 
 
 def _started(gemms: list[DeferredGemm]) -> tuple[SplitWeight, Tensor, Tensor | Gathered] | None:
