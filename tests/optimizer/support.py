@@ -150,7 +150,6 @@ def train(rank: int, scenario: Scenario, optimistic: bool) -> History:
         optimistic=optimistic,
         patience=scenario.patience,
         snapshot_on_host=scenario.on_host,
-        on_host=trainer.host.on_host,
     )
     history = _run(trainer, post)
     post.close()
@@ -175,7 +174,8 @@ def _run(trainer: _Trainer, post: PostValidation) -> History:
         return verdict.is_redone
 
     def before_gradients() -> bool:
-        repeats = note(post.validate())
+        with trainer.host.on_host():
+            repeats = note(post.validate())
         trainer.zero_gradients()
         return repeats
 
@@ -188,8 +188,10 @@ def _run(trainer: _Trainer, post: PostValidation) -> History:
         for group in trainer.optimizer.param_groups:
             group["lr"] = lr
         taken.append((lr, float(trainer.optimizer.get_loss_scale().item())))
-        post.step()
-    note(post.validate())
+        with trainer.host.on_host():
+            post.step()
+    with trainer.host.on_host():
+        note(post.validate())
     if trainer.case.overlap_param_gather:
         for chunk in trainer.built.chunks:
             chunk.disable_forward_pre_hook(param_sync=True)

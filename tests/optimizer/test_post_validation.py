@@ -231,7 +231,7 @@ def train(rank: int, name: str, p: int, seed: int, optimistic: bool, hazard: Haz
                 executor = Executor(program, rank, links, work)
         executor.run()
         steps.step()
-    verdict = steps.flush()
+    verdict = steps.validate()
     assert verdict is not None
     norms.append(verdict.norm)
     links.close()

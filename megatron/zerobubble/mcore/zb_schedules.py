@@ -140,7 +140,6 @@ class PipelineSchedule:
         self._compared: set[tuple[int, bool]] = set()
         """Programs that are the same on all ranks of the pipeline."""
         self._rank = parallel_state.get_pipeline_model_parallel_rank()
-        self._timeout = timeout
         shared = parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1
         self.slicing = slicing or SliceOptions()
         self.slicing = replace(self.slicing, rule=replace(self.slicing.rule, multiple=shared))
@@ -393,7 +392,6 @@ class PipelineSchedule:
             rank=self._rank,
             source=self.spec.placement.stage_to_rank[-1],
             device=self.device,
-            timeout=self._timeout,
         )
 
     @contextmanager

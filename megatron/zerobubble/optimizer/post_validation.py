@@ -22,7 +22,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -141,7 +140,7 @@ class Verdict:
     on this rank or another, and must be rerun."""
 
 
-def group_of(ranks: Sequence[int], *, backend: str | None = None, timeout: timedelta | None = None) -> dist.ProcessGroup:
+def group_of(ranks: Sequence[int], *, backend: str | None = None) -> dist.ProcessGroup:
     """A new process group of the global `ranks`, which must include this process.
 
     Every rank of the world must call it at the same point, the members of a group with the same ranks.
@@ -149,11 +148,10 @@ def group_of(ranks: Sequence[int], *, backend: str | None = None, timeout: timed
     Args:
         ranks: global ranks of the group.
         backend: as for `torch.distributed.new_group`.
-        timeout: of its collectives; None for the backend's default.
     """
     wanted: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(wanted, tuple(ranks))
-    groups = {others: dist.new_group(list(others), backend=backend, timeout=timeout) for others in sorted(set(wanted))}
+    groups = {others: dist.new_group(list(others), backend=backend) for others in sorted(set(wanted))}
     return groups[tuple(ranks)]
 
 
@@ -166,19 +164,18 @@ class Relay:
     Args:
         ranks: global ranks of this pipeline, by pipeline rank.
         rank: this process's pipeline rank.
-        timeout: of a transfer; None for gloo's default.
         waits: reports the waits of a transfer, for a watchdog; None: nobody looks.
 
     Every rank of the world must construct it at the same point: it creates a gloo group.
     """
 
-    def __init__(self, ranks: Sequence[int], rank: int, *, timeout: timedelta | None = None, waits: Waits | None = None) -> None:
+    def __init__(self, ranks: Sequence[int], rank: int, *, waits: Waits | None = None) -> None:
         self._ranks = tuple(ranks)
         self._waits = waits or _unreported
         self.rank = rank
         self._group: dist.ProcessGroup | None = None
         if dist.get_world_size() > 1:
-            self._group = group_of(self._ranks, backend="gloo", timeout=timeout)
+            self._group = group_of(self._ranks, backend="gloo")
         self._sends: list[tuple[dist.Work | None, torch.Tensor, int]] = []
         self._length = 0
         """Numbers in the statistics."""
@@ -276,8 +273,8 @@ class _Pending:
 class PostValidation:
     """The optimizer steps of one rank, with or without post-validation.
 
-    Call `step` when the gradients are final; `validate` before anything changes the gradients again; `flush` before the weights
-    are used outside of training (a checkpoint, an evaluation, the end). In a training loop around a `PipelineSchedule`::
+    Call `step` when the gradients are final; `validate` before anything changes the gradients again, and before the weights are
+    used outside of training (a checkpoint, an evaluation, the end). In a training loop around a `PipelineSchedule`::
 
         steps = megatron.zerobubble.post_validation(optimizer, optimistic=True)
 
@@ -298,7 +295,7 @@ class PostValidation:
             schedule.forward_backward_func(forward_step_func=forward_step, data_iterator=data, model=chunks, **sizes)
             steps.step()
             if iteration % save_interval == 0 or iteration == train_iters:
-                after_step(steps.flush())
+                after_step(steps.validate())
                 save(iteration)
         steps.close()
 
@@ -346,9 +343,10 @@ class PostValidation:
             self._verdict = _verdict(statistics, is_redone=False)
 
     def validate(self) -> Verdict | None:
-        """Validate the last step, and redo it if it was wrong.
+        """Validate the last step, and redo it if it was wrong: the weights are then those of the synchronous optimizer.
 
-        All ranks of the pipeline must call it. Waits for the next rank, which does not wait for this one.
+        All ranks of the pipeline must call it. Waits for the next rank, which does not wait for this one. With
+        `--overlap-param-gather` the weights still have to be gathered, as after any step.
 
         Returns:
             The outcome of the step; None if it has been returned before.
@@ -380,13 +378,6 @@ class PostValidation:
             self._optimizer.finalize(statistics)
         self._optimizer.drop_snapshot()
         return _verdict(statistics, is_redone=is_redone)
-
-    def flush(self) -> Verdict | None:
-        """`validate` at the end of an iteration: afterwards the weights are those of the synchronous optimizer.
-
-        With `--overlap-param-gather` they still have to be gathered, as after any step.
-        """
-        return self.validate()
 
     def close(self) -> None:
         """Destroy all process groups. Every rank of the pipeline must call it, after the last step has been validated."""

@@ -102,8 +102,6 @@ def _post_validation(settings: Settings, job: Job, optimizer: Any) -> PostValida
         optimistic=zero_bubble.enable_optimizer_post_validation,
         patience=zero_bubble.post_validation_patience,
         snapshot_on_host=zero_bubble.post_validation_snapshot == "host",
-        on_host=job.host.on_host,
-        timeout=_timeout(settings),
         waits=None if settings.watchdog_s is None else job.watch.waits,
     )
 

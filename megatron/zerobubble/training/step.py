@@ -174,7 +174,8 @@ class Trainer:
                 is_stepped, norm, _ = training_state.optimizer.step()
             self._finish(bool(is_stepped), norm, rolled_back=None)
         else:
-            training_state.post_validation.step()
+            with training_state.on_host():
+                training_state.post_validation.step()
             if not training_state.post_validation.is_unvalidated:
                 self._record_verdict(training_state.post_validation.validate())
 
@@ -184,14 +185,15 @@ class Trainer:
         Returns:
             The result of the last iteration, if its step was not validated before.
         """
-        self._record_verdict(
-            self._training_state.post_validation.flush() if self._training_state.post_validation is not None else None
-        )
+        if self._training_state.post_validation is not None:
+            with self._training_state.on_host():
+                self._record_verdict(self._training_state.post_validation.validate())
         return self._take_results()
 
     def _before_gradients(self) -> bool:
         assert self._training_state.post_validation is not None
-        verdict = self._training_state.post_validation.validate()
+        with self._training_state.on_host():
+            verdict = self._training_state.post_validation.validate()
         self._record_verdict(verdict)
         self._zero_gradients()
         return verdict is not None and verdict.is_redone
