@@ -274,30 +274,7 @@ class PostValidation:
     """The optimizer steps of one rank, with or without post-validation.
 
     Call `step` when the gradients are final; `validate` before anything changes the gradients again, and before the weights are
-    used outside of training (a checkpoint, an evaluation, the end). In a training loop around a `PipelineSchedule`::
-
-        steps = megatron.zerobubble.post_validation(optimizer, optimistic=True)
-
-        def after_step(verdict):               # called once per step, with its outcome
-            if verdict is not None and verdict.is_stepped:
-                scheduler.step(increment=global_batch_size)
-
-        def before_gradients():                # called after the first forwards of an iteration
-            verdict = steps.validate()
-            after_step(verdict)
-            for chunk in chunks:
-                chunk.zero_grad_buffer()
-            optimizer.zero_grad()
-            return verdict is not None and verdict.is_redone      # True: rerun those forwards
-
-        schedule.hooks.before_gradients = before_gradients
-        for iteration in range(1, 1 + train_iters):
-            schedule.forward_backward_func(forward_step_func=forward_step, data_iterator=data, model=chunks, **sizes)
-            steps.step()
-            if iteration % save_interval == 0 or iteration == train_iters:
-                after_step(steps.validate())
-                save(iteration)
-        steps.close()
+    used outside of training (a checkpoint, an evaluation, the end). `mcore.stock_loop.optimistic_steps` does so in a stock loop.
 
     Args:
         optimizer: the optimizer to step.
