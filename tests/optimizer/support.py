@@ -32,7 +32,6 @@ class Scenario:
     redone: tuple[int, ...] = ()
     """Iterations whose optimistic step has to be redone."""
     patience: int = 0
-    on_host: bool = False
     loss_scale: float | None = None
     """A constant one; None: dynamic."""
     zeros: bool = False
@@ -149,7 +148,6 @@ def train(rank: int, scenario: Scenario, optimistic: bool) -> History:
         trainer.optimizer,
         optimistic=optimistic,
         patience=scenario.patience,
-        snapshot_on_host=scenario.on_host,
     )
     history = _run(trainer, post)
     post.close()
