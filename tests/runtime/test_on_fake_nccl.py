@@ -54,9 +54,9 @@ pytestmark = [
     pytest.mark.claims(
         "Schedules",
         "on the double of NCCL: recorder, memory meter, clock, link times; post-validation; real training steps with DDP, the "
-        "distributed optimizer and sharded gradients, every torch op traced",
+        "distributed optimizer and overlapped reductions, every torch op traced",
         "works on the double; **not run on a GPU**",
-        also=("optimizer/test_post_validation.py", "mcore/ddp/test_zero2.py"),
+        also=("optimizer/test_post_validation.py", "mcore/test_on_fake_nccl.py"),
     ),
 ]
 

@@ -7,11 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
+from megatron.zerobubble.training.check import check_settings
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Plan
-from megatron.zerobubble.training.check import check_settings
 from tests.support.traces import check_trace_files
 from tests.training.test_arguments import settings
 from tests.training.test_runs import LAYER, NO_DROPOUT, Job, close
@@ -114,7 +114,6 @@ REFUSED = [
     (f"{P2} 2 --mtp-num-layers 1 --position-embedding-type rope --calculate-per-token-loss", "weighted by the tokens of a slice"),
     (f"{P2} 2 {EXPERTS}", "global_aux_loss: its counts are a mean over the calls so far"),
     (f"{P2} 2 --zero-bubble-balance-stages", "does not go with --zero-bubble-balance-stages"),
-    (f"{P2} 2 --zero-bubble-shard-gradients 2", "does not go with --zero-bubble-shard-gradients"),
     (f"{P2} auto --zero-bubble-planning-seconds 0", "--zero-bubble-slices auto needs profiled iterations"),
     ("--zero-bubble-schedule 1f1b --zero-bubble-slices auto", "--zero-bubble-slices auto needs profiled iterations"),
     (f"{P2} auto --seq-length 4", "a sequence of 4 tokens has 4 tokens, which is too few for 8 slices"),

@@ -7,16 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
-from megatron.zerobubble.plan.planner import AUTO
-from megatron.zerobubble.plan.registry import ScheduleName, known_schedules, schedule_info
-from megatron.zerobubble.plan.schedule_spec import STOCK
 from megatron.zerobubble.training.check import check_settings
 from megatron.zerobubble.training.config.checkpoints import CheckpointConfig
 from megatron.zerobubble.training.config.parallel import ParallelConfig
 from megatron.zerobubble.training.config.run_control import RunConfig
 from megatron.zerobubble.training.config.settings import Settings
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
+from megatron.zerobubble.plan.planner import AUTO
+from megatron.zerobubble.plan.registry import ScheduleName, known_schedules, schedule_info
+from megatron.zerobubble.plan.schedule_spec import STOCK
 
 __all__ = ["DEFAULT", "PROFILED", "WARM_UP", "Contender", "parse_contenders"]
 
@@ -127,7 +128,6 @@ class Contender:
             zero_bubble_balance_stages=False,
             zero_bubble_trace=None,
             zero_bubble_trace_iterations=None,
-            zero_bubble_shard_gradients=None if self.is_stock or self.schedule == AUTO else given.zero_bubble_shard_gradients,
             zero_bubble_overlap_moe=given.zero_bubble_overlap_moe and not self.is_stock,
             enable_optimizer_post_validation=not self.is_stock
             and (self.post_validation or given.enable_optimizer_post_validation),

@@ -17,7 +17,7 @@ import math
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar, Union
 
 from megatron.zerobubble.messages import quoted, shown
@@ -35,21 +35,18 @@ def flag_of(field: dataclasses.Field[Any]) -> str:
     return "--" + field.name.replace("_", "-")
 
 
-def add_group(parser: argparse.ArgumentParser, config_class: type, *, only: Collection[str] | None = None) -> None:
+def add_group(parser: argparse.ArgumentParser, config_class: type) -> None:
     """Add the flags of `config_class` to `parser` as one argument group, titled by the first line of its docstring.
 
     Args:
         parser: receives the group.
         config_class: a dataclass whose fields are flags.
-        only: names of the fields to add; None adds all.
     """
     title, _, rest = (inspect.getdoc(config_class) or config_class.__name__).partition("\n")
     group = parser.add_argument_group(title.rstrip("."), rest.strip() or None)
     hints = typing.get_type_hints(config_class)
     docs = field_docs(config_class)
     for field in _fields(config_class):
-        if only is not None and field.name not in only:
-            continue
         help_text = docs[field.name].replace("%", "%%")
         if hints[field.name] is bool:
             group.add_argument(flag_of(field), action="store_true", dest=field.name, help=help_text)

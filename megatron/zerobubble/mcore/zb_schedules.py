@@ -114,9 +114,9 @@ class PipelineSchedule:
         overlaps = any(overlaps_reductions(chunk) for chunk in chunks)
         self.overlaps_pairs = overlap_moe and can_pair(config, spec, is_unequal=unequal is not None)
         """Whether the passes of a pair compute beside each other's all-to-alls of experts."""
-        self.wgrad_beside = wgrad_beside(config, spec) if self.overlaps_pairs else 0.0
+        self.wgrad_beside = wgrad_beside(config) if self.overlaps_pairs else 0.0
         """How much of a W is computed beside those of single passes."""
-        self.spec = spec = replace(spec, overlaps_reductions=overlaps and spec.shard_gradients is None)
+        self.spec = spec = replace(spec, overlaps_reductions=overlaps)
         self.hooks = IterationHooks()
         """What else happens in this rank's iterations; the owner sets its fields."""
         self.device = torch.device(torch.cuda.current_device())

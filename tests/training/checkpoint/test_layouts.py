@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from megatron.zerobubble.errors import CheckpointError
 from megatron.zerobubble.training.checkpoint.load import RestoredProgress, load_checkpoint
 from megatron.zerobubble.training.checkpoint.save import save_checkpoint
+
+from megatron.zerobubble.errors import CheckpointError
 from tests.support.ranks import RankPool
 from tests.support.tolerances import curve
 from tests.support.training_states import VOCABULARY, train, training_state_of
@@ -52,10 +52,9 @@ CHAINS = {
         f"{T2} --sequence-parallel {P2} --zero-bubble-schedule zb-interleaved",
     ],
     "sharded": [
-        f"{H1} --zero-bubble-shard-gradients 2",
+        H1,
         f"{V2} --enable-optimizer-post-validation",
         f"{V2} --overlap-grad-reduce --overlap-param-gather",
-        f"{V2} --zero-bubble-shard-gradients 3",
         V4,
     ],
 }
@@ -123,7 +122,7 @@ def _same(name: str, one: Tensors, other: Tensors) -> bool:
     "checkpoints: any schedule, placement, p, TP, DP, uneven layout, into any other, with the plain and the distributed "
     "optimizer: weights, main weights, moments, step counts and loss scale bit for bit by global name, the same losses after; "
     "resumed bit for bit where the layout is the same",
-    "works (fp32 in each run; bf16, fp16, SGD, uneven stages of a modern layer, sharded gradients with `make test-slow`)",
+    "works (fp32 in each run; bf16, fp16, SGD, uneven stages of a modern layer with `make test-slow`)",
     also=("training/test_runs.py",),
 )
 @pytest.mark.parametrize("name", ["fp32", *(pytest.param(name, marks=pytest.mark.slow) for name in CHAINS if name != "fp32")])

@@ -8,13 +8,13 @@ import importlib.metadata
 from types import SimpleNamespace
 
 import pytest
-
-from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.training.config import model as checks
 from megatron.zerobubble.training.config.moe import layer_pattern
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.models import mcore_config
 from megatron.zerobubble.training.models.mcore_config import ddp_config, transformer_config
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.training.models import mcore_config
 from tests.support.apex_double import APEX
 from tests.training.test_arguments import BASE, settings
 
@@ -153,19 +153,10 @@ def test_what_does_not_go_together_in_fp8(flags: str, message: str) -> None:
         settings(flags, world_size=4)
 
 
-SHARD = P2 + "--global-batch-size 8 --zero-bubble-v-schedule --use-distributed-optimizer --untie-embeddings-and-output-weights "
-SHARD_2 = SHARD + "--zero-bubble-shard-gradients 2 "
-STOCK_2 = P2 + "--global-batch-size 8 --use-distributed-optimizer --zero-bubble-shard-gradients 2"
-
-
 def test_they_reach_megatron_core_and_the_schedule() -> None:
-    made = settings(SHARD_2)
-    assert made.schedule_spec.shard_gradients == 2
-    assert not ddp_config(made).grad_reduce_in_fp32
     assert not ddp_config(settings("--bf16 --grad-reduce-in-bf16")).grad_reduce_in_fp32
     assert ddp_config(settings("--bf16")).grad_reduce_in_fp32
     assert ddp_config(settings("--accumulate-allreduce-grads-in-fp32")).grad_reduce_in_fp32
-    assert settings(SHARD).schedule_spec.shard_gradients is None
 
 
 FLAG = "--transformer-impl transformer_engine --pipeline-model-parallel-size 4"
@@ -257,15 +248,9 @@ def test_flags_that_are_not_taken_or_missing(flags: str, message: str) -> None:
 )
 @pytest.mark.claims(
     "Layers",
-    "in our own trainer: multi-token prediction with sharded gradients, with learned positions, or on a stage of its own",
+    "in our own trainer: multi-token prediction with learned positions, or on a stage of its own",
     "rejected",
     also=("training/test_arguments.py",),
-)
-@pytest.mark.claims(
-    "Parallelism",
-    "`--zero-bubble-shard-gradients` with tied embeddings, sequence parallelism, experts, Transformer Engine; more than one "
-    "distributed-optimizer instance",
-    "rejected",
 )
 @pytest.mark.parametrize(
     ("flags", "message"),
@@ -286,11 +271,6 @@ def test_flags_that_are_not_taken_or_missing(flags: str, message: str) -> None:
         (EXPERTS + "--moe-grouped-gemm", "leave it out to run the experts one by one"),
         (EXPERTS + "--tensor-model-parallel-size 2", "--num-experts with --tensor-model-parallel-size 2 needs"),
         (P2 + "--mtp-num-layers 1", "--mtp-num-layers does not support learned position embeddings"),
-        (
-            P2 + "--mtp-num-layers 1 --enable-zero-bubble --zero-bubble-shard-gradients 2 --use-distributed-optimizer "
-            "--untie-embeddings-and-output-weights " + ROPE,
-            "--zero-bubble-shard-gradients 2 cannot be combined with --mtp-num-layers, whose embedding all-reduces whole",
-        ),
         (P2 + "--mtp-num-layers 0 " + ROPE, "--mtp-num-layers 0 must be greater than 0"),
         (
             P2 + "--mtp-num-layers 1 --recompute-granularity full --recompute-method block --recompute-num-layers 1 " + ROPE,
@@ -309,13 +289,6 @@ def test_flags_that_are_not_taken_or_missing(flags: str, message: str) -> None:
         (MLA + TP, "needs --sequence-parallel: without it nothing sums the gradient of the key"),
         (MLA + TP + "--sequence-parallel --kv-lora-rank 15", "--kv-lora-rank plus --qk-pos-emb-head-dim 79 is not divisible by"),
         (MLA + TP + "--sequence-parallel --q-lora-rank 15", "--q-lora-rank 15 is not divisible by --tensor-model-parallel-size"),
-        (SHARD + "--zero-bubble-shard-gradients 0", "--zero-bubble-shard-gradients 0 must be greater than 0"),
-        (STOCK_2, "needs a schedule of this package.* not stock: add"),
-        (STOCK_2 + " --zero-bubble-schedule auto", "needs a schedule of this package.* not auto: add"),
-        (SHARD_2 + "--zero-bubble-memory-limit 1", "--zero-bubble-memory-limit has no headroom .*, or give groups of 1"),
-        (SHARD_2.replace("--use-distributed-optimizer ", ""), "gradients 2 needs --use-distributed-optimizer"),
-        (SHARD_2.replace("--untie-embeddings-and-output-weights ", ""), "gradients 2 needs --untie-embeddings"),
-        (SHARD_2 + "--pipeline-model-parallel-size 4", "shards over data-parallel ranks, and there is 1"),
     ],
 )
 def test_flags_that_exclude_each_other(flags: str, message: str) -> None:

@@ -1,7 +1,6 @@
 """A schedule of ours in a stock loop, one that is written for megatron-core and builds its own model, DDP and optimizer.
 
-Our own loop calls `build_chunks`. `StockLoop` does the same work at the four points that every stock loop passes, where
-`install` calls it:
+`StockLoop` does its work at the four points that every stock loop passes, where `install` calls it:
 
 1. a TransformerConfig is made: the layers of each stage under V, and Transformer Engine's `delay_wgrad_compute`;
 2. a model chunk is built: whether it holds the first or the last stage;
