@@ -19,7 +19,7 @@ from packaging.version import Version
 from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.mcore.build import check_config
+from megatron.zerobubble.mcore.config_checks import check_config
 from megatron.zerobubble.mcore.ddp.frozen_weights import check_frozen
 from megatron.zerobubble.mcore.model import fused_ops, kept_in_b
 from megatron.zerobubble.mcore.model.transformer_engine import fused_operations

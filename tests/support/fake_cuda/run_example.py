@@ -32,7 +32,7 @@ def main(folder: str, argv: list[str], fault: str | None) -> None:
         loop = example()
     if folder == "cpu":
         torch.distributed.init_process_group("gloo")
-        with HostDevice().on_host():
+        with HostDevice() as host, host.on_host():
             loop.main(argv)
         return
     from tests.support.fake_cuda.install import fake_cuda

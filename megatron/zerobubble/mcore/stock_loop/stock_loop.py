@@ -31,7 +31,7 @@ from torch import nn
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.job.supervision import Supervision
 from megatron.zerobubble.mcore.agreement import refusing_together
-from megatron.zerobubble.mcore.build import OVERLAP_MOE, turn_off
+from megatron.zerobubble.mcore.config_checks import OVERLAP_MOE, turn_off
 from megatron.zerobubble.mcore.engine import Engine
 from megatron.zerobubble.mcore.model.embeddings import FinalizeGradients
 from megatron.zerobubble.mcore.model.graph_replays import LayerGraphs
