@@ -74,7 +74,7 @@ REFUSED = {
     "--seq-length 0": "--seq-length 0 must be above 0",
     "--tensor-model-parallel-size 3": "4 ranks do not divide by the .* sizes, together 3",
     "--global-batch-size 9": r"--global-batch-size 9 must be a multiple of --micro-batch-size 2 x 4 data-parallel ranks = 8",
-    "--hidden-size 66 --tensor-model-parallel-size 4 --num-attention-heads 6": "megatron-core refuses these flags: num_attention_heads .6. must be a multiple",
+    "--hidden-size 66 --num-attention-heads 6 --tensor-model-parallel-size 4": "megatron-core refuses these flags: num_attention",
     "--recompute-granularity full": "megatron-core refuses these flags: ",
     "--fp16 --bf16": "megatron-core refuses these flags: ",
     "--moe-layer-freq open('x')": r"is neither a number nor a list such as \[0\]\+\[1\]\*3",
