@@ -192,7 +192,7 @@ def test_a_damaged_file_is_refused_by_name(whole: Path, corpus: str, tmp_path: P
     ("flags", "reason"),
     [
         (["--hidden-size", "64"], "cannot be loaded into this model"),
-        (["--zero-bubble-schedule", "stock"], "its ranks had other parts of the model or of the optimizer: give --no-load-optim"),
+        (["--enable-zero-bubble"], "its ranks had other parts of the model or of the optimizer: give --no-load-optim"),
         (["--lr", "0.02"], "learning rate"),
     ],
 )
@@ -200,7 +200,7 @@ def test_a_damaged_file_is_refused_by_name(whole: Path, corpus: str, tmp_path: P
 def test_another_model_layout_or_schedule_of_learning_rates_is_refused(
     flags: list[str], reason: str, whole: Path, corpus: str
 ) -> None:
-    base = [each for each in RUN if each not in ("--zero-bubble-v-schedule",)] if "stock" in flags else RUN
+    base = [each for each in RUN if each != "--zero-bubble-v-schedule" or flags != ["--enable-zero-bubble"]]
     done = launch_warm([*base, "--data-path", corpus, "--load", whole / "saved", *flags], num_ranks=2)
     assert done.returncode != 0
     assert reason in done.stderr, done.stderr
