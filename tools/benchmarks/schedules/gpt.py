@@ -9,7 +9,8 @@ ranks that hold embedding and head, which makes no difference as the two are not
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,13 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron.zerobubble.mcore.build import build_chunks
 from megatron.zerobubble.mcore.cpu.device import HostDevice
-from megatron.zerobubble.mcore.microbatches.iteration_plans import UnequalOptions
 from megatron.zerobubble.mcore.model.stage_layout import pipeline_layout
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.registry import schedule_info, schedule_spec
 from megatron.zerobubble.plan.schedule_spec import STOCK, ScheduleSpec
 from megatron.zerobubble.plan.simulate import TimedOp
+from megatron.zerobubble.plan.timeline import Activity
 from tools.benchmarks.schedules.contenders import ContenderSpec, Runtime, Sizes
 
 VOCABULARY = 256
@@ -60,33 +61,44 @@ def text(sizes: Sizes, num_microbatches: int) -> tuple[torch.Tensor, torch.Tenso
     return stream[:-1].view(-1, sizes.seq_length), stream[1:].view(-1, sizes.seq_length)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A GPT on a pipeline."""
+
+    config: TransformerConfig
+    """Its layers, and how they are placed."""
+    optimizer: OptimizerConfig
+    """How it is stepped."""
+    vocabulary: int = VOCABULARY
+    """Rows of the embedding and of the head, which are not tied."""
+    positions: Any = "learned_absolute"
+    """Kind of position embedding."""
+    layers: Callable[[int | None], Any] = lambda _: get_gpt_layer_local_spec()
+    """vp_stage -> the spec of a stage's layers."""
+
+
 class GPTContender:
-    """A rank's chunks of the model, their optimizer, and a schedule. Every rank must construct it at the same point.
+    """A rank's chunks of a model, their optimizer, and a schedule. Every rank must construct it at the same point.
 
     Args:
-        contender: a contender of megatron-core's runtime or ours.
-        sizes: sizes of the model.
-        num_ranks: pipeline size.
+        spec: the schedule.
+        model: is built for that schedule.
+        sizes: of a microbatch.
         host: the installed host-device layer.
     """
 
-    def __init__(self, contender: ContenderSpec, sizes: Sizes, num_ranks: int, host: HostDevice) -> None:
-        self._sizes = sizes
-        self._host = host
-        self._spec = _spec_of(contender, num_ranks)
+    def __init__(self, spec: ScheduleSpec, model: Model, sizes: Sizes, host: HostDevice) -> None:
+        self._spec, self._model, self._sizes, self._host = spec, model, sizes, host
         self._losses: list[Any] = []
         self._set_num_chunks()
         torch.manual_seed(SEED)
         model_parallel_cuda_manual_seed(SEED)
         with host.on_host():
-            self._config = _transformer_config(sizes, self._spec)
             ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-            built = build_chunks(self._provide, config=self._config, ddp_config=ddp_config, spec=self._spec)
-            self._chunks, self._store = built.chunks, built.store
-            self._optimizer = get_megatron_optimizer(_optimizer_config(), self._chunks)
-        self._schedule = PipelineSchedule(
-            self._spec, self._chunks, store=built.store, config=self._config, unequal=self._unequal_options()
-        )
+            built = build_chunks(self._provide, config=model.config, ddp_config=ddp_config, spec=spec)
+            self._chunks = built.chunks
+            self._optimizer = get_megatron_optimizer(model.optimizer, self._chunks, use_gloo_process_groups=False)
+        self._schedule = PipelineSchedule(spec, self._chunks, store=built.store, config=model.config)
         self._schedule.recordings.every = 1
 
     def iterate(self, num_microbatches: int) -> None:
@@ -105,7 +117,7 @@ class GPTContender:
             micro_batch_size=self._sizes.micro_batch_size,
             forward_only=False,
         )
-        with self._host.on_host():
+        with self._schedule.recorder.span(Activity.OPTIMIZER), self._host.on_host():
             self._optimizer.step()
 
     def timed_ops(self) -> list[TimedOp]:
@@ -125,10 +137,6 @@ class GPTContender:
         """Destroy the schedule's process groups. Every rank must call it."""
         self._schedule.close()
 
-    def _unequal_options(self) -> UnequalOptions | None:
-        """How microbatches of unequal length are planned; None: they are equal."""
-        return None
-
     def _set_num_chunks(self) -> None:
         """Set the number of chunks per rank in megatron-core's global state, which its stock schedules read."""
         chunks = self._spec.num_chunks
@@ -136,13 +144,14 @@ class GPTContender:
 
     def _provide(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> Any:
         return GPTModel(
-            config=self._config,
-            transformer_layer_spec=get_gpt_layer_local_spec(),
-            vocab_size=VOCABULARY,
+            config=self._model.config,
+            transformer_layer_spec=self._model.layers(vp_stage),
+            vocab_size=self._model.vocabulary,
             max_sequence_length=self._sizes.seq_length,
             pre_process=pre_process,
             post_process=post_process,
             share_embeddings_and_output_weights=False,
+            position_embedding_type=self._model.positions,
             vp_stage=vp_stage,
         )
 
@@ -161,9 +170,12 @@ def _mean(per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor
     return loss, {"loss": loss.detach().clone()}  # megatron-core divides the loss in place
 
 
-def _spec_of(contender: ContenderSpec, num_ranks: int) -> ScheduleSpec:
+def build(contender: ContenderSpec, sizes: Sizes, num_ranks: int, host: HostDevice) -> GPTContender:
+    """A contender of megatron-core's runtime or ours, with the model of these sizes. Every rank must call it."""
     name = STOCK if contender.runtime is Runtime.STOCK else contender.schedule
-    return schedule_spec(name, num_ranks=num_ranks, num_chunks=schedule_info(contender.schedule).default_num_chunks)
+    spec = schedule_spec(name, num_ranks=num_ranks, num_chunks=schedule_info(contender.schedule).default_num_chunks)
+    model = Model(config=_transformer_config(sizes, spec), optimizer=_optimizer_config())
+    return GPTContender(spec, model, sizes, host)
 
 
 def _optimizer_config() -> OptimizerConfig:
