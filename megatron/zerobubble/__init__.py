@@ -17,38 +17,24 @@ if TYPE_CHECKING:
     from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig as ZeroBubbleConfig
     from megatron.zerobubble.mcore.attention.torch_attention import TorchDotProductAttention as TorchDotProductAttention
     from megatron.zerobubble.mcore.attention.torch_attention import use_torch_attention as use_torch_attention
-    from megatron.zerobubble.mcore.build import build_chunks as build_chunks
-    from megatron.zerobubble.mcore.post_validation.optimizer import post_validation as post_validation
     from megatron.zerobubble.mcore.stock_loop.patches import settle as settle
     from megatron.zerobubble.mcore.stock_loop.patches import status as status
     from megatron.zerobubble.mcore.stock_loop.patches import uninstall as uninstall
     from megatron.zerobubble.mcore.stock_loop.status import Status as Status
-    from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule as PipelineSchedule
-    from megatron.zerobubble.optimizer.post_validation import PostValidation as PostValidation
-    from megatron.zerobubble.optimizer.post_validation import Verdict as Verdict
     from megatron.zerobubble.overlay import Installed as Installed
     from megatron.zerobubble.overlay import add_zero_bubble_args as add_zero_bubble_args
     from megatron.zerobubble.overlay import install as install
-    from megatron.zerobubble.plan.registry import schedule_spec as schedule_spec
-    from megatron.zerobubble.plan.schedule_spec import ScheduleSpec as ScheduleSpec
 
 _HOMES = {
     "Installed": "overlay",
     "MicrobatchLengths": "flags.loop_options",
-    "PipelineSchedule": "mcore.zb_schedules",
-    "PostValidation": "optimizer.post_validation",
-    "ScheduleSpec": "plan.schedule_spec",
     "Seeds": "flags.loop_options",
     "Slices": "flags.loop_options",
     "Status": "mcore.stock_loop.status",
     "TorchDotProductAttention": "mcore.attention.torch_attention",
-    "Verdict": "optimizer.post_validation",
     "ZeroBubbleConfig": "flags.zero_bubble",
     "add_zero_bubble_args": "overlay",
-    "build_chunks": "mcore.build",
     "install": "overlay",
-    "post_validation": "mcore.post_validation.optimizer",
-    "schedule_spec": "plan.registry",
     "settle": "mcore.stock_loop.patches",
     "status": "mcore.stock_loop.patches",
     "uninstall": "mcore.stock_loop.patches",

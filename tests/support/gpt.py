@@ -23,16 +23,16 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron.zerobubble.mcore.attention.core_attention import core_attention
 from megatron.zerobubble.mcore.attention.sequence_parts import SequenceParts, slices
-from megatron.zerobubble.mcore.build import ModelChunks, build_chunks
 from megatron.zerobubble.mcore.compat import destroy_model_parallel, router_loss_entries
 from megatron.zerobubble.mcore.cpu.device import HostDevice
 from megatron.zerobubble.mcore.ddp.zero2 import step_on_shards
-from megatron.zerobubble.mcore.model.stage_layout import embedding_ranks, pipeline_layout
+from megatron.zerobubble.mcore.model.stage_layout import embedding_ranks
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.registry import schedule_spec
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.training.models.layer_specs import stage_layers
+from tests.support.chunks import ModelChunks, build_chunks, pipeline_layout
 
 SEQUENCE = 12
 MICRO_BATCH = 2
@@ -140,12 +140,17 @@ class Trainer:
         virtual = case.num_chunks if case.num_chunks > 1 else None
         if parallel_state.model_parallel_is_initialized():  # by a test that ended early
             _destroy_groups()
+
+        def embedding(pipeline: list[int], *_: Any) -> list[int]:
+            return embedding_ranks(spec.placement, pipeline)
+
         parallel_state.initialize_model_parallel(
             case.tensor_parallel,
             case.num_ranks,
             virtual,
             context_parallel_size=case.context_parallel,
-            **embedding_ranks(spec.placement),
+            get_embedding_ranks=embedding,
+            get_position_embedding_ranks=lambda pipeline, *_: embedding(pipeline)[:1],
             **self._parallel_sizes(),
         )
         torch.manual_seed(seed)

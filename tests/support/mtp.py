@@ -7,8 +7,8 @@ from itertools import zip_longest
 from typing import Any
 
 from megatron.zerobubble.mcore.compat import mtp_entries
-from megatron.zerobubble.mcore.model.stage_layout import pipeline_layout
 from megatron.zerobubble.training.models.layer_specs import mtp_layers, stage_layers
+from tests.support.chunks import pipeline_layout
 from tests.support.gpt import Case, Trainer
 
 

@@ -1,126 +1,26 @@
-"""Building a rank's model chunks for a placement: construct, tie embeddings, split B and W, wrap with DDP."""
+"""What a schedule asks of a model's configuration, before its chunks are built, and the store of their weight gradients."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer.enums import LayerType
-from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.mcore.agreement import refusing_together
-from megatron.zerobubble.mcore.compat import check_megatron_core, define_missing_te_gemm, makes_fused_experts_as_known
-from megatron.zerobubble.mcore.ddp.wrap import wrap_chunks
+from megatron.zerobubble.mcore.compat import makes_fused_experts_as_known
 from megatron.zerobubble.mcore.microbatches.length_exchange import GIVE_LENGTHS
-from megatron.zerobubble.mcore.model.embeddings import FinalizeGradients, release_unused_head, tie_chunks
-from megatron.zerobubble.mcore.model.float16 import StageFloat16Module
-from megatron.zerobubble.mcore.model.named_weights import draw_by_name, remember_init_methods
 from megatron.zerobubble.mcore.model.stage_layout import StageLayout
-from megatron.zerobubble.mcore.model.transformer_engine import defer_to_w, fusion_without_apex
-from megatron.zerobubble.mcore.model.wgrad_split import split_weight_gradients
 from megatron.zerobubble.mcore.slices.refusals import check_sliced_config
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.wgrad.gemm import choose_kernel
 from megatron.zerobubble.wgrad.store import WeightGradStore
 
 logger = logging.getLogger(__name__)
-
-ModelProvider = Callable[[bool, bool, int | None], nn.Module]
-"""(pre_process, post_process, vp_stage) -> one model chunk."""
-
-
-@dataclass(frozen=True)
-class ModelChunks:
-    """A rank's part of the model."""
-
-    chunks: list[Any]
-    """One DistributedDataParallel per chunk, in the order of their stages."""
-    store: WeightGradStore | None
-    """Holds the deferred weight gradients between B and W; None for stock schedules."""
-
-
-def build_chunks(
-    model_provider: ModelProvider,
-    *,
-    config: Any,
-    ddp_config: DistributedDataParallelConfig,
-    spec: ScheduleSpec,
-    weights_seed: int | None = None,
-) -> ModelChunks:
-    """Build this rank's chunks and prepare `config` for the schedule.
-
-    Sets `config.finalize_model_grads_func` and `config.no_sync_func`. All ranks must call it.
-
-    Args:
-        model_provider: builds one chunk. Under V it is called twice on every rank; on rank 0 one call has pre_process set and
-            the other post_process.
-        config: TransformerConfig of the model.
-        ddp_config: how gradients are accumulated and reduced. Not mutated; the chunks get a copy.
-        spec: the schedule.
-        weights_seed: draw each weight by this seed and its name (`named_weights`), so that every layout begins with the same
-            weights; None: as megatron-core does, by rank.
-
-    Raises:
-        CompatibilityError: the installed megatron-core is not supported.
-        SplitError: a weight's gradient cannot be deferred; on all ranks if it is on one.
-        ConfigError: an option that does not work with the schedule or with sharded gradients.
-    """
-    check_megatron_core()
-    if not spec.is_stock:
-        turn_off(config, set())
-    check_config(config, spec)
-    if config.num_moe_experts is not None:
-        define_missing_te_gemm()
-    if not spec.is_stock:
-        defer_to_w(config)  # not before: the config demands MoE overlap with it
-    remembering = nullcontext() if weights_seed is None else remember_init_methods(config)
-    with fusion_without_apex(config) as models, remembering:
-        models += [_build(model_provider, spec, chunk) for chunk in range(spec.num_chunks)]
-    if weights_seed is not None:
-        draw_by_name(models, seed=weights_seed)
-    device = torch.cuda.current_device()
-    models = [model.to(device) for model in models]
-    if config.fp16 or config.bf16:
-        models = [StageFloat16Module(config, model) for model in models]
-    tie_chunks(models)
-    store = None
-    if not spec.is_stock:
-        store = make_store(config, ddp_config, torch.device(device))
-        with refusing_together():
-            for model in models:
-                split_weight_gradients(model, store)
-        ddp_config = dataclasses.replace(ddp_config, delay_wgrad_compute=True)
-    chunks = wrap_chunks(
-        models,
-        config=config,
-        ddp_config=ddp_config,
-        is_stock=spec.is_stock,
-        shards_gradients=spec.shard_gradients is not None,
-    )
-    config.finalize_model_grads_func = FinalizeGradients(spec.placement)
-    if ddp_config.overlap_grad_reduce:
-        syncs = [chunk.no_sync for chunk in chunks]
-        config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
-    return ModelChunks(chunks, store)
-
-
-def _build(model_provider: ModelProvider, spec: ScheduleSpec, chunk: int) -> nn.Module:
-    placement = spec.placement
-    stage = placement.rank_to_stages[parallel_state.get_pipeline_model_parallel_rank()][chunk]
-    vp_stage = chunk if spec.num_chunks > 1 else None
-    model = model_provider(stage == 0, stage == placement.num_stages - 1, vp_stage)
-    release_unused_head(model)
-    for parameter in model.parameters():
-        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-    return model
 
 
 def make_store(config: Any, ddp_config: DistributedDataParallelConfig, device: torch.device) -> WeightGradStore:
@@ -180,8 +80,6 @@ def check_config(config: Any, spec: ScheduleSpec, *, knows_lengths: bool = False
     Raises:
         ConfigError: an option that the B/W split or the executor does not support.
     """
-    if spec.is_stock:
-        return
     for name, why in _refused(config):
         if name == "variable_seq_lengths" and knows_lengths:
             continue

@@ -12,7 +12,6 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -151,7 +150,18 @@ def check_megatron_core() -> None:
     Raises:
         CompatibilityError: it lacks something; the message has its version, the tested range, and every difference.
     """
-    _check(_differences())
+    version, differences = imported_version(), list(_differences())
+    if differences:
+        raise CompatibilityError(
+            f"megatron-core {version} is imported, {SUPPORTED} is supported: {'; '.join(differences)}. "
+            f"Install a supported release, for example: pip install 'megatron-core{SUPPORTED}'"
+        )
+    if version not in SUPPORTED:
+        _log.warning(
+            "megatron-core %s was never tried with this release, which was tested with %s; all functions it relies on are there",
+            version,
+            SUPPORTED,
+        )
 
 
 def makes_fused_experts_as_known() -> bool:
@@ -184,36 +194,6 @@ def mark_missing_te_of_mla() -> None:
         mla.HAVE_TE = False
 
 
-def check_stock_loop() -> None:
-    """As `check_megatron_core`, with what `mcore.stock_loop.patches` relies on besides.
-
-    Raises:
-        CompatibilityError: as `check_megatron_core`.
-    """
-    _check(itertools.chain(_differences(), _stock_loop_differences()))
-
-
-def _check(found: Iterable[str]) -> None:
-    version, differences = imported_version(), list(found)
-    if differences:
-        raise CompatibilityError(
-            f"megatron-core {version} is imported, {SUPPORTED} is supported: {'; '.join(differences)}. "
-            f"Install a supported release, for example: pip install 'megatron-core{SUPPORTED}'"
-        )
-    if version not in SUPPORTED:
-        _warn_untried(version)
-
-
-@functools.cache
-def _warn_untried(version: str) -> None:
-    """Warn once per process."""
-    _log.warning(
-        "megatron-core %s was never tried with this release, which was tested with %s; all functions it relies on are there",
-        version,
-        SUPPORTED,
-    )
-
-
 _CORE = "megatron.core."
 _LAYOUT = "transformer.pipeline_parallel_layer_layout"
 _HYBRID = "config hybrid_stack_spec hybrid_layer_pattern pre_process post_process vp_stage"
@@ -239,7 +219,7 @@ _CALLED: tuple[tuple[str, str, str], ...] = (
     ("distributed", "DistributedDataParallel", "disable_bucketing pg_collection"),
     ("distributed", "DistributedDataParallelConfig", "delay_wgrad_compute"),
 )
-"""(module of megatron-core, function or class, its parameters) of what every loop calls."""
+"""(module of megatron-core, function or class, its parameters) of what this package calls."""
 
 _SCHEDULE = (
     "forward_step_func data_iterator model num_microbatches seq_length micro_batch_size decoder_seq_length forward_only "
@@ -281,12 +261,9 @@ _LOOKED_UP: tuple[tuple[str, str, str], ...] = (
 
 
 def _differences() -> Iterable[str]:
+    """What this package calls or replaces and is not there, and callers that do not look up what is replaced at every call."""
     for module, name, parameters in _CALLED:
         yield from _missing(_found(module, name), _named(module, name), parameters)
-
-
-def _stock_loop_differences() -> Iterable[str]:
-    """Missing functions that a stock loop calls, and callers that no longer look them up in their module at every call."""
     hybrid = [("models.hybrid.hybrid_model", "HybridModel.__init__", _HYBRID)] if has_hybrid_model() else []
     for module, name, parameters in (*_REPLACED, *hybrid):
         yield from _missing(_found(module, name, is_own=True), _named(module, name), parameters)

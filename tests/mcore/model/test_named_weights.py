@@ -18,7 +18,7 @@ from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.model import named_weights
-from megatron.zerobubble.mcore.model.named_weights import _draw, _sharded_tensors, draw_by_name, remember_init_methods
+from megatron.zerobubble.mcore.model.named_weights import _draw, _sharded_tensors, draw_by_name, remember_from
 from megatron.zerobubble.mcore.model.stage_layout import StageLayout, embedding_ranks
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
@@ -154,10 +154,9 @@ class _Model(nn.Module):
     def __init__(self, rows: int, method: Any) -> None:
         super().__init__()
         config = _Config(method)
-        with remember_init_methods(config):
-            self.weight = nn.Parameter(torch.empty(rows, 8))
-            config.init_method(self.weight)
-        assert config.init_method is method
+        remember_from(config)
+        self.weight = nn.Parameter(torch.empty(rows, 8))
+        config.init_method(self.weight)
 
     def sharded_state_dict(self, metadata: Any) -> dict[str, Any]:
         return {"weight": ShardedTensor.from_rank_offsets("weight", self.weight)}
@@ -214,9 +213,7 @@ def test_a_layout_can_be_copied_attribute_by_attribute() -> None:
     ("placement", "word"), [(Placement.v(4), [10]), (Placement.linear(4), [10, 13]), (Placement.loop(4, 2), [10, 13])]
 )
 def test_embedding_ranks(placement: Placement, word: list[int]) -> None:
-    chosen = embedding_ranks(placement)
-    assert chosen["get_embedding_ranks"]([10, 11, 12, 13]) == word
-    assert chosen["get_position_embedding_ranks"]([10, 11, 12, 13]) == [10]
+    assert embedding_ranks(placement, [10, 11, 12, 13]) == word
 
 
 @pytest.mark.parametrize("text", ["EtttL", "Et|(ttt|)*2ttL", "Ettt,(|tt)*3,|t*5L", "E(t*6|)*2t|*1ttL", "E|t|L"])

@@ -30,15 +30,13 @@ with quiet_third_parties():
 
     from megatron.zerobubble.errors import UserError
     from megatron.zerobubble.mcore import agreement, zb_schedules
-    from megatron.zerobubble.mcore.model.stage_layout import embedding_ranks, pipeline_layout
     from megatron.zerobubble.optimizer.post_validation import Relay
-    from megatron.zerobubble.plan.partition.stage_layers import StageLayers
     from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
     from megatron.zerobubble.runtime.watch import Watch
     from megatron.zerobubble.training.models.layer_specs import stage_layers
     from tools.benchmarks.one_gpu.setting import Setting
     from tools.benchmarks.schedules.contenders import Sizes
-    from tools.benchmarks.schedules.gpt import GPTContender, Model
+    from tools.benchmarks.schedules.gpt import GPTContender, Model, placed
 
 __all__ = ["Alone", "Received", "alone"]
 
@@ -158,9 +156,7 @@ class Alone(GPTContender):
     """
 
     def __init__(self, spec: ScheduleSpec, setting: Setting, num_layers: int, host: HostDevice, *, sync: bool) -> None:
-        parallel_state.initialize_model_parallel(
-            1, spec.num_ranks, create_gloo_process_groups=False, **({} if spec.is_stock else embedding_ranks(spec.placement))
-        )
+        parallel_state.initialize_model_parallel(1, spec.num_ranks, create_gloo_process_groups=False)
         config = _llama(spec, setting, num_layers)
         config.batch_p2p_sync = sync
         model = Model(
@@ -196,9 +192,10 @@ class Alone(GPTContender):
 
 def _llama(spec: ScheduleSpec, setting: Setting, num_layers: int) -> TransformerConfig:
     """megatron-core's configuration, with the fused kernels that a GPU has without Transformer Engine."""
-    interleaves, dtype = spec.is_stock and spec.num_chunks > 1, torch.bfloat16 if setting.on_gpu else torch.float32
+    on_gpu, dtype = setting.on_gpu, torch.bfloat16 if setting.on_gpu else torch.float32
+    options = placed(num_layers, spec)
     return TransformerConfig(
-        num_layers=num_layers,
+        **options | {"deallocate_pipeline_outputs": on_gpu or options["deallocate_pipeline_outputs"]},
         hidden_size=128 * setting.num_heads,
         num_attention_heads=setting.num_heads,
         num_query_groups=setting.num_heads // 4,
@@ -210,18 +207,12 @@ def _llama(spec: ScheduleSpec, setting: Setting, num_layers: int) -> Transformer
         transformer_impl="local",
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        pipeline_model_parallel_size=spec.num_ranks,
-        virtual_pipeline_model_parallel_size=spec.num_chunks if spec.num_chunks > 1 else None,
-        pipeline_model_parallel_layout=pipeline_layout(StageLayers.spread(num_layers, spec.placement), spec.placement),
-        bf16=setting.on_gpu,
+        bf16=on_gpu,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        gradient_accumulation_fusion=setting.on_gpu and find_spec("fused_weight_gradient_mlp_cuda") is not None,
-        bias_activation_fusion=setting.on_gpu,
-        bias_dropout_fusion=setting.on_gpu,
+        gradient_accumulation_fusion=on_gpu and find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        bias_activation_fusion=on_gpu,
+        bias_dropout_fusion=on_gpu,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        overlap_p2p_comm=interleaves,
-        batch_p2p_comm=not interleaves,
-        deallocate_pipeline_outputs=setting.on_gpu or not interleaves,
     )

@@ -16,22 +16,26 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
-from megatron.zerobubble.mcore.build import build_chunks
+from megatron.zerobubble.mcore.build import make_store
 from megatron.zerobubble.mcore.cpu.device import HostDevice
-from megatron.zerobubble.mcore.model.stage_layout import pipeline_layout
+from megatron.zerobubble.mcore.model.embeddings import FinalizeGradients
+from megatron.zerobubble.mcore.model.float16 import StageFloat16Module
+from megatron.zerobubble.mcore.model.stage_layout import StageLayout
+from megatron.zerobubble.mcore.model.wgrad_split import split_weight_gradients
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.registry import schedule_info, schedule_spec
 from megatron.zerobubble.plan.schedule_spec import STOCK, ScheduleSpec
 from megatron.zerobubble.plan.simulate import TimedOp
 from megatron.zerobubble.plan.timeline import Activity
+from megatron.zerobubble.wgrad.store import WeightGradStore
 from tools.benchmarks.schedules.contenders import ContenderSpec, Runtime, Sizes
 
 VOCABULARY = 256
@@ -89,16 +93,15 @@ class GPTContender:
 
     def __init__(self, spec: ScheduleSpec, model: Model, sizes: Sizes, host: HostDevice) -> None:
         self._spec, self._model, self._sizes, self._host = spec, model, sizes, host
+        self._store: WeightGradStore | None = None
         self._losses: list[Any] = []
         self._set_num_chunks()
         torch.manual_seed(SEED)
         model_parallel_cuda_manual_seed(SEED)
         with host.on_host():
-            ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-            built = build_chunks(self._provide, config=model.config, ddp_config=ddp_config, spec=spec)
-            self._chunks = built.chunks
+            self._chunks = self._build()
             self._optimizer = get_megatron_optimizer(model.optimizer, self._chunks, use_gloo_process_groups=False)
-        self._schedule = PipelineSchedule(spec, self._chunks, store=built.store, config=model.config)
+        self._schedule = PipelineSchedule(spec, self._chunks, store=self._store, config=model.config)
         self._schedule.recordings.every = 1
 
     def iterate(self, num_microbatches: int) -> None:
@@ -142,18 +145,35 @@ class GPTContender:
         chunks = self._spec.num_chunks
         parallel_state.set_virtual_pipeline_model_parallel_world_size(chunks if chunks > 1 else None)
 
-    def _provide(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> Any:
-        return GPTModel(
+    def _build(self) -> list[Any]:
+        """This rank's chunks, wrapped by DDP; before that B and W are split, unless megatron-core schedules."""
+        placement, config = self._spec.placement, self._model.config
+        stages = placement.rank_to_stages[parallel_state.get_pipeline_model_parallel_rank()]
+        models = [
+            self._chunk(stage, placement.num_stages, vp_stage if len(stages) > 1 else None)
+            for vp_stage, stage in enumerate(stages)
+        ]
+        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, delay_wgrad_compute=not self._spec.is_stock)
+        config.finalize_model_grads_func = FinalizeGradients(placement, finalize_model_grads)
+        if not self._spec.is_stock:
+            self._store = make_store(config, ddp_config, self._host.device)
+            for model in models:
+                split_weight_gradients(model, self._store)
+        return [DistributedDataParallel(config=config, ddp_config=ddp_config, module=model) for model in models]
+
+    def _chunk(self, stage: int, num_stages: int, vp_stage: int | None) -> Any:
+        chunk = GPTModel(
             config=self._model.config,
             transformer_layer_spec=self._model.layers(vp_stage),
             vocab_size=self._model.vocabulary,
             max_sequence_length=self._sizes.seq_length,
-            pre_process=pre_process,
-            post_process=post_process,
+            pre_process=stage == 0,
+            post_process=stage == num_stages - 1,
             share_embeddings_and_output_weights=False,
             position_embedding_type=self._model.positions,
             vp_stage=vp_stage,
-        )
+        ).to(self._host.device)
+        return StageFloat16Module(self._model.config, chunk) if self._model.config.bf16 else chunk
 
     def _batches(self, num_microbatches: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         tokens, labels = (each.to(self._host.device) for each in text(self._sizes, num_microbatches))
@@ -178,6 +198,25 @@ def build(contender: ContenderSpec, sizes: Sizes, num_ranks: int, host: HostDevi
     return GPTContender(spec, model, sizes, host)
 
 
+def placed(num_layers: int, spec: ScheduleSpec) -> dict[str, Any]:
+    """Options of a TransformerConfig for a schedule's pipeline, with as many layers in each stage."""
+    is_v = spec.placement.name not in ("linear", "loop")
+    interleaves = spec.is_stock and spec.num_chunks > 1
+    return {
+        "num_layers": num_layers,
+        "pipeline_model_parallel_size": spec.num_ranks,
+        "virtual_pipeline_model_parallel_size": spec.num_chunks if spec.num_chunks > 1 else None,
+        "pipeline_model_parallel_layout": StageLayout(StageLayers.spread(num_layers, spec.placement), spec.placement)
+        if is_v
+        else None,
+        # Without overlap megatron-core's interleaved schedule mixes up the two directions between two ranks; with it, on gloo,
+        # it reads outputs that were already deallocated.
+        "overlap_p2p_comm": interleaves,
+        "batch_p2p_comm": not interleaves,
+        "deallocate_pipeline_outputs": not interleaves,
+    }
+
+
 def _optimizer_config() -> OptimizerConfig:
     """AdamW without clipping, which would only add the same global norm to every contender."""
     return OptimizerConfig(
@@ -191,15 +230,10 @@ def _optimizer_config() -> OptimizerConfig:
 
 
 def _transformer_config(sizes: Sizes, spec: ScheduleSpec) -> TransformerConfig:
-    layout = pipeline_layout(StageLayers.spread(sizes.num_layers, spec.placement), spec.placement)
-    interleaves = spec.is_stock and spec.num_chunks > 1
     return TransformerConfig(
-        num_layers=sizes.num_layers,
+        **placed(sizes.num_layers, spec),
         hidden_size=sizes.hidden_size,
         num_attention_heads=sizes.num_attention_heads,
-        pipeline_model_parallel_size=spec.num_ranks,
-        virtual_pipeline_model_parallel_size=spec.num_chunks if spec.num_chunks > 1 else None,
-        pipeline_model_parallel_layout=layout,
         pipeline_dtype=torch.float32,
         params_dtype=torch.float32,
         hidden_dropout=0.0,
@@ -210,9 +244,4 @@ def _transformer_config(sizes: Sizes, spec: ScheduleSpec) -> TransformerConfig:
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        # Without overlap megatron-core's interleaved schedule mixes up the two directions between two ranks; with it, on gloo,
-        # it reads outputs that were already deallocated.
-        overlap_p2p_comm=interleaves,
-        batch_p2p_comm=not interleaves,
-        deallocate_pipeline_outputs=not interleaves,
     )

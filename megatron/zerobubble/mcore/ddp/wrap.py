@@ -12,46 +12,9 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
-from torch import nn
 
-from megatron.zerobubble.mcore.ddp.zero2 import Reductions, ShardedGradientsDDP
 from megatron.zerobubble.mcore.model.wgrad_split import driven_modules, split_weights
-
-
-def wrap_chunks(
-    models: Sequence[nn.Module],
-    *,
-    config: Any,
-    ddp_config: DistributedDataParallelConfig,
-    is_stock: bool,
-    shards_gradients: bool = False,
-) -> list[DistributedDataParallel]:
-    """Wrap each chunk with DistributedDataParallel. All ranks must call it.
-
-    Args:
-        models: this rank's chunks.
-        config: the chunks' TransformerConfig.
-        ddp_config: how gradients are accumulated and reduced.
-        is_stock: whether megatron-core's own schedule runs them, with buckets only where megatron-core has them.
-        shards_gradients: whether gradients stay sharded while they are accumulated (ZeRO-2).
-    """
-    reductions = Reductions() if shards_gradients else None
-    chunks: list[DistributedDataParallel] = []
-    for number, model in enumerate(models):
-        arguments: dict[str, Any] = {"config": config, "ddp_config": ddp_config, "module": model}
-        if reductions is not None:
-            groups = with_buckets(arguments)["pg_collection"]
-            chunk = ShardedGradientsDDP(**arguments, splits=split_weights(model), reductions=reductions, pg_collection=groups)
-        elif is_stock:
-            chunk = DistributedDataParallel(**arguments, disable_bucketing=number > 0)
-        else:
-            chunk = DistributedDataParallel(**with_buckets(arguments))
-        order_wgrads_by_bucket(chunk)
-        count_padding_as_data(chunk)
-        chunks.append(chunk)
-    return chunks
 
 
 def with_buckets(arguments: Mapping[str, Any]) -> dict[str, Any]:

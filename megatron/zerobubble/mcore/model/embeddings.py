@@ -31,24 +31,20 @@ Finalize = Callable[..., None]
 """The signature of `megatron.core.distributed.finalize_model_grads`."""
 
 
-def tie_chunks(chunks: Sequence[nn.Module]) -> bool:
+def tie_chunks(chunks: Sequence[nn.Module]) -> None:
     """Copy the embedding's values to the weight tied to it in another chunk of this rank: output layer or MTP embedding.
 
-    Call it before DDP wraps the chunks.
-
-    Returns:
-        Whether this rank has such a pair.
+    Does nothing where this rank has no such pair. Call it before DDP wraps the chunks.
     """
     pair = _tied_pair(chunks)
     if pair is None:
-        return False
+        return
     embedding, head = pair
     with torch.no_grad():
         head.copy_(embedding)
     for weight in pair:
         weight.shared_embedding = True  # type: ignore[attr-defined]
     head.shared = True  # type: ignore[attr-defined]  # the gradient norm counts it once
-    return True
 
 
 def copy_to_mtp_stage(chunks: Sequence[nn.Module], config: Any) -> None:
@@ -89,10 +85,10 @@ class FinalizeGradients:
 
     Args:
         placement: stage -> rank.
-        finalize: called for everything else: megatron-core's `finalize_model_grads`, or a training loop's own around it.
+        finalize: the training loop's, called for everything else: megatron-core's `finalize_model_grads`, or one around it.
     """
 
-    def __init__(self, placement: Placement, finalize: Finalize = stock_finalize_model_grads) -> None:
+    def __init__(self, placement: Placement, finalize: Finalize) -> None:
         self._source = placement.stage_to_rank[-1]
         self._is_last = self._source == placement.num_ranks - 1
         self.finalize = finalize

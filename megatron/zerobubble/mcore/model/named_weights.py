@@ -16,7 +16,6 @@ can be drawn; a line says so.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import inspect
@@ -35,7 +34,7 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-__all__ = ["draw_by_name", "draw_when_wrapped", "remember_from", "remember_init_methods", "replacements"]
+__all__ = ["draw_by_name", "draw_when_wrapped", "remember_from", "replacements"]
 
 _log = logging.getLogger(__name__)
 
@@ -99,28 +98,6 @@ def replacements() -> list[tuple[Any, str, Any]]:
     return [(owner, name, remembering) for owner in (layers, extensions) if getattr(owner, name, None) is original]
 
 
-@contextlib.contextmanager
-def remember_init_methods(config: Any) -> Iterator[None]:
-    """`remember_from`, and the functions that it needs replaced, while it is open.
-
-    Args:
-        config: TransformerConfig of the models that are built inside.
-    """
-    before = {name: getattr(config, name, None) for name in _METHODS}
-    replaced = [(owner, name, getattr(owner, name), new) for owner, name, new in replacements()]
-    try:
-        remember_from(config)
-        for owner, name, _, new in replaced:
-            setattr(owner, name, new)
-        yield
-    finally:
-        for owner, name, old, _ in replaced:
-            setattr(owner, name, old)
-        for name, method in before.items():
-            if method is not None:
-                setattr(config, name, method)
-
-
 def draw_when_wrapped(seed: int) -> None:
     """Draw the weights of every module that DDP wraps by name, for the life of the process, where `install` replaces nothing.
 
@@ -152,7 +129,7 @@ def draw_by_name(models: Sequence[nn.Module], *, seed: int) -> None:
     """Draw the weights of this rank's chunks anew. Nothing is communicated, and no generator's state changes.
 
     Args:
-        models: chunks that were built while `remember_init_methods` was open, with a storage of its own for each parameter.
+        models: chunks whose parameters remember their init methods (`remember_from`), and have a storage of their own each.
         seed: of the run, the same on all ranks; any int.
     """
     for model in models:

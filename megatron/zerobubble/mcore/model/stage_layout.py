@@ -8,6 +8,7 @@ depend on the placement.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.core import parallel_state
@@ -86,23 +87,6 @@ class StageLayout(PipelineParallelLayerLayout):
         return sum(self.layout[rank][chunk].count(layer_type) for rank, chunk in places)
 
 
-def pipeline_layout(layers: StageLayers, placement: Placement, *, num_mtp_layers: int = 0) -> StageLayout | str | None:
-    """The value of `TransformerConfig.pipeline_model_parallel_layout` for these layers under this placement.
-
-    Args:
-        layers: decoder layers of each stage.
-        placement: stage -> rank.
-        num_mtp_layers: MTP layers (multi-token prediction), all on the last stage.
-
-    Returns:
-        A `StageLayout` where megatron-core's own layouts cannot express the placement (V); its layout text where they can; None
-        where megatron-core's default is the same layout.
-    """
-    if placement.name not in ("linear", "loop"):
-        return StageLayout(layers, placement, num_mtp_layers=num_mtp_layers)
-    return None if layers.is_even else layers.text.removesuffix("L") + "m" * num_mtp_layers + "L"
-
-
 def output_lengths(config: Any, placement: Placement) -> tuple[int, ...]:
     """How long the output of each stage is, in sequences of its microbatch.
 
@@ -123,14 +107,6 @@ def output_lengths(config: Any, placement: Placement) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def embedding_ranks(placement: Placement) -> dict[str, Any]:
-    """Keyword arguments of `initialize_model_parallel` that define the ranks of the embedding and of the output layer."""
-    first, last = placement.stage_to_rank[0], placement.stage_to_rank[-1]
-
-    def word(pipeline: list[int], *_: Any) -> list[int]:
-        return [pipeline[rank] for rank in sorted({first, last})]
-
-    def position(pipeline: list[int], *_: Any) -> list[int]:
-        return [pipeline[first]]
-
-    return {"get_embedding_ranks": word, "get_position_embedding_ranks": position}
+def embedding_ranks(placement: Placement, pipeline: Sequence[int]) -> list[int]:
+    """The ranks of a pipeline that have the embedding or the output layer, for `initialize_model_parallel`."""
+    return [pipeline[rank] for rank in sorted({placement.stage_to_rank[0], placement.stage_to_rank[-1]})]

@@ -3,10 +3,6 @@
 With `use_cpu_initialization` megatron-core's wrappers replace a layer's bias by a parameter of their own, without the attribute
 `skip_backward_post_hook` by which DDP finds a deferred gradient. The layer still defers it: it would never reach ``main_grad``.
 
-Their GEMM adds to ``main_grad`` itself (`fuse_wgrad_accumulation`), and needs no apex for that. megatron-core has one option for
-both, `gradient_accumulation_fusion`, and its `ColumnParallelLinear` refuses it where apex is missing. Every model has one of
-these, the output layer, so without apex Transformer Engine's layers would write each weight gradient to memory twice, too.
-
 With `tp_comm_overlap` a module gathers an operand of its wgrad GEMM into a Userbuffers buffer that all layers of that name share:
 its input beside the dgrad GEMM (bulk dgrad), or the gradient of its output for the dgrad GEMM (all-gather of row-parallel ones).
 It is queued for W as a view of the buffer, which the next layer's B overwrites. So these two are off, and Transformer Engine
@@ -20,7 +16,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +31,6 @@ __all__ = [
     "defer_to_w",
     "forget_scales_for_recomputation",
     "fused_operations",
-    "fusion_without_apex",
     "give_zeros_in_backward",
     "is_fused",
     "mark_deferred_biases",
@@ -52,9 +46,6 @@ logger = logging.getLogger(__name__)
 OLDEST_TRANSFORMER_ENGINE = Version("2.8.0")
 """The first release whose deferred weight gradients may overlap with their reduction over the data-parallel replicas. Before 2.7
 its modules do not call DDP's hooks, so that a gradient would not reach ``main_grad``."""
-
-_APEX_FOUND = "_grad_accum_fusion_available"
-"""megatron-core's record of whether apex's kernel can be imported."""
 
 
 _SHARES_OPERANDS = ("ub_bulk_dgrad", "ub_overlap_ag_dgrad", "ub_overlap_ag")
@@ -223,34 +214,3 @@ def forget_scales_for_recomputation() -> None:
             for queue in getattr(state, "fp8_tensors_recompute_buffer", ()):
                 queue.clear()
             return
-
-
-@contextmanager
-def fusion_without_apex(config: Any) -> Iterator[list[Any]]:
-    """While it is open, a model of Transformer Engine's layers can be built with `gradient_accumulation_fusion` without apex.
-
-    On leaving, megatron-core's own linears of the chunks in the list get the option off: their own backward would call apex. It
-    makes no difference to split ones, whose kernel `wgrad.gemm` chooses.
-
-    Args:
-        config: TransformerConfig of the model.
-
-    Yields:
-        A list, to be filled with the chunks that are built.
-    """
-    from megatron.core.tensor_parallel import layers
-
-    chunks: list[Any] = []
-    wanted = config.gradient_accumulation_fusion and config.transformer_impl == "transformer_engine"
-    if not wanted or getattr(layers, _APEX_FOUND, True):
-        yield chunks
-        return
-    setattr(layers, _APEX_FOUND, True)
-    try:
-        yield chunks
-    finally:
-        setattr(layers, _APEX_FOUND, False)
-    for chunk in chunks:
-        for module in chunk.modules():
-            if isinstance(module, layers.ColumnParallelLinear | layers.RowParallelLinear):
-                module.gradient_accumulation_fusion = False

@@ -59,7 +59,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.job.failure import JobGuard
 from megatron.zerobubble.mcore.build import turn_off
-from megatron.zerobubble.mcore.compat import check_stock_loop, hybrid_model
+from megatron.zerobubble.mcore.compat import check_megatron_core, hybrid_model
 from megatron.zerobubble.mcore.model import named_weights
 from megatron.zerobubble.mcore.model.float16 import StageFloat16Module
 from megatron.zerobubble.mcore.model.stage_layout import embedding_ranks
@@ -156,7 +156,7 @@ def install_options(options: RunOptions) -> None:
             f"schedule {installed.options.schedule} is already installed, with other options than those now given for "
             f"{options.schedule}: call megatron.zerobubble.uninstall first"
         )
-    check_stock_loop()
+    check_megatron_core()
     if options.is_v and parallel_state.model_parallel_is_initialized():
         raise ConfigError(
             f"schedule {options.schedule} has the embedding and the output layer on the first pipeline rank, but "
@@ -398,8 +398,7 @@ def _embedding_ranks(loop: StockLoop) -> Callable[..., list[int]]:
     """The ranks of a pipeline with V placement that have the embedding or the output layer."""
 
     def ranks_of(pp_ranks: list[int], split_rank: int | None = None) -> list[int]:
-        ranks: list[int] = embedding_ranks(loop.options.placement(len(pp_ranks)))["get_embedding_ranks"](pp_ranks)
-        return ranks
+        return embedding_ranks(loop.options.placement(len(pp_ranks)), pp_ranks)
 
     return ranks_of
 
