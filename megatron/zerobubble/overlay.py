@@ -184,7 +184,7 @@ def _config(args: argparse.Namespace | ZeroBubbleConfig | None, **words: Any) ->
     config = ZeroBubbleConfig(**short) if args is None else flags_of(args)
     if args is None and config.schedule == "stock" and "zero_bubble_schedule" not in short:
         raise ConfigError("install has no schedule to install: give schedule, plan, a ZeroBubbleConfig, or parsed flags")
-    installed("megatron.zerobubble.install", "torch", "megatron.core", extra="train")
+    installed("megatron.zerobubble.install", "torch", "megatron.core")
     return config
 
 

@@ -1,4 +1,4 @@
-"""`zerobubble bench` as a user starts it: real training blocks on two ranks."""
+"""`zerobubble bench` as a user starts it: a script's real training blocks on two ranks."""
 
 from __future__ import annotations
 
@@ -40,76 +40,7 @@ pretrain_script.main()
 """
 """A script around Megatron-LM's own loop, with what its wheels need on Python 3.11."""
 
-MODEL = ["--pipeline-model-parallel-size", "2", "--num-layers", "8", "--hidden-size", "32", "--num-attention-heads", "4"]
-MODEL += ["--seq-length", "32", "--micro-batch-size", "1", "--global-batch-size", "4", "--lr", str(LR), "--mock-data"]
-MODEL += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "64", "--hidden-dropout", "0", "--attention-dropout", "0"]
 BENCH = Path(__file__).with_name("bench_rank.py")
-
-
-def bench(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    """Run on two ranks, as under torchrun."""
-    return launch_warm([*MODEL, *flags, "--bench-dir", folder], num_ranks=2, script=BENCH)
-
-
-@pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """One comparison, one of whose contenders cannot run."""
-    folder = tmp_path_factory.mktemp("bench")
-    flags = ["--rounds", "2", "--timed-iters", "2", "--zero-bubble-planning-seconds", "0.1", "--json", "-"]
-    return bench(folder, "--contenders", "stock-1f1b,zbv+pv,auto,interleaved-1f1b:8,1f1b:slices=4", *flags), folder
-
-
-def rows(folder: Path) -> dict[str, Any]:
-    """bench.json's contenders by name."""
-    return {row["name"]: row for row in json.loads((folder / "bench.json").read_text())["contenders"]}
-
-
-def test_it_ends_with_a_table_and_files(done: tuple[subprocess.CompletedProcess[str], Path]) -> None:
-    result, folder = done
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert json.loads(result.stdout) == json.loads((folder / "bench.json").read_text()), "and nothing else on stdout"
-    assert "speed-up [95 %]" in result.stderr
-    assert "2 rounds, 2 timed iterations per block" in (folder / "bench.md").read_text()
-    assert {each.name for each in folder.iterdir()} == {"bench.md", "bench.json", "logs"}
-    assert "zbv+pv, round 1: " in result.stderr
-    assert "left] stock-1f1b, round 2:" in result.stderr
-
-
-def test_all_contenders_train_the_same_model(done: tuple[subprocess.CompletedProcess[str], Path]) -> None:
-    """Drawn by name, on the same samples, without dropout: the first blocks end with the same loss. Slices, and the gradient norm
-    by which is clipped, are sums in another order."""
-    found = rows(done[1])
-    losses = {found[name]["losses"]["0"] for name in ("stock-1f1b", "zbv+pv", "auto", "1f1b:slices=4")}
-    assert max(losses) == pytest.approx(min(losses), rel=after_steps(WARM_UP + 2 - 1, LR))
-    for name in ("stock-1f1b", "zbv+pv", "auto"):
-        assert set(found[name]["seconds"]) == {"0", "1"}
-        assert set(found[name]["overhead"]) == {"0", "1"}
-        assert all(0 < share < 1 for share in found[name]["overhead"].values())
-
-
-def test_what_is_measured_and_predicted(done: tuple[subprocess.CompletedProcess[str], Path]) -> None:
-    found = rows(done[1])
-    for name in ("stock-1f1b", "zbv+pv", "auto", "1f1b:slices=4"):
-        row = found[name]
-        assert row["predicted_ms"] > 0
-        assert 0 <= row["predicted_bubble"] < 1
-        idle = row["idle"]
-        assert 0 <= idle["share"] < 1
-        assert idle["imbalance"] + idle["schedule"] + idle["waiting"] == pytest.approx(idle["share"])
-        assert row["activation_bytes"] > 0
-        assert row["state_bytes"] > 0
-        assert row["allocated_bytes"] is None, "the CPU has no allocator that counts"
-        assert row["predicted_activation_bytes"] == pytest.approx(row["activation_bytes"], rel=0.5)
-    assert found["stock-1f1b"]["speed_up"]["value"] == 1.0
-    assert found["auto"]["ran"] is not None
-    cut, whole = (found[name]["predicted_activation_bytes"] for name in ("1f1b:slices=4", "stock-1f1b"))
-    assert cut < 0.8 * whole
-    assert found["1f1b:slices=4"]["use"] == "--zero-bubble-schedule 1f1b --zero-bubble-slices 4"
-    uses = [found[name]["use"] for name in ("stock-1f1b", "auto", "interleaved-1f1b:8")]
-    assert uses == ["", "--zero-bubble-schedule auto", ""], "nothing is added, or it cannot run"
-    assert found["interleaved-1f1b:8"]["failure"].startswith("--num-layers 8")
-
-
 _SCRIPT: list[Any] = [
     "--",
     ROOT / "examples" / "stock_megatron_core.py",
@@ -126,37 +57,80 @@ def on_script(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
     return launch_warm(["--cpu", "--bench-dir", folder, *words], num_ranks=2, script=BENCH)
 
 
+_NAMES = ("stock-1f1b", "zb-h1", "zbv+pv", "auto", "1f1b:slices=4")
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """One comparison."""
+    folder = tmp_path_factory.mktemp("bench")
+    options = ["--contenders", ",".join(_NAMES), "--rounds", "2", "--timed-iters", "2", "--zero-bubble-planning-seconds", "0.1"]
+    return on_script(folder, *options, "--json", "-", "--contender-flags", f"zbv+pv={_CHUNKS}", *_SCRIPT), folder
+
+
+def rows(folder: Path) -> dict[str, Any]:
+    """bench.json's contenders by name."""
+    return {row["name"]: row for row in json.loads((folder / "bench.json").read_text())["contenders"]}
+
+
 @pytest.mark.claims(
     "Your own script",
     "`zerobubble bench` on a script: stock 1F1B with nothing installed, ZB-H1, ZBV with post-validation, `auto`; times between "
     "the calls of the schedule, losses from its results, memory, bubbles measured and predicted",
     "works; **not run on a GPU**",
 )
-@pytest.mark.sampled(0.07, group="whole jobs")
-def test_a_script_runs_unedited_under_every_contender(tmp_path: Path) -> None:
-    names = ["stock-1f1b", "zb-h1", "zbv+pv", "auto", "zb-h1:slices=2"]
-    options = ["--contenders", ",".join(names), "--rounds", "2", "--timed-iters", "2", "--zero-bubble-planning-seconds", "0.1"]
-    done = on_script(tmp_path, *options, "--contender-flags", f"zbv+pv={_CHUNKS}", *_SCRIPT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "left] stock-1f1b, round 2:" in done.stderr
-    found = rows(tmp_path)
-    log = (tmp_path / "logs" / "block-0-rank-1.log").read_text()
+def test_it_ends_with_a_table_and_files(done: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    result, folder = done
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert json.loads(result.stdout) == json.loads((folder / "bench.json").read_text()), "and nothing else on stdout"
+    assert "speed-up [95 %]" in result.stderr
+    assert "2 rounds, 2 timed iterations per block" in (folder / "bench.md").read_text()
+    assert {each.name for each in folder.iterdir()} == {"bench.md", "bench.json", "logs"}
+    assert "zbv+pv, round 1: " in result.stderr
+    assert "left] stock-1f1b, round 2:" in result.stderr
+
+
+def test_all_contenders_train_the_same_model(done: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    """Drawn by name, on the same samples, without dropout: the first blocks end with the same loss, which is the script's own.
+    Slices are sums in another order."""
+    found = rows(done[1])
+    log = (done[1] / "logs" / "block-0-rank-1.log").read_text()
     printed = [json.loads(line)["losses"] for line in log.splitlines() if line.startswith('{"iteration"')]
     assert len(printed) == WARM_UP + 2, "the block ends where the next iteration would begin"
-    for name in names:
+    for name in _NAMES:
         row = found[name]
-        assert row["losses"]["0"] == pytest.approx(statistics.fmean(printed[-1]), rel=1e-6), name
-        assert set(row["seconds"]) == {"0", "1"}
+        assert row["losses"]["0"] == pytest.approx(statistics.fmean(printed[-1]), rel=after_steps(WARM_UP + 2 - 1, LR)), name
+        assert set(row["seconds"]) == set(row["overhead"]) == {"0", "1"}
         assert all(0 < share < 1 for share in row["overhead"].values())
-        assert 0 <= row["bubble"] < 1
+
+
+def test_what_is_measured_and_predicted(done: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    found = rows(done[1])
+    for name in _NAMES:
+        row = found[name]
         assert row["predicted_ms"] > 0
+        assert 0 <= row["bubble"] < 1
+        assert 0 <= row["predicted_bubble"] < 1
+        idle = row["idle"]
+        assert 0 <= idle["share"] < 1
+        assert idle["imbalance"] + idle["schedule"] + idle["waiting"] == pytest.approx(idle["share"])
         assert row["state_bytes"] > row["activation_bytes"] > 0
+        assert row["allocated_bytes"] is None, "the CPU has no allocator that counts"
+        assert row["predicted_activation_bytes"] == pytest.approx(row["activation_bytes"], rel=0.5)
         assert row["tokens_per_s"] == pytest.approx(4 * 2 * 32 / row["ms"]["value"] * 1000)
+    assert found["stock-1f1b"]["speed_up"]["value"] == 1.0
     assert found["auto"]["ran"] == "zb"
+    cut, whole = (found[name]["predicted_activation_bytes"] for name in ("1f1b:slices=4", "stock-1f1b"))
+    assert cut < 0.8 * whole
+
+
+def test_the_command_to_use_has_the_flags_of_the_contender(done: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    found, words = rows(done[1]), " ".join(map(str, _SCRIPT[1:]))
+    start = "zerobubble run --nproc-per-node 2 --cpu --zero-bubble-schedule"
+    assert found["stock-1f1b"]["use"] == words
+    assert found["1f1b:slices=4"]["use"] == f"{start} 1f1b --zero-bubble-slices 4 {words}"
+    assert found["zbv+pv"]["use"] == f"{start} zbv --enable-optimizer-post-validation {words} {_CHUNKS}"
     assert found["zbv+pv"]["note"] == f"with {_CHUNKS}"
-    flags = "--zero-bubble-schedule zbv --enable-optimizer-post-validation"
-    words = " ".join(map(str, _SCRIPT[1:]))
-    assert found["zbv+pv"]["use"] == f"zerobubble run --nproc-per-node 2 --cpu {flags} {words} {_CHUNKS}"
 
 
 @pytest.mark.claims(
@@ -249,8 +223,8 @@ def test_megatron_lms_own_loop_with_an_evaluation_between(tmp_path: Path, monkey
 
 @pytest.mark.slow
 def test_an_interrupted_comparison_reports_what_it_has(tmp_path: Path) -> None:
-    flags = [*MODEL, "--contenders", "zb-h1,1f1b", "--rounds", "50", "--bench-dir", str(tmp_path)]
-    start = [sys.executable, "-u", "-m", "megatron.zerobubble.cli.bench", "--nproc-per-node", "2", *flags]
+    options = ["--cpu", "--contenders", "zb-h1,1f1b", "--rounds", "50", "--bench-dir", tmp_path]
+    start = [sys.executable, "-u", "-m", "megatron.zerobubble.cli.bench", "--nproc-per-node", "2", *options, *_SCRIPT]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     job = subprocess.Popen(start, cwd=ROOT, env=environment(), **pipes)
     until, lines = time.monotonic() + 200, []
@@ -273,11 +247,11 @@ def test_ranks_that_srun_started_need_no_torchrun(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    flags = [*MODEL, "--contenders", "1f1b,zb-h1", "--rounds", "2", "--timed-iters", "1", "--bench-dir", str(tmp_path)]
+    options = ["--cpu", "--contenders", "1f1b,zb-h1", "--rounds", "2", "--timed-iters", "1", "--bench-dir", tmp_path]
     jobs = []
     for rank in range(2):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        start = [sys.executable, "-m", "megatron.zerobubble.cli.bench", *flags]
+        start = [sys.executable, "-m", "megatron.zerobubble.cli.bench", *options, *_SCRIPT]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         jobs.append(subprocess.Popen(start, cwd=ROOT, env=environment(**place), **pipes))
     outputs = [job.communicate(timeout=240)[0] for job in jobs]
@@ -287,18 +261,10 @@ def test_ranks_that_srun_started_need_no_torchrun(tmp_path: Path) -> None:
 
 
 def test_wrong_flags_are_one_line_before_any_rank_starts() -> None:
-    start = [
-        sys.executable,
-        "-m",
-        "megatron.zerobubble.cli.main",
-        "bench",
-        "--nproc-per-node",
-        "2",
-        *MODEL,
-        "--contenders",
-        "zbx",
-    ]
-    result = subprocess.run(start, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT, env=environment())
+    start = [sys.executable, "-m", "megatron.zerobubble.cli.main", "bench", "--nproc-per-node", "2", "--contenders", "zbx"]
+    result = subprocess.run(
+        [*start, *_SCRIPT], capture_output=True, text=True, timeout=60, check=False, cwd=ROOT, env=environment()
+    )
     assert result.returncode == 2
     assert result.stderr.startswith("zerobubble bench: error: --contenders: 'zbx' is unknown; ")
     assert result.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Names of contenders, and the settings that the user's job has under each."""
+"""Names of contenders, and the flags that the user's script has under each."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ import torch
 
 from megatron.zerobubble.bench.bench_options import Options, parse_options
 from megatron.zerobubble.bench.contenders import DEFAULT, PROFILED, WARM_UP, parse_contenders
-from megatron.zerobubble.bench.jobs import ScriptJob, TrainerJob
+from megatron.zerobubble.bench.jobs import Job
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
-from megatron.zerobubble.training.config.settings import Settings
-from tests.training.test_arguments import BASE, settings
 
 with quiet_third_parties():
     from megatron.zerobubble.bench.block import BlockRequest, _Block
 
-JOB = "--pipeline-model-parallel-size 2 --num-layers 8 --global-batch-size 8"
-TINY = "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --lr 1e-3 --mock-data"
-BENCH = f"{TINY} --vocab-size 64 --tokenizer-type NullTokenizer --pipeline-model-parallel-size 2 --global-batch-size 8".split()
+
+def script(*words: str) -> Options:
+    """The options of a comparison on a script."""
+    return parse_options(words, world_size=2, prog="bench")
 
 
-def of(name: str, flags: str = "", world_size: int = 2) -> Settings:
-    """The settings under one contender."""
-    (contender,) = parse_contenders(name)
-    return contender.settings(settings(f"{JOB} {flags}", world_size=world_size), num_iterations=9)
+def of(name: str, *flags: str) -> Job:
+    """The script under one contender."""
+    (program,) = script("--contenders", name, *flags, "--", __file__).programs.values()
+    return program
 
 
 @pytest.mark.parametrize(
@@ -48,14 +47,13 @@ def of(name: str, flags: str = "", world_size: int = 2) -> Settings:
 def test_a_contender_is_a_schedule_with_its_flags(name: str, schedule: str, num_chunks: int) -> None:
     own = of(name)
     assert own.zero_bubble.schedule == schedule
-    assert own.schedule_spec.num_chunks == num_chunks
-    assert own.schedule_spec.placement.num_stages == 2 * num_chunks
+    assert own.arguments == (() if num_chunks == 1 else ("--num-virtual-stages-per-pipeline-rank", str(num_chunks)))
 
 
 def test_a_contender_has_slices_of_its_own() -> None:
-    own = of("zbv:slices=4+pv", "--enable-zero-bubble --zero-bubble-slices 2")
-    assert (own.zero_bubble.num_slices, own.schedule_spec.num_slices, own.schedule_spec.name) == (4, 4, "zbv")
-    assert of("zbv", "--enable-zero-bubble --zero-bubble-slices 2").schedule_spec.num_slices == 1
+    own = of("zbv:slices=4+pv", "--enable-zero-bubble", "--zero-bubble-slices", "2").zero_bubble
+    assert (own.num_slices, own.schedule) == (4, "zbv")
+    assert of("zbv", "--enable-zero-bubble", "--zero-bubble-slices", "2").zero_bubble.num_slices == 1
     assert of("zb:slices=2@0.5").zero_bubble.zero_bubble_memory_limit == "0.5"
 
 
@@ -72,9 +70,7 @@ def test_1f1b_runs_without_its_wait() -> None:
 
 
 def test_the_default_contenders_run_a_usual_job() -> None:
-    job = settings(JOB, world_size=2)
-    for contender in parse_contenders(DEFAULT):
-        contender.settings(job, num_iterations=9)
+    assert list(script("--", __file__).programs) == DEFAULT.split(",")
 
 
 def test_a_searched_order_is_profiled_in_the_warm_up_and_a_fixed_one_is_not() -> None:
@@ -86,36 +82,19 @@ def test_a_searched_order_is_profiled_in_the_warm_up_and_a_fixed_one_is_not() ->
 
 
 def test_the_jobs_own_schedule_is_replaced() -> None:
-    flags = "--zero-bubble-v-schedule --zero-bubble-v-schedule-mem-setup half"
-    assert of("zb-h1", flags).zero_bubble.schedule == "zb-h1"
-    assert of("stock-1f1b", "--num-virtual-stages-per-pipeline-rank 2").num_chunks == 1
-    assert of("stock-1f1b", "--enable-zero-bubble").schedule_spec.is_stock
+    assert of("zb-h1", "--zero-bubble-v-schedule", "--zero-bubble-v-schedule-mem-setup", "half").zero_bubble.schedule == "zb-h1"
+    assert of("stock-1f1b", "--enable-zero-bubble").zero_bubble.schedule == "stock"
 
 
 def test_post_validation_is_the_jobs_or_the_contenders_and_never_of_stock_schedules() -> None:
-    def is_optimistic(name: str, flags: str = "") -> bool:
-        return of(name, flags).zero_bubble.enable_optimizer_post_validation
+    def is_optimistic(name: str, *flags: str) -> bool:
+        return of(name, *flags).zero_bubble.enable_optimizer_post_validation
 
-    on = "--enable-zero-bubble --enable-optimizer-post-validation"
+    on = ("--enable-zero-bubble", "--enable-optimizer-post-validation")
     assert is_optimistic("zbv+pv")
     assert not is_optimistic("zbv")
-    assert is_optimistic("zbv", on)
-    assert not is_optimistic("stock-1f1b", on)
-
-
-def test_only_the_passes_and_the_step_are_left_of_the_job() -> None:
-    flags = "--train-iters 5000 --eval-iters 7 --save out --exit-duration-in-mins 3 --metrics-jsonl x"
-    own = of("zb-h1", flags)
-    assert (own.run.train_iters, own.run.eval_iters, own.run.exit_duration_in_mins) == (9, 0, None)
-    assert own.checkpoint.save is own.run.metrics_jsonl is None
-    assert own.optim.lr_decay_iters == 5000, "the learning rate is the whole job's"
-
-
-def test_a_job_whose_length_is_in_samples_is_shortened() -> None:
-    flags = "--train-samples 8000 --lr-decay-samples 4000 --lr-warmup-samples 16"
-    job = settings(f"{JOB} {flags}", base=BASE.replace("--train-iters 10 ", ""), world_size=2)
-    own = parse_contenders("zb-h1")[0].settings(job, num_iterations=9)
-    assert (own.train_iters, own.lr_decay_samples, own.lr_warmup_samples) == (9, 4000, 16)
+    assert is_optimistic("zbv", *on)
+    assert not is_optimistic("stock-1f1b", *on)
 
 
 @pytest.mark.parametrize(
@@ -146,16 +125,9 @@ def test_wrong_names_are_refused_in_one_line(text: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_contender_that_cannot_run_is_a_row_and_not_the_end() -> None:
-    options = parse_options([*BENCH, "--contenders", "stock-1f1b,interleaved-1f1b:8,zbv", "--quick"], world_size=2, prog="bench")
-    assert list(options.programs) == ["stock-1f1b", "zbv"]
-    assert "--num-layers 8" in (options.outcomes["interleaved-1f1b:8"].failure or "")
+def test_iterations_are_those_of_all_blocks() -> None:
+    options = script("--contenders", "stock-1f1b,zbv", "--quick", "--", __file__)
     assert options.num_iterations == 2 * (WARM_UP + 3 + 2 * (2 + 3))
-
-
-def script(*words: str) -> Options:
-    """The options of a comparison on a script."""
-    return parse_options(words, world_size=2, prog="bench")
 
 
 def test_megatron_cores_own_schedules_run_without_pairs_of_passes() -> None:
@@ -176,7 +148,6 @@ def test_a_script_gets_its_flags_and_the_contenders() -> None:
     added["v-half:slices=2+pv"] = ("--v=2",)
     assert options.programs.keys() == {"stock-1f1b", "interleaved-1f1b:4", "zb-h1", "zbv", "v-half:slices=2+pv"}
     for name, program in options.programs.items():
-        assert isinstance(program, ScriptJob)
         assert program.arguments == ("--lr", "-1", "--", "last one", *added.get(name, ())), name
         assert program.zero_bubble.zero_bubble_planning_seconds == 3
         assert program.zero_bubble.num_slices == (2 if "slices" in name else 1)
@@ -204,11 +175,14 @@ def test_a_contender_takes_virtual_stages_away_where_it_has_one_chunk() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("pretrain.py --lr 1", "to compare on a script, put -- before it: bench [options] -- pretrain.py ITS FLAGS"),
-        ("--cpu --lr 1", "--cpu and --contender-flags are for a script"),
-        ("--", "give a training script and its flags after --"),
+        (
+            "pretrain.py --lr 1",
+            "unrecognized arguments before --: pretrain.py --lr 1; the script and its flags follow the --, as in",
+        ),
+        ("--cpu", "give -- and then a training script and its flags"),
+        ("--", "give -- and then a training script and its flags"),
         ("-- nowhere.py --lr 1", "the script nowhere.py is not a file"),
-        ("--lr 1 -- SCRIPT", "unrecognized arguments before --: --lr 1; the script's own flags follow the script"),
+        ("--lr 1 -- SCRIPT", "unrecognized arguments before --: --lr 1; the script and its flags follow the --"),
         ("--contenders zbx -- SCRIPT", "--contenders: 'zbx' is unknown"),
         ("--contenders zbv --contender-flags zbv -- SCRIPT", "--contender-flags 'zbv': give CONTENDER[,CONTENDER...]=FLAGS"),
         ("--contenders zbv --contender-flags v-half=-x -- SCRIPT", "'v-half=-x': v-half is not among the contenders zbv"),
@@ -229,8 +203,7 @@ def test_wrong_words_about_a_script_are_one_line(words: str, message: str) -> No
 )
 def test_weights_of_a_script_are_drawn_by_one_seed_in_the_first_blocks(words: str, seed: int | None) -> None:
     for program in script("--contenders", "stock-1f1b,zbv", "--", __file__, *words.split()).programs.values():
-        assert isinstance(program, ScriptJob)
-        assert (program.seeds.weights, program.has_one_start) == (seed, seed is not None)
+        assert program.seeds.weights == seed
         assert program.later().seeds.weights is None
 
 
@@ -244,18 +217,6 @@ def test_the_command_to_use_is_whole() -> None:
         assert uses == {"stock-1f1b": own, "zb-h1": f"{start} --cpu --zero-bubble-schedule zb-h1 {own}"}
 
 
-def test_a_layout_for_other_stages_is_dropped_with_a_note() -> None:
-    layout = ["--pipeline-model-parallel-layout", "Ettttt|tttL"]
-    options = parse_options([*BENCH, *layout, "--contenders", "stock-1f1b,zbv"], world_size=2, prog="bench")
-    layouts = {
-        name: program.settings.parallel.pipeline_model_parallel_layout
-        for name, program in options.programs.items()
-        if isinstance(program, TrainerJob)
-    }
-    assert layouts == {"stock-1f1b": layout[1], "zbv": None}
-    assert [name for name, outcome in options.outcomes.items() if outcome.note is not None] == ["zbv"]
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -263,12 +224,11 @@ def test_a_layout_for_other_stages_is_dropped_with_a_note() -> None:
         ("--rounds 0", "--rounds 0 must be 1 or more"),
         ("--timed-iters -1", "--timed-iters -1 must be 1 or more"),
         ("--warmup-iters 2", "--warmup-iters 2 must be 6 or more"),
-        ("--hidden-sice 3", "--hidden-sice"),
-        ("--contenders interleaved-1f1b:8", "no contender can run: interleaved-1f1b:8: --num-layers 8"),
+        ("--contender zbv", "unrecognized arguments before --: --contender zbv"),
     ],
 )
 def test_wrong_options_are_refused_in_one_line(flags: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
-        parse_options([*BENCH, *flags.split()], world_size=2, prog="bench")
+        script(*flags.split(), "--", __file__)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)

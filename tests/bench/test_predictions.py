@@ -44,9 +44,6 @@ def test_passes_take_the_median_of_all_blocks(later: tuple[float, ...], expected
     assert found.rows("activation") == base.rows("activation")
 
 
-JOB: Any = SimpleNamespace(costs_of=lambda costs, *_: lambda placement: costs)
-
-
 def test_pairs_are_predicted_with_the_measured_share_of_all_to_alls() -> None:
     """Their passes end together, so that a recording has no times of the single ones."""
     costs = replace(_costs(2.0, 1), all_to_all=(0.5, 0.25), wgrad_beside=0.5)
@@ -59,7 +56,7 @@ def test_pairs_are_predicted_with_the_measured_share_of_all_to_alls() -> None:
     vars(stock).update(contender=SimpleNamespace(text="stock"))
     stock.result.plan = build_plan("1f1b", num_ranks=2, num_microbatches=3).to_json()
     stock.result.measured.costs = replace(costs, wgrad_beside=0.0)
-    found = _simulated(block, [stock, block], JOB)
+    found = _simulated(block, [stock, block])
     assert found is not None
     assert (found.costs.all_to_all, found.costs.wgrad_beside) == ((0.5, 0.25), 0.5)
     assert found.makespan_ms < simulate(plan, _costs(2.0, 1)).makespan_ms
@@ -73,7 +70,7 @@ def test_beside_slices_every_contender_has_its_own_times(has_slices: bool) -> No
         own = {"contender": SimpleNamespace(text=str(number)), "program": None}
         block.result.plan = block.recorded[0].plan.to_json()
         vars(block).update(own)
-    times = [_simulated(block, blocks, JOB).makespan_ms for block in blocks]  # type: ignore[union-attr]
+    times = [_simulated(block, blocks).makespan_ms for block in blocks]  # type: ignore[union-attr]
     if has_slices:
         assert times[0] == pytest.approx(4.0 * times[1])
     else:

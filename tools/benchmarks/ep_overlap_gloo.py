@@ -23,8 +23,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.zerobubble.cli import train
 from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.cli.ranks import start_ranks
+from megatron.zerobubble.cli.run import run_itself
 from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.mcore.model.expert_exchanges import ExpertExchanges
 from megatron.zerobubble.mcore.replanner import Replanner
@@ -133,13 +135,10 @@ def _sleep_in_all_to_alls(seconds: float) -> None:
 
 def run_rank(flags: Sequence[str]) -> None:
     """Train on one rank, and write what its clock saw."""
-    from megatron.zerobubble.training.entry import run
-    from megatron.zerobubble.training.models.gpt import forward_step_provider, model_provider
-
     _sleep_in_all_to_alls(float(os.environ[_SLEEP]) / 1e3)
     clock = Clock()
     clock.install()
-    run(model_provider, forward_step_provider, argv=list(flags), prog="ep_overlap_gloo")
+    run_itself(train.__file__, flags)
     Path(os.environ[_FOLDER], f"rank{os.environ['RANK']}.json").write_text(json.dumps(clock.shares()), encoding="utf-8")
 
 

@@ -90,10 +90,8 @@ def _rows(metrics: Path) -> list[dict[str, Any]]:
 
 def _losses(files: str, rows: list[dict[str, Any]], first: list[dict[str, Any]]) -> str:
     apart = max((abs(a["loss"] - b["loss"]) for a, b in zip(rows, first, strict=False)), default=None)
-    redone = sum(bool(row.get("redone")) for row in rows)
-    steps = f"; {redone} optimizer steps redone" if redone else ""
     against = "" if apart is None or files.endswith("-1f1b") else f", at most {apart:.2g} from 1F1B's"
-    return f"loss {rows[0]['loss']:.4f} to {rows[-1]['loss']:.4f}{against}{steps}"
+    return f"loss {rows[0]['loss']:.4f} to {rows[-1]['loss']:.4f}{against}"
 
 
 def _times(rows: list[dict[str, Any]], first: list[dict[str, Any]]) -> str:

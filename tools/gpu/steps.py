@@ -32,6 +32,8 @@ class Step:
 
 
 _TRAINER = ("-m", "megatron.zerobubble.cli.train")
+_SCRIPT = "megatron/zerobubble/cli/train.py"
+"""The same, as the script that `zerobubble bench` runs."""
 _IN_ENVIRONMENT = 'source examples/gpu_environment.sh && exec "$0" "$@"'
 
 
@@ -103,7 +105,7 @@ class Machine:
             *self.ranks(ranks, *_TRAINER),
             *self.model(is_large=files.startswith("sweep"), pipeline=pipeline),
             *("--global-batch-size", str(3 * pipeline * replicas), "--metrics-jsonl", f"{{out}}/{files}.jsonl"),
-            *("--train-iters", "4" if self.rehearses else "30", *words),
+            *("--train-iters", "4" if self.rehearses else "30", "--zero-bubble-weights-seed", "1234", *words),
         )
 
 
@@ -181,7 +183,8 @@ _V = ("--zero-bubble-v-schedule",)
 
 
 def _jobs(machine: Machine) -> Iterator[Step]:
-    """Three jobs with everything on, each under megatron-core's 1F1B and under a schedule of ours."""
+    """Jobs with everything on, each under megatron-core's 1F1B and under a schedule of ours. Context parallelism is Transformer
+    Engine's, which a rehearsal does not have."""
     num = machine.num_ranks
     shares = num >= 4  # a stage over two ranks
     deep = 4 if num >= 8 else 2
@@ -201,11 +204,12 @@ def _jobs(machine: Machine) -> Iterator[Step]:
     )
     experts += ("--expert-model-parallel-size", "2") if shares else ()
     optimistic = (*_V, "--enable-optimizer-post-validation")
-    for name, pipeline, ranks, flags, contender, schedule in (
+    jobs: tuple[tuple[str, int, int, tuple[str, ...], str, tuple[str, ...]], ...] = (
         ("everything", 2, 4 * (num // 4) if shares else 2, everything, "zbv", optimistic),
         ("experts", deep, 2 * deep if shares else 2, experts, "zb-h1", ("--enable-zero-bubble",)),
         ("context", deep, 2 * deep, ("--context-parallel-size", "2"), "zbv", _V),
-    ):
+    )
+    for name, pipeline, ranks, flags, contender, schedule in jobs[:2] if machine.rehearses else jobs:
         is_tensor_parallel = shares and name == "everything"
         for who, own in (("1f1b", ()), (contender, schedule)):
             is_stock = who == "1f1b"
@@ -233,7 +237,8 @@ def _bench(machine: Machine) -> Iterator[Step]:
         files="bench",
         command=(
             *machine.ranks(pipeline, "-m", "megatron.zerobubble.cli.bench", "--bench-dir", "{out}/bench"),
-            *("--contenders", contenders, *quick, *machine.model(is_large=True, pipeline=pipeline)),
+            *(("--cpu",) if machine.rehearses else ()),
+            *("--contenders", contenders, *quick, "--", _SCRIPT, *machine.model(is_large=True, pipeline=pipeline)),
             *("--global-batch-size", str(3 * pipeline), "--train-iters", "100"),
         ),
         environment=machine.variables,

@@ -1,4 +1,4 @@
-"""The options of `zerobubble bench` beside the flags of the job, or the script and its flags. Imports no torch."""
+"""The options of `zerobubble bench`, and the script and its flags behind them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.zerobubble.bench.contenders import DEFAULT, WARM_UP, Contender, parse_contenders
-from megatron.zerobubble.bench.jobs import Job, ScriptJob, TrainerJob
+from megatron.zerobubble.bench.jobs import Job
 from megatron.zerobubble.bench.speed_ups import Outcome
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.flags.loop_options import Seeds
@@ -18,7 +18,6 @@ from megatron.zerobubble.job.launch import is_turned_off
 from megatron.zerobubble.messages import quoted, shown
 from megatron.zerobubble.overlay import add_flags, flags_of
 from megatron.zerobubble.script import add_seeds
-from megatron.zerobubble.training.arguments import settings_from_argv
 
 __all__ = ["Options", "build_parser", "parse_options"]
 
@@ -28,8 +27,6 @@ _NAMES_AND_FLAGS = re.compile(r"((?:[^=]|(?<=:slices)=)*)=(.*)", re.DOTALL)
 _EXAMPLE = "'zbv,v-half=--virtual-pipeline-model-parallel-size 2'"
 _SEED = 1234
 """--zero-bubble-weights-seed, if it is not given: Megatron-LM's --seed."""
-_TRAIN_ITERS = "1000"
-"""--train-iters, if it is not given: it only stretches the learning rate's schedule."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +71,7 @@ def parse_options(argv: Sequence[str], *, world_size: int, prog: str, ranks_on_h
     """Parse and check the command line.
 
     Args:
-        argv: options of the comparison and flags of the reference trainer, in any order; or options, `--`, a script, its flags.
+        argv: options of the comparison and zero-bubble flags, `--`, a script, its flags.
         world_size: number of ranks.
         prog: program name in the usage.
         ranks_on_host: number of ranks on this machine; None: all.
@@ -83,14 +80,11 @@ def parse_options(argv: Sequence[str], *, world_size: int, prog: str, ranks_on_h
         UserError: one line.
         SystemExit: after --help.
     """
-    words = list(argv)
-    has_script = "--" in words
-    parser = build_parser(prog)
-    if has_script:
+    words, script = list(argv), list[str]()
+    if "--" in words:
         split = words.index("--")
-        script, words = words[split + 1 :], words[:split]
-        _add_job_flags(parser)
-    args, rest = parser.parse_known_args(words)
+        words, script = words[:split], words[split + 1 :]
+    args, unknown = build_parser(prog).parse_known_args(words)
     contenders = parse_contenders(args.contenders)
     names = [contender.text for contender in contenders]
     baseline = args.baseline or names[0]
@@ -99,17 +93,10 @@ def parse_options(argv: Sequence[str], *, world_size: int, prog: str, ranks_on_h
     rounds = _number("--rounds", args.rounds, default=3 if args.quick else 5, least=1)
     num_timed = _number("--timed-iters", args.timed_iters, default=3 if args.quick else 10, least=1)
     num_warm_up = _number("--warmup-iters", args.warmup_iters, default=WARM_UP, least=WARM_UP)
-    if not has_script and (args.cpu or args.contender_flags):
-        raise ConfigError("--cpu and --contender-flags are for a script: give -- SCRIPT and its flags after them")
-    job: Job
-    if has_script:
-        several = (ranks_on_host or world_size) < world_size
-        job = replace(_script_job(args, rest, script, names), num_ranks=world_size, is_on_several_hosts=several)
-    else:
-        job = _trainer_job(rest, world_size=world_size, prog=prog)
-    num_iterations = num_warm_up + num_timed + 1  # the last timed one ends where the next one begins
+    several = (ranks_on_host or world_size) < world_size
+    job = replace(_job(args, unknown, script, names), num_ranks=world_size, is_on_several_hosts=several)
     outcomes = {name: Outcome(name=name) for name in names}
-    programs = _programs(contenders, job, num_iterations, outcomes)
+    programs = _programs(contenders, job, outcomes)
     if not programs:
         raise ConfigError(f"no contender can run: {'; '.join(f'{each.name}: {each.failure}' for each in outcomes.values())}")
     return Options(
@@ -134,23 +121,15 @@ def _number(flag: str, given: int | None, *, default: int, least: int) -> int:
     return value
 
 
-def _trainer_job(words: Sequence[str], *, world_size: int, prog: str) -> TrainerJob:
-    """The reference trainer's job from its flags."""
-    if words and not words[0].startswith("-"):
-        raise ConfigError(f"to compare on a script, put -- before it: {prog} [options] -- {shown(words[0])} ITS FLAGS")
-    has_length = any(word.partition("=")[0] == "--train-iters" for word in words)
-    words = words if has_length else ["--train-iters", _TRAIN_ITERS, *words]
-    return TrainerJob(settings=settings_from_argv(words, world_size=world_size, prog=prog))
-
-
-def _script_job(args: argparse.Namespace, unknown: Sequence[str], script: Sequence[str], contenders: Sequence[str]) -> ScriptJob:
+def _job(args: argparse.Namespace, unknown: Sequence[str], script: Sequence[str], contenders: Sequence[str]) -> Job:
     """The job of a script. Zero-bubble flags among its own count, too."""
     if unknown:
         raise ConfigError(
-            f"unrecognized arguments before --: {shown(' '.join(unknown))}; the script's own flags follow the script"
+            f"unrecognized arguments before --: {shown(' '.join(unknown))}; the script and its flags follow the --, as in "
+            "zerobubble bench --contenders zbv -- pretrain_gpt.py --num-layers 8"
         )
     if not script:
-        raise ConfigError("give a training script and its flags after --")
+        raise ConfigError("give -- and then a training script and its flags, such as -- pretrain_gpt.py --num-layers 8")
     if not Path(script[0]).is_file():
         raise ConfigError(f"the script {shown(script[0])} is not a file")
     if is_turned_off():
@@ -161,7 +140,7 @@ def _script_job(args: argparse.Namespace, unknown: Sequence[str], script: Sequen
     if args.zero_bubble_own_weights and args.zero_bubble_weights_seed is not None:
         raise ConfigError("--zero-bubble-weights-seed draws the weights that --zero-bubble-own-weights leaves to the script")
     seed = _SEED if args.zero_bubble_weights_seed is None else args.zero_bubble_weights_seed
-    return ScriptJob(
+    return Job(
         script=script[0],
         arguments=tuple(own),
         zero_bubble=flags_of(args),
@@ -203,13 +182,13 @@ def _flags(given: Sequence[str], contenders: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _programs(contenders: Sequence[Contender], job: Job, num_iterations: int, outcomes: dict[str, Outcome]) -> dict[str, Job]:
+def _programs(contenders: Sequence[Contender], job: Job, outcomes: dict[str, Outcome]) -> dict[str, Job]:
     """The programs by contender; notes and refusals are written to the outcomes."""
     programs: dict[str, Job] = {}
     for contender in contenders:
         outcome = outcomes[contender.text]
         try:
-            program, outcome.note = job.under(contender, num_iterations=num_iterations)
+            program, outcome.note = job.under(contender)
             programs[contender.text], outcome.use = program, program.use(contender)
         except UserError as error:
             outcome.failure = " ".join(str(error).split())
@@ -226,16 +205,13 @@ def build_parser(prog: str = "zerobubble bench") -> argparse.ArgumentParser:
     """The options of the comparison."""
     parser = _BenchParser(
         prog=prog,
-        usage=f"{prog} [--nproc-per-node N] [options] -- SCRIPT [the script's flags]\n"
-        f"       {prog} [--nproc-per-node N] [options] [flags of zerobubble train]",
+        usage=f"{prog} [--nproc-per-node N] [options] [zero-bubble flags] -- SCRIPT [the script's flags]",
         description=(
-            "Run one training job under several schedules, in alternating blocks on the same ranks, and compare them: any "
-            "script for megatron-core, such as Megatron-LM's pretrain_gpt.py, unedited; or without one the reference trainer. "
-            "Start it with torchrun or srun, or give --nproc-per-node N first."
+            "Run a training script under several schedules, in alternating blocks on the same ranks, and compare them: any "
+            "script for megatron-core, such as Megatron-LM's pretrain_gpt.py, unedited. Start it with torchrun or srun, or "
+            "give --nproc-per-node N first."
         ),
-        epilog="Before a script there may also be zero-bubble flags (see zerobubble run). Without a script every other "
-        "flag is that of the reference trainer: the model, the data, the parallel sizes, the optimizer. "
-        "The job's schedule is replaced by each contender's.",
+        epilog="The job's schedule is replaced by each contender's.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -262,13 +238,14 @@ def build_parser(prog: str = "zerobubble bench") -> argparse.ArgumentParser:
         metavar="FILE",
         help="write the comparison as JSON, as in DIR/bench.json; - prints it, and all else goes to stderr",
     )
-    parser.add_argument("--cpu", action="store_true", help="run a script on the CPU instead of GPUs, with gloo; to try it out")
+    parser.add_argument("--cpu", action="store_true", help="run the script on the CPU instead of GPUs, with gloo; to try it out")
     parser.add_argument(
         "--contender-flags",
         action="append",
         default=[],
         metavar="NAME[,NAME...]=FLAGS",
-        help="flags that a script gets under these contenders, in place of Megatron-LM's for the number of chunks per rank: "
+        help="flags that the script gets under these contenders, in place of Megatron-LM's for the number of chunks per rank: "
         f"{_EXAMPLE}; repeatable",
     )
+    _add_job_flags(parser)
     return parser

@@ -1,11 +1,10 @@
-"""How far a comparison is: a bar in a terminal, lines in a log."""
+"""How far a comparison is: lines with the share done and the time left."""
 
 from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
-from typing import Any, TextIO
+from typing import TextIO
 
 __all__ = ["BenchProgress", "duration_text"]
 
@@ -13,7 +12,7 @@ _LINE_EVERY_S = 30.0
 
 
 class BenchProgress:
-    """Counts iterations of all blocks, warm-up included, and estimates the time left from those done. Enter it.
+    """Counts iterations of all blocks, warm-up included, and estimates the time left from those done.
 
     Args:
         total: iterations of all blocks.
@@ -27,49 +26,26 @@ class BenchProgress:
         self._done = 0
         self._what = ""
         self._begin = self._printed = time.monotonic()
-        self._bar: Any | None = None
-
-    def __enter__(self) -> BenchProgress:
-        if not self._is_quiet and self._stream.isatty():
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=self._total, unit="it", desc="bench", file=self._stream)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
 
     def block(self, what: str) -> None:
         """A block begins; `what` names it."""
         self._what = what
-        if self._bar is not None:
-            self._bar.set_description(what)
 
     def tick(self) -> None:
-        """An iteration has ended. In a log, a line now and then."""
+        """An iteration has ended. Now and then a line says so."""
         self._done += 1
-        if self._bar is not None:
-            self._bar.update(1)
-        elif time.monotonic() - self._printed > _LINE_EVERY_S:
+        if time.monotonic() - self._printed > _LINE_EVERY_S:
             self.say(self._what)
 
     def skip(self, count: int) -> None:
         """Iterations will not run, because their contender failed."""
         self._total -= count
-        if self._bar is not None:
-            self._bar.total = self._total
-            self._bar.refresh()
 
     def say(self, text: str) -> None:
         """A line with the share done and the time left."""
         if self._is_quiet:
             return
         self._printed = time.monotonic()
-        if self._bar is not None:
-            self._bar.write(text, file=self._stream)
-            return
         left = self.seconds_left()
         about = "" if left is None else f", about {duration_text(left)} left"
         self._stream.write(f"[{self._done}/{self._total} iterations{about}] {text}\n")

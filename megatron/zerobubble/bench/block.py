@@ -1,10 +1,9 @@
 """One block of a contender on one rank: start the job, and measure at the calls of its schedule.
 
-A job is a training loop as its users start it: the reference trainer, or a script (`jobs`). Nothing of it is edited. What is
-measured hangs on the two doors through which every loop trains: `PipelineSchedule.forward_backward_func`, whether `install` or
-the reference trainer made the schedule, and the functions that megatron-core's `get_forward_backward_func` chooses from. An
-iteration lasts from one training call to the next, so data, optimizer step and logging count; evaluations in between do not.
-When enough iterations have been timed, the process ends.
+A job is a training script as its users start it (`jobs`). Nothing of it is edited. What is measured hangs on the two doors
+through which every loop trains: `PipelineSchedule.forward_backward_func`, where a schedule is installed, and the functions that
+megatron-core's `get_forward_backward_func` chooses from. An iteration lasts from one training call to the next, so data, the
+optimizer step and logging count; evaluations in between do not. When enough iterations have been timed, the process ends.
 
 The last iteration of a block's warm-up is recorded. A contender's first block also measures what the report explains the times
 with. Its warm-up has one iteration without any measurement, then `contenders.PROFILED`, after which a searched order is planned,

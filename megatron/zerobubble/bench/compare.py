@@ -45,7 +45,7 @@ def compare(options: Options, launch: Launch, workers: Workers, *, argv: Sequenc
         launch: which rank this is; rank 0 reports.
         workers: runs the blocks.
         argv: the command line, for the report.
-        progress: entered.
+        progress: of all blocks.
 
     Returns:
         The exit code: 0, 1 if no contender has ended a block, 130 after an interruption.
@@ -133,10 +133,10 @@ class _Comparison:
         self._progress.say(f"{contender.text}, round {number + 1}: {1000.0 * seconds:.1f} ms per iteration")
 
     def _table(self) -> Table:
-        job, firsts = self._options.job, list(self._first.values())
-        predict(firsts, self._outcomes, job)
+        firsts = list(self._first.values())
+        predict(firsts, self._outcomes)
         sizes = next((block.result.sizes for block in firsts), None)
-        costs = measured_costs(firsts, job)
+        costs = measured_costs(firsts)
         return Table(
             outcomes=list(self._outcomes.values()),
             baseline=self._options.baseline,
@@ -145,11 +145,10 @@ class _Comparison:
             num_cores=os.cpu_count() if self._device() == "CPU" else None,
             pipeline_size=1 if sizes is None else sizes.pipeline,
             num_microbatches=1 if sizes is None else sizes.num_microbatches,
-            interleaved=interleaved_ms(firsts, job),
+            interleaved=interleaved_ms(firsts),
             costs=None if costs is None else costs.to_json(),
-            losses_compare=job.has_one_start and (sizes is None or job.has_one_dropout or not sizes.has_dropout),
+            losses_compare=self._options.job.seeds.weights is not None and (sizes is None or not sizes.has_dropout),
             is_fp32=sizes is None or sizes.precision == "fp32",
-            loss_causes=job.loss_causes,
         )
 
     def _device(self) -> str:

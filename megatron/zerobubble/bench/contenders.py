@@ -1,4 +1,4 @@
-"""The contenders of `zerobubble bench`: their names, and the settings of the user's job under each. Imports no torch."""
+"""The contenders of `zerobubble bench`: their names, and the zero-bubble flags of each. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
-
-from megatron.zerobubble.training.check import check_settings
-from megatron.zerobubble.training.config.checkpoints import CheckpointConfig
-from megatron.zerobubble.training.config.parallel import ParallelConfig
-from megatron.zerobubble.training.config.run_control import RunConfig
-from megatron.zerobubble.training.config.settings import Settings
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
@@ -73,39 +67,6 @@ class Contender:
             return self.schedule
         return "1f1b" if self.num_chunks is None else "interleaved-1f1b"
 
-    def settings(self, job: Settings, *, num_iterations: int) -> Settings:
-        """The job's settings under this contender.
-
-        What a comparison does not need is off: evaluation, checkpoints, log files, traces, early exit. The
-        learning rate follows the schedule of the whole job.
-
-        Args:
-            job: the user's settings.
-            num_iterations: iterations of a block, warm-up included.
-
-        Raises:
-            UserError: the job cannot run under this schedule.
-        """
-        job = job.with_iterations(num_iterations)
-        changed = replace(
-            job,
-            zero_bubble=self.zero_bubble(job.zero_bubble),
-            parallel=self._parallel(job),
-            run=replace(
-                job.run,
-                eval_iters=0,
-                exit_interval=None,
-                exit_duration_in_mins=None,
-                exit_signal_handler=False,
-                log_interval=RunConfig.log_interval,
-                metrics_jsonl=None,
-            ),
-            checkpoint=CheckpointConfig(),
-        )
-        check_settings(changed, is_first=False)  # the job's own settings are checked already, with all they read and write
-        changed.stage_layers(changed.schedule_spec.placement)
-        return changed
-
     def zero_bubble(self, given: ZeroBubbleConfig) -> ZeroBubbleConfig:
         """The zero-bubble flags under this contender; `given` are the job's."""
         is_searched = self.schedule == AUTO or (not self.is_stock and schedule_info(self.schedule).is_searched)
@@ -131,13 +92,6 @@ class Contender:
             zero_bubble_overlap_moe=given.zero_bubble_overlap_moe and not self.is_stock,
             enable_optimizer_post_validation=not self.is_stock
             and (self.post_validation or given.enable_optimizer_post_validation),
-        )
-
-    def _parallel(self, job: Settings) -> ParallelConfig:
-        if self.schedule == AUTO:
-            return job.parallel
-        return replace(
-            job.parallel, num_layers_per_virtual_pipeline_stage=None, num_virtual_stages_per_pipeline_rank=self.num_chunks
         )
 
 

@@ -1,7 +1,7 @@
 """Predictions for every contender from what the blocks measured.
 
 All predictions use the same pass times, or noise would pass for a difference between schedules: the medians over the blocks of
-all contenders on the placement with the most stages, from which those of other placements follow (`jobs`). Slices have times of
+all contenders on the placement with the most stages, whose stages are merged into those of other placements. Slices have times of
 their own, because kernels take longer for the same work in shorter pieces. Beside slices every contender's own count, the medians
 over its blocks: where ranks share memory a pass takes longer while others compute, and that is not to pass for what slices cost.
 What surrounds the passes are the medians over a contender's own blocks: its stages have buckets of their own.
@@ -96,13 +96,12 @@ class FirstBlock:
         )
 
 
-def predict(blocks: Sequence[FirstBlock], outcomes: Mapping[str, Outcome], job: Job) -> None:
+def predict(blocks: Sequence[FirstBlock], outcomes: Mapping[str, Outcome]) -> None:
     """Fill in what the planner predicts for each contender, and the bubble of its recorded iteration.
 
     Args:
         blocks: the first blocks that have ended.
         outcomes: of all contenders, by name.
-        job: what is compared.
     """
     for block in blocks:
         outcome = outcomes[block.contender.text]
@@ -110,7 +109,7 @@ def predict(blocks: Sequence[FirstBlock], outcomes: Mapping[str, Outcome], job: 
             found = report(block.timeline)
             outcome.bubble, outcome.idle = block.objective.bubble_of(found), _idle(found, block.objective)
             outcome.exposed_ms = found.exposed_all_to_all_ms or None
-        simulation = _simulated(block, blocks, job)
+        simulation = _simulated(block, blocks)
         if simulation is None:
             continue
         outcome.predicted_bubble = block.objective.bubble_of(simulation)
@@ -122,30 +121,23 @@ def predict(blocks: Sequence[FirstBlock], outcomes: Mapping[str, Outcome], job: 
             outcome.predicted_ms = block.objective.of(simulation)
 
 
-def interleaved_ms(blocks: Sequence[FirstBlock], job: Job) -> dict[int, float]:
+def interleaved_ms(blocks: Sequence[FirstBlock]) -> dict[int, float]:
     """Predicted time of megatron-core's interleaved 1F1B, by the number of chunks per rank, where the layers divide over them."""
-    source, around = _source(blocks), _around_ms(blocks, job)
+    costs, around = measured_costs(blocks), _around_ms(blocks)
     tried = {each.contender.num_chunks for each in blocks if each.contender.is_stock}
     found: dict[int, float] = {}
     if not blocks:
         return found
     p, m = blocks[0].result.sizes.pipeline, blocks[0].result.sizes.num_microbatches
     for v in _VIRTUAL_SIZES:
-        if source is None or around is None or v in tried or p == 1 or m % p:
+        if costs is None or around is None or v in tried or p == 1 or m % p:
             continue
         try:
             plan = build_plan("interleaved-1f1b", num_ranks=p, num_microbatches=m, num_chunks=v)
-            costs = job.costs_of(*source, None)(plan.placement)
+            found[v] = simulate(plan, _of_stages(costs, plan)).makespan_ms + around
         except UserError:
             continue
-        found[v] = simulate(plan, costs).makespan_ms + around
     return found
-
-
-def measured_costs(blocks: Sequence[FirstBlock], job: Job) -> CostModel | None:
-    """The pass times that all predictions use; None if nothing was profiled."""
-    source = _source(blocks)
-    return None if source is None else source[0]
 
 
 def _with_medians(costs: CostModel, blocks: Sequence[CostModel]) -> CostModel:
@@ -175,16 +167,16 @@ def _idle(found: PipelineReport, objective: Objective) -> Idle:
     return Idle(share=share, imbalance=imbalance, schedule=schedule, waiting=share - imbalance - schedule)
 
 
-def _simulated(block: FirstBlock, blocks: Sequence[FirstBlock], job: Job) -> Simulation | None:
+def _simulated(block: FirstBlock, blocks: Sequence[FirstBlock]) -> Simulation | None:
     """The contender's plan with measured costs, and with what surrounded its passes."""
     if block.is_sliced and block.costs is not None:
         return simulate(block.plan(), replace(block.costs, step=block.step))
-    source = _source(blocks)
-    if source is None:
+    costs = measured_costs(blocks)
+    if costs is None:
         return None
     plan = block.plan()
     try:
-        costs = job.costs_of(*source, block.program)(plan.placement)
+        costs = _of_stages(costs, plan)
         if block.times and any(each.is_sliced for each in blocks):
             costs = _with_medians(costs, block.times)
         return simulate(plan, replace(costs, step=block.step))
@@ -192,39 +184,44 @@ def _simulated(block: FirstBlock, blocks: Sequence[FirstBlock], job: Job) -> Sim
         return None
 
 
-def _source(blocks: Sequence[FirstBlock]) -> tuple[CostModel, Job] | None:
-    """The medians of the costs of all contenders with whole microbatches, on the placement with the most stages, and what ran on
-    it; None if nothing was profiled."""
+def _of_stages(costs: CostModel, plan: Plan) -> CostModel:
+    """The costs of a plan's stages, each made of as many of those that were profiled. Raises PlanError where that cannot be."""
+    return costs if plan.num_stages == costs.num_stages else costs.merged(plan.num_stages)
+
+
+def measured_costs(blocks: Sequence[FirstBlock]) -> CostModel | None:
+    """The pass times that all predictions use; None if nothing was profiled.
+
+    They are the medians of the costs of all contenders with whole microbatches, on the placement with the most stages.
+    """
     known = [
-        (block, block.costs, block.plan().placement)
-        for block in blocks
-        if block.costs is not None and not block.costs.table.has_slices
+        (block.costs, block.plan().placement) for block in blocks if block.costs is not None and not block.costs.table.has_slices
     ]
     if not known:
         return None
-    placement = max((placement for _, _, placement in known), key=lambda each: each.num_stages)
-    alike = [(block, costs) for block, costs, other in known if other == placement]
+    placement = max((placement for _, placement in known), key=lambda each: each.num_stages)
+    alike = [costs for costs, other in known if other == placement]
 
     def median(name: str) -> tuple[float, ...]:
-        return tuple(statistics.median(values) for values in zip(*(getattr(costs, name) for _, costs in alike), strict=True))
+        return tuple(statistics.median(values) for values in zip(*(getattr(costs, name) for costs in alike), strict=True))
 
     names = ("forward_ms", "backward_ms", "wgrad_ms", "activation", "activation_after_backward")
     pairs = itertools.permutations(range(placement.num_ranks), 2)
     links = {
         pair: LinkTime(
-            statistics.median(costs.link_ms(*pair) for _, costs in alike),
-            statistics.median(costs.busy_ms(*pair) for _, costs in alike),
+            statistics.median(costs.link_ms(*pair) for costs in alike),
+            statistics.median(costs.busy_ms(*pair) for costs in alike),
         )
         for pair in pairs
     }
     costs = CostModel.of_lists({name: median(name) for name in names}).with_links(links, placement.num_ranks)
-    forward, backward = (statistics.median(costs.all_to_all[which] for _, costs in alike) for which in (0, 1))
-    beside = max(costs.wgrad_beside for _, costs, _ in known)  # megatron-core's own schedules have no W
-    return replace(costs, all_to_all=(forward, backward), wgrad_beside=beside), alike[0][0].program
+    forward, backward = (statistics.median(costs.all_to_all[which] for costs in alike) for which in (0, 1))
+    beside = max(costs.wgrad_beside for costs, _ in known)  # megatron-core's own schedules have no W
+    return replace(costs, all_to_all=(forward, backward), wgrad_beside=beside)
 
 
-def _around_ms(blocks: Sequence[FirstBlock], job: Job) -> float | None:
+def _around_ms(blocks: Sequence[FirstBlock]) -> float | None:
     """What surrounds the passes adds to the makespan, the median over contenders. None if nothing was recorded."""
-    found = [_simulated(block, blocks, job) for block in blocks]
+    found = [_simulated(block, blocks) for block in blocks]
     times = [each.step.makespan_ms - each.makespan_ms for each in found if each is not None and each.step is not None]
     return statistics.median(times) if times else None

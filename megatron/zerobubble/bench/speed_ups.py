@@ -32,6 +32,7 @@ _SAME_LOSS = 1e-4
 _SAME_LOSS_HALF = 3e-3
 """The same in bf16 and fp16: 9e-4 after 15 iterations on a GPU (docs/benchmarks/gpu.md)."""
 _UNEXPECTED = "They begin with weights drawn by name, on the same samples and without dropout: find out why before you train."
+_INCOMPARABLE = "Not compared: the script has dropout (try its flags for 0), or draws its own weights."
 _IMBALANCED = 0.10
 """Share of an iteration above which the report says what to do about imbalance."""
 _LITTLE = 0.1
@@ -249,11 +250,9 @@ class Table:
     costs: Mapping[str, Any] | None = None
     """The pass times that all predictions use, as in a plan's JSON form; None if nothing was profiled."""
     losses_compare: bool = True
-    """Whether all contenders begin with the same weights, and have no dropout or the same masks."""
+    """Whether all contenders begin with the same weights, and have no dropout."""
     is_fp32: bool = True
     """Whether the model computes in fp32."""
-    loss_causes: str = ""
-    """Why losses do not compare: a sentence."""
 
     @property
     def same_loss(self) -> float:
@@ -278,7 +277,7 @@ class Table:
         if apart <= self.same_loss:
             return f"The losses of all contenders agree to {apart:.0e}: their sums are formed in another order."
         names = ", ".join(f"{name} {value:.6f}" for name, value in last.items())
-        known = self.loss_causes if not self.losses_compare else _UNEXPECTED
+        known = _UNEXPECTED if self.losses_compare else _INCOMPARABLE
         return f"The losses after the same iterations differ by {apart:.1e}: {names}. {known}"
 
     def exposed(self) -> str:

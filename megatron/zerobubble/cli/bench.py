@@ -1,10 +1,8 @@
-"""`zerobubble bench`: one training job under several schedules, side by side.
+"""`zerobubble bench`: one training script under several schedules, side by side.
 
 ::
 
     zerobubble bench --nproc-per-node 4 --contenders stock-1f1b,zb-h1,zbv -- /path/to/Megatron-LM/pretrain_gpt.py ITS FLAGS
-
-The job is a script's, as for `zerobubble run`, or without one the reference trainer's, by its flags.
 
 Under torchrun or srun this process is one rank. With `--nproc-per-node N` as its first argument it starts N ranks on this
 machine; without either it is a job of one rank. A rank trains nothing itself: it starts a process for each block
@@ -19,7 +17,6 @@ from functools import partial
 
 from megatron.zerobubble.bench.bench_options import Options, parse_options
 from megatron.zerobubble.bench.bench_progress import BenchProgress
-from megatron.zerobubble.bench.jobs import ScriptJob
 from megatron.zerobubble.cli.ranks import start_ranks, take_count
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.job.exit import exit_with_error
@@ -34,8 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Compare, or start the ranks that compare.
 
     Args:
-        argv: `--nproc-per-node N` (optional, first), options of the comparison, and `--`, a script and its flags, or the
-            flags of the reference trainer; None takes those of the process.
+        argv: `--nproc-per-node N` (optional, first), options of the comparison, `--`, a script and its flags; None takes those
+            of the process.
 
     Returns:
         The exit code of one rank: 2 after a user error, 1 if no contender could be measured, 130 after an interruption. Starting
@@ -58,20 +55,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _checked(flags, world_size=launch.world_size, ranks_on_host=launch.ranks_on_host)
     except UserError as error:
         exit_with_error(error, rank=launch.rank, prog=_PROG, before_exit=partial(announce_exit, launch))
-    if isinstance(options.job, ScriptJob):
-        put_folder_first(options.job.script)
-    with BenchProgress(options.num_iterations, is_quiet=launch.rank != 0) as progress:
-        names = ", ".join(options.programs)
-        progress.say(f"{len(options.programs)} contenders ({names}) x {options.rounds} rounds on {launch.world_size} ranks")
+    put_folder_first(options.job.script)
+    progress = BenchProgress(options.num_iterations, is_quiet=launch.rank != 0)
+    names = ", ".join(options.programs)
+    progress.say(f"{len(options.programs)} contenders ({names}) x {options.rounds} rounds on {launch.world_size} ranks")
 
-        from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
+    from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
 
-        with quiet_third_parties():
-            from megatron.zerobubble.bench.compare import compare
-            from megatron.zerobubble.bench.workers import Workers
+    with quiet_third_parties():
+        from megatron.zerobubble.bench.compare import compare
+        from megatron.zerobubble.bench.workers import Workers
 
-            workers = Workers(launch, share_store(launch), options.directory / "logs")
-            return compare(options, launch, workers, argv=flags, progress=progress)
+        workers = Workers(launch, share_store(launch), options.directory / "logs")
+        return compare(options, launch, workers, argv=flags, progress=progress)
 
 
 def _checked(flags: Sequence[str], *, world_size: int, ranks_on_host: int | None = None) -> Options:

@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         launch = read_launch()
         count, words = take_count(sys.argv[1:] if argv is None else argv)
-        installed(_PROG, "torch", "megatron.core", extra="train")
+        installed(_PROG, "torch", "megatron.core")
         args = _parse(words)
         if count is None:
             return _run(args, launch)

@@ -16,13 +16,13 @@ from megatron.zerobubble.messages import quoted, shown
 __all__ = ["at_most", "installed", "not_negative", "of_types", "one_of", "positive", "refuse"]
 
 
-def installed(what: str, *modules: str, extra: str) -> None:
-    """Raise ConfigError unless modules can be imported that `what` needs, and that an extra of this package brings."""
+def installed(what: str, *modules: str) -> None:
+    """Raise ConfigError unless modules can be imported that `what` needs, and that the extra `train` brings."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         names = " and ".join(missing)
         raise ConfigError(
-            f"{what} needs {names}, which {'is' if len(missing) == 1 else 'are'} not installed: pip install '.[{extra}]' in a "
+            f"{what} needs {names}, which {'is' if len(missing) == 1 else 'are'} not installed: pip install '.[train]' in a "
             "checkout of megatron-zerobubble"
         )
 

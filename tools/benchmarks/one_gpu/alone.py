@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
@@ -24,18 +25,18 @@ from megatron.zerobubble.plan.communication import Message, Payload
 
 with quiet_third_parties():
     from megatron.core import parallel_state
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer import TransformerConfig
 
     from megatron.zerobubble.errors import UserError
-    from megatron.zerobubble.job.launch import Launch
     from megatron.zerobubble.mcore import agreement, zb_schedules
     from megatron.zerobubble.optimizer.post_validation import Relay
+    from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
     from megatron.zerobubble.runtime.watch import Watch
-    from megatron.zerobubble.training import setup
-    from megatron.zerobubble.training.arguments import settings_from_argv
-    from megatron.zerobubble.training.data.samples import chunk_reads
-    from megatron.zerobubble.training.initialize import Job
-    from megatron.zerobubble.training.models.gpt import forward_step_provider, model_provider
-    from megatron.zerobubble.training.step import Trainer
+    from megatron.zerobubble.training.models.layer_specs import stage_layers
+    from tools.benchmarks.one_gpu.setting import Setting
+    from tools.benchmarks.schedules.contenders import Sizes
+    from tools.benchmarks.schedules.gpt import GPTContender, Model, placed
 
 __all__ = ["Alone", "Received", "alone"]
 
@@ -142,63 +143,76 @@ def alone(rank: int, num_ranks: int, device: torch.device) -> Iterator[Received]
             dist.destroy_process_group()
 
 
-class Alone:
-    """A rank that trains in a world of its own (`alone`).
+class Alone(GPTContender):
+    """A rank that trains layers of Llama-3-8B in a world of its own (`alone`).
 
     Args:
-        flags: of the reference trainer, with the pipeline's size and schedule.
-        rank: which rank.
-        num_ranks: of the pipeline.
+        spec: the schedule.
+        setting: sizes of a layer.
+        num_layers: of the whole model.
         host: the installed host-device layer.
         sync: whether megatron-core's 1F1B waits for the whole device behind each exchange (`batch_p2p_sync`), as it does by
             default.
     """
 
-    def __init__(self, flags: Sequence[str], *, rank: int, num_ranks: int, host: HostDevice, sync: bool = True) -> None:
-        self.settings = settings = settings_from_argv(flags, world_size=num_ranks, rank=rank or 1)
-        launch = Launch(rank=rank, local_rank=0, ranks_on_host=num_ranks, world_size=num_ranks, has_threads_set=True)
-        self.watch = Watch(host.device)
-        nobody: Any = None
-        job = Job(launch=launch, attempt=nobody, host=host, store=nobody, watch=self.watch)
-        state = setup.build_training_state(
-            settings,
-            job,
-            vocab_size=settings.tokenizer.vocab_size or 0,
-            model_provider=model_provider,
-            forward_step_provider=forward_step_provider,
+    def __init__(self, spec: ScheduleSpec, setting: Setting, num_layers: int, host: HostDevice, *, sync: bool) -> None:
+        parallel_state.initialize_model_parallel(1, spec.num_ranks, create_gloo_process_groups=False)
+        config = _llama(spec, setting, num_layers)
+        config.batch_p2p_sync = sync
+        model = Model(
+            config=config,
+            optimizer=OptimizerConfig(optimizer="adam", lr=1e-30, bf16=setting.on_gpu, params_dtype=config.params_dtype),
+            vocabulary=setting.vocabulary,
+            positions="rope",
+            layers=lambda vp_stage: stage_layers(config, vp_stage=vp_stage),
         )
-        self.state, self.schedule = state, state.schedule
-        self.schedule._config.batch_p2p_sync = sync
-        self._trainer = Trainer(state)
-        iterators = [self._samples() if chunk_reads(chunk) else None for chunk in state.chunks]
-        self._data = iterators if len(iterators) > 1 else iterators[0]
+        sizes = Sizes(seq_length=setting.num_tokens, micro_batch_size=1)
+        super().__init__(spec, model, sizes, host)
+        self.watch = Watch(host.device)
+        self.watch.begin_pipeline(range(spec.num_ranks))
+        sample = torch.randint(0, setting.vocabulary, (1, setting.num_tokens + 1), generator=torch.Generator().manual_seed(1))
+        self._sample = sample.pin_memory() if setting.on_gpu else sample
 
-    def _samples(self) -> Iterator[dict[str, Tensor]]:
-        tokens, rows = self.settings.model.seq_length, self.settings.tokenizer.vocab_size or 2
-        sample = torch.randint(0, rows, (1, tokens + 1), generator=torch.Generator().manual_seed(1))
-        batch = {
-            "tokens": sample[:, :-1].contiguous(),
-            "labels": sample[:, 1:].contiguous(),
-            "loss_mask": torch.ones(1, tokens),
-            "position_ids": torch.arange(tokens).view(1, tokens),
-        }
-        if self.state.device.type == "cuda":
-            batch = {name: each.pin_memory() for name, each in batch.items()}
-        while True:
-            yield batch
-
-    def iterate(self) -> None:
-        """Run a training iteration, with its optimizer step."""
-        self._trainer.iterate(self._data)
+    def _batches(self, num_microbatches: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for _ in range(num_microbatches):
+            sample = self._sample.to(self._host.device, non_blocking=True)
+            yield sample[:, :-1].contiguous(), sample[:, 1:].contiguous()
 
     def close(self) -> None:
         """Close links, and free all that the caller does not hold. DDP's hooks on autograd nodes refer back to the chunk: a cycle
         that Python cannot detect."""
-        for chunk in self.state.chunks:
+        for chunk in self._chunks:
             chunk.grad_accs.clear()
-        self.state.close()
-        on_cuda = self.state.device.type == "cuda"
-        del self._trainer, self._data, self.state, self.schedule
+        super().close()
+        del self._chunks, self._optimizer, self._schedule
         gc.collect()
-        if on_cuda:
+        if self._host.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _llama(spec: ScheduleSpec, setting: Setting, num_layers: int) -> TransformerConfig:
+    """megatron-core's configuration, with the fused kernels that a GPU has without Transformer Engine."""
+    on_gpu, dtype = setting.on_gpu, torch.bfloat16 if setting.on_gpu else torch.float32
+    options = placed(num_layers, spec)
+    return TransformerConfig(
+        **options | {"deallocate_pipeline_outputs": on_gpu or options["deallocate_pipeline_outputs"]},
+        hidden_size=128 * setting.num_heads,
+        num_attention_heads=setting.num_heads,
+        num_query_groups=setting.num_heads // 4,
+        ffn_hidden_size=448 * setting.num_heads,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        transformer_impl="local",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=on_gpu,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        gradient_accumulation_fusion=on_gpu and find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        bias_activation_fusion=on_gpu,
+        bias_dropout_fusion=on_gpu,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+    )

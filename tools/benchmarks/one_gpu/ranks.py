@@ -18,6 +18,7 @@ import torch
 
 from megatron.zerobubble.mcore.cpu.device import HostDevice
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.registry import schedule_spec
 from megatron.zerobubble.plan.simulate import memory_after_ops
 from megatron.zerobubble.plan.timeline import Activity, RankTimeline
 from megatron.zerobubble.profiling.profiler import Profiler
@@ -25,7 +26,7 @@ from tools.benchmarks.one_gpu.alone import Alone, alone
 from tools.benchmarks.one_gpu.setting import Setting
 from tools.benchmarks.reports import Row, markdown_table
 
-__all__ = ["CONTENDERS", "Contender", "flags", "lines", "measure"]
+__all__ = ["CONTENDERS", "Contender", "lines", "measure"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class Contender:
 
     name: str
     schedule: str
-    """Its flag; `stock` is megatron-core's own function."""
+    """Its name; `stock` is megatron-core's own function."""
     chunks: int = 1
     sync: bool = False
     """Whether megatron-core waits for the whole device behind each exchange."""
@@ -70,41 +71,21 @@ _ORDER = {each.name: index for index, each in enumerate(CONTENDERS)}
 _KINDS = ("F", "B", "W", "BW")
 
 
-def vocabulary(setting: Setting) -> int:
-    """Rows of the embedding and of the head."""
-    return 32000 if setting.on_gpu else 512
-
-
-def flags(contender: Contender, setting: Setting, num_ranks: int, num_microbatches: int) -> list[str]:
-    """Of the reference trainer."""
-    words = (
-        f"{'--bf16' if setting.on_gpu else ''} --num-layers {_LAYERS_PER_RANK * num_ranks} {setting.sizes} "
-        "--group-query-attention --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
-        "--untie-embeddings-and-output-weights --hidden-dropout 0 "
-        f"--attention-dropout 0 --mock-data --tokenizer-type NullTokenizer --vocab-size {vocabulary(setting) - 1} --eval-iters 0 "
-        f"--micro-batch-size 1 --global-batch-size {num_microbatches} --train-iters 10 --lr 1e-30 --init-by-rank "
-        f"--pipeline-model-parallel-size {num_ranks} --zero-bubble-schedule {contender.schedule}"
-    ).split()
-    if contender.is_stock and contender.chunks > 1:
-        words += ["--num-virtual-stages-per-pipeline-rank", str(contender.chunks)]
-    return words
-
-
 def run(contender: Contender, rank: int, setting: Setting, host: HostDevice, num_ranks: int, num_microbatches: int) -> Row:
     """Run one rank of a contender; returns its times in milliseconds and its memory in bytes."""
     on_gpu = setting.on_gpu
     with alone(rank, num_ranks, setting.device):
-        words = flags(contender, setting, num_ranks, num_microbatches)
-        job = Alone(words, rank=rank, num_ranks=num_ranks, host=host, sync=contender.sync)
+        spec = schedule_spec(contender.schedule, num_ranks=num_ranks, num_chunks=contender.chunks)
+        job = Alone(spec, setting, _LAYERS_PER_RANK * num_ranks, host, sync=contender.sync)
         schedule = job.schedule
         schedule.recordings.choose(_TIMED, done=0)
         schedule.recordings.only_chosen = True
-        job.iterate()
+        job.iterate(num_microbatches)
         row: Row = {"contender": contender.name, "rank": rank}
         if on_gpu:
             row["state_bytes"] = torch.cuda.memory_allocated()
         if contender.is_stock:
-            job.iterate()
+            job.iterate(num_microbatches)
         else:
             row |= _memory(job, rank, num_ranks, num_microbatches)
         if on_gpu:
@@ -112,7 +93,7 @@ def run(contender: Contender, rank: int, setting: Setting, host: HostDevice, num
         row["iterations"] = []
         schedule.hooks.watch = job.watch
         for _ in _TIMED:
-            job.iterate()
+            job.iterate(num_microbatches)
             row["iterations"].append(_times(schedule.recorder.timeline()))
         schedule.hooks.watch = None
         if on_gpu:
@@ -125,7 +106,7 @@ def _memory(job: Alone, rank: int, num_ranks: int, num_microbatches: int) -> Row
     """Run an iteration; returns the plan's activation memory of the rank and the measured one."""
     profiler = Profiler(job.schedule.device)
     job.schedule.hooks.profiler = profiler
-    job.iterate()
+    job.iterate(num_microbatches)
     job.schedule.hooks.profiler = None
     profile, plan = profiler.profile(), job.schedule.plan(num_microbatches)
     activation, after = [0.0] * plan.placement.num_stages, [0.0] * plan.placement.num_stages
@@ -164,7 +145,7 @@ def measure(setting: Setting, save: Callable[[Row], None], seconds: float) -> Ro
         "num_ranks": num_ranks,
         "num_microbatches": num_microbatches,
         "layers": _LAYERS_PER_RANK,
-        "vocabulary": vocabulary(setting),
+        "vocabulary": setting.vocabulary,
         "runs": [],
         "failed": {},
     }

@@ -27,13 +27,19 @@ class Setting:
         return self.device.type == "cuda"
 
     @property
-    def sizes(self) -> str:
-        """Flags of a layer: at least one KV head with its four heads of 128, and 8 tokens."""
-        groups = max(1, round(8 * self.scale))
-        return (
-            f"--hidden-size {512 * groups} --num-attention-heads {4 * groups} --num-query-groups {groups} "
-            f"--ffn-hidden-size {14336 * groups // 8} --seq-length {max(8, round(4096 * self.scale))}"
-        )
+    def num_heads(self) -> int:
+        """Attention heads of a layer, each 128 wide: a multiple of four, which share a KV head."""
+        return 4 * max(1, round(8 * self.scale))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a sample."""
+        return max(8, round(4096 * self.scale))
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the embedding and of the head."""
+        return 32000 if self.on_gpu else 512
 
 
 def choose_device(name: str | None) -> torch.device:

@@ -9,7 +9,8 @@ ranks that hold embedding and head, which makes no difference as the two are not
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron.zerobubble.mcore.cpu.device import HostDevice
 from megatron.zerobubble.mcore.model.embeddings import FinalizeGradients
+from megatron.zerobubble.mcore.model.float16 import StageFloat16Module
 from megatron.zerobubble.mcore.model.stage_layout import StageLayout
 from megatron.zerobubble.mcore.model.wgrad_split import split_weight_gradients
 from megatron.zerobubble.mcore.stock_loop.adoption import make_store
@@ -32,6 +34,7 @@ from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.registry import schedule_info, schedule_spec
 from megatron.zerobubble.plan.schedule_spec import STOCK, ScheduleSpec
 from megatron.zerobubble.plan.simulate import TimedOp
+from megatron.zerobubble.plan.timeline import Activity
 from megatron.zerobubble.wgrad.store import WeightGradStore
 from tools.benchmarks.schedules.contenders import ContenderSpec, Runtime, Sizes
 
@@ -62,30 +65,43 @@ def text(sizes: Sizes, num_microbatches: int) -> tuple[torch.Tensor, torch.Tenso
     return stream[:-1].view(-1, sizes.seq_length), stream[1:].view(-1, sizes.seq_length)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A GPT on a pipeline."""
+
+    config: TransformerConfig
+    """Its layers, and how they are placed."""
+    optimizer: OptimizerConfig
+    """How it is stepped."""
+    vocabulary: int = VOCABULARY
+    """Rows of the embedding and of the head, which are not tied."""
+    positions: Any = "learned_absolute"
+    """Kind of position embedding."""
+    layers: Callable[[int | None], Any] = lambda _: get_gpt_layer_local_spec()
+    """vp_stage -> the spec of a stage's layers."""
+
+
 class GPTContender:
-    """A rank's chunks of the model, their optimizer, and a schedule. Every rank must construct it at the same point.
+    """A rank's chunks of a model, their optimizer, and a schedule. Every rank must construct it at the same point.
 
     Args:
-        contender: a contender of megatron-core's runtime or ours.
-        sizes: sizes of the model.
-        num_ranks: pipeline size.
+        spec: the schedule.
+        model: is built for that schedule.
+        sizes: of a microbatch.
         host: the installed host-device layer.
     """
 
-    def __init__(self, contender: ContenderSpec, sizes: Sizes, num_ranks: int, host: HostDevice) -> None:
-        self._sizes = sizes
-        self._host = host
-        self._spec = _spec_of(contender, num_ranks)
+    def __init__(self, spec: ScheduleSpec, model: Model, sizes: Sizes, host: HostDevice) -> None:
+        self._spec, self._model, self._sizes, self._host = spec, model, sizes, host
         self._store: WeightGradStore | None = None
         self._losses: list[Any] = []
         self._set_num_chunks()
         torch.manual_seed(SEED)
         model_parallel_cuda_manual_seed(SEED)
         with host.on_host():
-            self._config = _transformer_config(sizes, self._spec)
             self._chunks = self._build()
-            self._optimizer = get_megatron_optimizer(_optimizer_config(), self._chunks)
-        self._schedule = PipelineSchedule(self._spec, self._chunks, store=self._store, config=self._config)
+            self._optimizer = get_megatron_optimizer(model.optimizer, self._chunks, use_gloo_process_groups=False)
+        self._schedule = PipelineSchedule(spec, self._chunks, store=self._store, config=model.config)
         self._schedule.recordings.every = 1
 
     def iterate(self, num_microbatches: int) -> None:
@@ -104,7 +120,7 @@ class GPTContender:
             micro_batch_size=self._sizes.micro_batch_size,
             forward_only=False,
         )
-        with self._host.on_host():
+        with self._schedule.recorder.span(Activity.OPTIMIZER), self._host.on_host():
             self._optimizer.step()
 
     def timed_ops(self) -> list[TimedOp]:
@@ -131,32 +147,33 @@ class GPTContender:
 
     def _build(self) -> list[Any]:
         """This rank's chunks, wrapped by DDP; before that B and W are split, unless megatron-core schedules."""
-        placement = self._spec.placement
+        placement, config = self._spec.placement, self._model.config
         stages = placement.rank_to_stages[parallel_state.get_pipeline_model_parallel_rank()]
         models = [
-            self._model(stage, placement.num_stages, vp_stage if len(stages) > 1 else None)
+            self._chunk(stage, placement.num_stages, vp_stage if len(stages) > 1 else None)
             for vp_stage, stage in enumerate(stages)
         ]
         ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, delay_wgrad_compute=not self._spec.is_stock)
-        self._config.finalize_model_grads_func = FinalizeGradients(placement, finalize_model_grads)
+        config.finalize_model_grads_func = FinalizeGradients(placement, finalize_model_grads)
         if not self._spec.is_stock:
-            self._store = make_store(self._config, ddp_config, self._host.device)
+            self._store = make_store(config, ddp_config, self._host.device)
             for model in models:
                 split_weight_gradients(model, self._store)
-        return [DistributedDataParallel(config=self._config, ddp_config=ddp_config, module=model) for model in models]
+        return [DistributedDataParallel(config=config, ddp_config=ddp_config, module=model) for model in models]
 
-    def _model(self, stage: int, num_stages: int, vp_stage: int | None) -> GPTModel:
-        model = GPTModel(
-            config=self._config,
-            transformer_layer_spec=get_gpt_layer_local_spec(),
-            vocab_size=VOCABULARY,
+    def _chunk(self, stage: int, num_stages: int, vp_stage: int | None) -> Any:
+        chunk = GPTModel(
+            config=self._model.config,
+            transformer_layer_spec=self._model.layers(vp_stage),
+            vocab_size=self._model.vocabulary,
             max_sequence_length=self._sizes.seq_length,
             pre_process=stage == 0,
             post_process=stage == num_stages - 1,
             share_embeddings_and_output_weights=False,
+            position_embedding_type=self._model.positions,
             vp_stage=vp_stage,
-        )
-        return model.to(self._host.device)
+        ).to(self._host.device)
+        return StageFloat16Module(self._model.config, chunk) if self._model.config.bf16 else chunk
 
     def _batches(self, num_microbatches: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         tokens, labels = (each.to(self._host.device) for each in text(self._sizes, num_microbatches))
@@ -173,9 +190,31 @@ def _mean(per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor
     return loss, {"loss": loss.detach().clone()}  # megatron-core divides the loss in place
 
 
-def _spec_of(contender: ContenderSpec, num_ranks: int) -> ScheduleSpec:
+def build(contender: ContenderSpec, sizes: Sizes, num_ranks: int, host: HostDevice) -> GPTContender:
+    """A contender of megatron-core's runtime or ours, with the model of these sizes. Every rank must call it."""
     name = STOCK if contender.runtime is Runtime.STOCK else contender.schedule
-    return schedule_spec(name, num_ranks=num_ranks, num_chunks=schedule_info(contender.schedule).default_num_chunks)
+    spec = schedule_spec(name, num_ranks=num_ranks, num_chunks=schedule_info(contender.schedule).default_num_chunks)
+    model = Model(config=_transformer_config(sizes, spec), optimizer=_optimizer_config())
+    return GPTContender(spec, model, sizes, host)
+
+
+def placed(num_layers: int, spec: ScheduleSpec) -> dict[str, Any]:
+    """Options of a TransformerConfig for a schedule's pipeline, with as many layers in each stage."""
+    is_v = spec.placement.name not in ("linear", "loop")
+    interleaves = spec.is_stock and spec.num_chunks > 1
+    return {
+        "num_layers": num_layers,
+        "pipeline_model_parallel_size": spec.num_ranks,
+        "virtual_pipeline_model_parallel_size": spec.num_chunks if spec.num_chunks > 1 else None,
+        "pipeline_model_parallel_layout": StageLayout(StageLayers.spread(num_layers, spec.placement), spec.placement)
+        if is_v
+        else None,
+        # Without overlap megatron-core's interleaved schedule mixes up the two directions between two ranks; with it, on gloo,
+        # it reads outputs that were already deallocated.
+        "overlap_p2p_comm": interleaves,
+        "batch_p2p_comm": not interleaves,
+        "deallocate_pipeline_outputs": not interleaves,
+    }
 
 
 def _optimizer_config() -> OptimizerConfig:
@@ -191,16 +230,10 @@ def _optimizer_config() -> OptimizerConfig:
 
 
 def _transformer_config(sizes: Sizes, spec: ScheduleSpec) -> TransformerConfig:
-    is_v = spec.placement.name not in ("linear", "loop")
-    layout = StageLayout(StageLayers.spread(sizes.num_layers, spec.placement), spec.placement) if is_v else None
-    interleaves = spec.is_stock and spec.num_chunks > 1
     return TransformerConfig(
-        num_layers=sizes.num_layers,
+        **placed(sizes.num_layers, spec),
         hidden_size=sizes.hidden_size,
         num_attention_heads=sizes.num_attention_heads,
-        pipeline_model_parallel_size=spec.num_ranks,
-        virtual_pipeline_model_parallel_size=spec.num_chunks if spec.num_chunks > 1 else None,
-        pipeline_model_parallel_layout=layout,
         pipeline_dtype=torch.float32,
         params_dtype=torch.float32,
         hidden_dropout=0.0,
@@ -211,9 +244,4 @@ def _transformer_config(sizes: Sizes, spec: ScheduleSpec) -> TransformerConfig:
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        # Without overlap megatron-core's interleaved schedule mixes up the two directions between two ranks; with it, on gloo,
-        # it reads outputs that were already deallocated.
-        overlap_p2p_comm=interleaves,
-        batch_p2p_comm=not interleaves,
-        deallocate_pipeline_outputs=not interleaves,
     )

@@ -24,16 +24,14 @@ def serve(
         warnings.simplefilter("ignore")  # megatron-core's, on import and on every config
         from megatron.zerobubble.mcore.cpu.device import HostDevice
         from megatron.zerobubble.mcore.cpu.malloc import keep_freed_memory
-        from tools.benchmarks.schedules.gpt import GPTContender, set_up, tear_down
+        from tools.benchmarks.schedules.gpt import GPTContender, build, set_up, tear_down
         from tools.benchmarks.schedules.torch_pipelining import TorchContender
 
         keep_freed_memory()  # for all contenders alike: no pass pays for fresh pages
         host = HostDevice()
         set_up(host, num_ranks)
         contenders: list[TorchContender | GPTContender] = [
-            TorchContender(spec, sizes, num_ranks)
-            if spec.runtime is Runtime.TORCH
-            else GPTContender(spec, sizes, num_ranks, host)
+            TorchContender(spec, sizes, num_ranks) if spec.runtime is Runtime.TORCH else build(spec, sizes, num_ranks, host)
             for spec in specs
         ]
         samples = [run_rounds(contenders, count, rounds) for count in numbers_of_microbatches]
