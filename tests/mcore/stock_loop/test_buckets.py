@@ -12,9 +12,16 @@ from unittest import mock
 import pytest
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.distributed.checkpoint import FileSystemWriter, save
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.stock_loop.adoption import stores_by_parameter
@@ -24,6 +31,16 @@ from tests.support.ranks import RankPool
 from tests.support.stock import example, installed
 
 CHUNKS = {None: "", "zb-h1": "", "zbv": "--virtual-pipeline-model-parallel-size 2"}
+
+
+class _Strategy(TorchDistSaveShardedStrategy):
+    """megatron-core's format, written in this process: a rank of a pool must not fork writers."""
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
+        """Write this rank's part of the state."""
+        state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        planner = MCoreSavePlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False)
+        save(mcore_to_pyt_state_dict(state, False), storage_writer=FileSystemWriter(checkpoint_dir), planner=planner)
 
 
 def _train(rank: int, schedule: str | None, flags: str, folder: str | None = None, **options: Any) -> dict[str, Any]:
@@ -59,7 +76,7 @@ def _checkpoint(loop: Loop, folder: str, *, saves: bool) -> None:
     metadata = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
     state["optimizer"] = loop.optimizer.sharded_state_dict(dict(state), is_loading=not saves, metadata=metadata)
     if saves:
-        dist_checkpointing.save(state, folder)
+        dist_checkpointing.save(state, folder, _Strategy("torch_dist", 1))
         return
     loaded = dist_checkpointing.load(state, folder)
     for number, chunk in enumerate(loop.model):
