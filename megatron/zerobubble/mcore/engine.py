@@ -140,7 +140,7 @@ class Engine:
             ranks_on_host=options.ranks_on_host,
             on_plan=self._plan_file.write_found,
         )
-        self.schedule.recordings.choose(flags.trace_iterations, done=0)
+        self.schedule.recordings.choose(flags.trace_iterations)
 
     def _slice_offset(self) -> int:
         """Tokens before the slice that the model runs now; 0 where microbatches are not cut."""
@@ -171,13 +171,13 @@ class Engine:
         """Whether `end` will plan after this iteration. No transfer between ranks may be in flight then."""
         return self.replanner is not None and self.replanner.is_due(self.iterations)
 
-    def end(self, *, num_microbatches: int) -> None:
+    def end(self) -> None:
         """Call it after the passes of a training iteration: at the end of a window of profiled ones it plans."""
         if self.replanner is None or not self.replanner.is_due(self.iterations):
             return
-        self.replanner.after(self.iterations, num_microbatches)
+        self.replanner.after(self.iterations, self._num_microbatches)
         if self.options.flags.schedule == AUTO:
-            self._advise(self.schedule.plan(num_microbatches))
+            self._advise(self.schedule.plan(self._num_microbatches))
         self.show_balance()
 
     def _advise(self, plan: Plan) -> None:

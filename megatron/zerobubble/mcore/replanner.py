@@ -377,7 +377,7 @@ def make_replanner(
     num_microbatches: int,
     state_bytes: Callable[[], int],
     ranks_on_host: int,
-    on_plan: Callable[[Simulation], None] | None = None,
+    on_plan: Callable[[Simulation], None],
 ) -> Replanner | None:
     """Make what profiles iterations and re-plans; None if the flags disable it or the schedule has a fixed order.
 

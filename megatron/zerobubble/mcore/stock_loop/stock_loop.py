@@ -236,7 +236,7 @@ class StockLoop:
             running.trace.finished = engine.schedule.recordings.begun
         if not forward_only:
             running.has_new_plan = engine.is_due
-            engine.end(num_microbatches=num_microbatches)
+            engine.end()
         self._models.note_groups(running)
         return results
 
