@@ -172,7 +172,7 @@ def _watched(rank: int) -> tuple[str, set[str], bool]:
 def test_a_limit_above_the_timeout_is_refused_and_uninstall_leaves_nothing(two_ranks: RankPool) -> None:
     for message, threads, is_undone in two_ranks.run(_watched):
         assert message.startswith("--zero-bubble-watchdog-seconds 60 must be less than the timeout of the process groups, 60 s")
-        assert not threads & {"watchdog", "beats"}
+        assert not threads & {"watchdog", "store"}
         assert is_undone
 
 
