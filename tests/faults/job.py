@@ -1,7 +1,7 @@
 """The training job of the fault laboratory: `zerobubble run` of examples/stock_megatron_core.py, in which one rank fails.
 
-`python -m tests.faults.job FLAGS` is one rank. The fault is a JSON object in the environment, and so is the name that this process
-gives its host.
+`python -m tests.faults.job FLAGS` is one rank. The environment has the fault, a JSON object, and the name that the process gives
+its host.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Trials of the fault laboratory: one fault in one job, and the promises of docs/reliability.md checked afterwards.
 
-The jobs are real: torchrun, one per host, and real process groups. A trial is drawn from a seed, so that it can be repeated. Hosts
-are names that the ranks give themselves.
+The jobs are real: torchrun, one per host, and real process groups. A trial is drawn from a seed, so that it can be repeated. The
+hosts are names that ranks give themselves.
 
 `python -m tests.faults.lab FILE` prints the trials in a file as a table.
 """
@@ -30,7 +30,8 @@ from tests.training.launch import ROOT, TIMEOUT_S, environment
 WATCHDOG_S = 5.0
 PROMISED_S = WATCHDOG_S + 50.0
 """Seconds from a fault to the end of the job."""
-_MODEL = "--num-layers 4 --hidden-size 16 --num-attention-heads 2 --train-iters 4 --num-microbatches 4".split()
+_MODEL = ["--num-layers", "4", "--hidden-size", "16", "--num-attention-heads", "2"]
+_MODEL += ["--train-iters", "4", "--num-microbatches", "4"]
 _V = ["--zero-bubble-v-schedule", "--enable-optimizer-post-validation", "--virtual-pipeline-model-parallel-size", "2"]
 LAYOUTS = {
     "zb-h1-p2": (2, ["--enable-zero-bubble"]),

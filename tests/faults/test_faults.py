@@ -23,8 +23,8 @@ pytestmark = [
     pytest.mark.claims(
         "Long runs",
         "a rank that raises or is killed anywhere in a loop, or hangs or is stopped in a pass or a step: it is named, the others "
-        "log their op or message, and the job ends (`make test-faults`: [the fault laboratory](reliability.md)); so on two hosts, "
-        "which are two launchers on one machine",
+        "log their op or message, and the job ends (`make test-faults`: [the fault laboratory](reliability.md)); so on two "
+        "hosts, which are two launchers on one machine",
         "works; **not run on a GPU, nor on several machines**",
         also=("job",),
     ),

@@ -216,7 +216,7 @@ class Watchdog:
         self._end()
 
     def _lose_store(self, seconds: float) -> None:
-        """End this rank, if it is in a call, some seconds after the store was lost: its main thread or torchrun may do so before."""
+        """End this rank, if it is in a call, some seconds after the store was lost: others may end it before."""
         if self._over.wait(max(0.0, seconds)) or self._watch.current() is None:
             return
         reason = (
