@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.job import meeting
 from megatron.zerobubble.job.launch import Launch
-from megatron.zerobubble.job.meeting import meet, refuse
+from megatron.zerobubble.job.meeting import Attempt, meet, refuse
 
 
 def launch(rank: int, *, num_ranks: int = 3, restart_count: int = 0) -> Launch:
@@ -27,22 +27,25 @@ def launch(rank: int, *, num_ranks: int = 3, restart_count: int = 0) -> Launch:
 def met(store: Any, ranks: range = range(3), *, timeout_s: float = 20.0, **fields: int) -> list[Any]:
     """What `meet` returns or raises, per rank."""
 
-    def one(rank: int) -> str | Exception:
+    def one(rank: int) -> Attempt | str:
         try:
             return meet(store, launch(rank, **fields), timeout_s=timeout_s)
         except ConfigError as error:
-            return error
+            return str(error)
 
     with ThreadPoolExecutor(len(ranks)) as pool:
         return list(pool.map(one, ranks))
 
 
-def test_every_attempt_has_a_name_of_its_own() -> None:
+def test_every_attempt_has_a_name_of_its_own_and_all_the_same_job() -> None:
     """Restart counts of torchrun, which differ between hosts, play no part."""
     store = dist.HashStore()
     attempts = [met(store) for _ in range(3)]
-    assert all(found == [found[0]] * 3 for found in attempts)
-    assert len({found[0] for found in attempts}) == 3
+    for number, found in enumerate(attempts):
+        assert found == [found[0]] * 3
+        assert (found[0].number, found[0].is_restart) == (number, number > 0)
+    assert len({found[0].name for found in attempts}) == 3
+    assert len({found[0].job for found in attempts}) == 1
 
 
 def test_a_process_of_an_earlier_attempt_is_left_out() -> None:
@@ -54,7 +57,7 @@ def test_a_process_of_an_earlier_attempt_is_left_out() -> None:
         leader = pool.submit(meet, store, launch(0), timeout_s=20.0)
         assert stale.result() is None
         others = [pool.submit(meet, store, launch(rank), timeout_s=20.0) for rank in (1, 2)]
-        assert {each.result() for each in [leader, *others]} == {leader.result()}
+        assert {each.result().name for each in [leader, *others]} == {leader.result().name}
 
 
 @pytest.mark.parametrize("refusing", [0, 2])
@@ -62,13 +65,13 @@ def test_the_reason_of_a_rank_that_ends_reaches_every_other_one_at_once(refusing
     store, started = dist.HashStore(), time.monotonic()
     thread = threading.Thread(target=refuse, args=(store, launch(refusing), "no file /data/text.bin\nhere"))
     thread.start()
-    lines = [str(each) for each in met(store, range(1, 3) if refusing == 0 else range(2))]
+    lines = met(store, range(1, 3) if refusing == 0 else range(2))
     thread.join()
     assert time.monotonic() - started < meeting._LINGER_S
     assert len(set(lines)) == 1
     assert f"rank {refusing} on " in lines[0]
     assert "has ended before it joined the job: no file /data/text.bin here" in lines[0]
-    assert all(isinstance(each, str) for each in met(store)), "the next attempt does not find it"
+    assert all(isinstance(each, Attempt) for each in met(store)), "the next attempt does not find it"
 
 
 def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,9 +80,9 @@ def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     store = dist.HashStore()
     with mock.patch.object(socket, "gethostname", return_value="node1"):
         meeting._come(store, 2, reason="")
-    [line, _] = map(str, met(store, range(2), timeout_s=0.5))
+    [line, _] = met(store, range(2), timeout_s=0.5)
     assert line.startswith("of 3 ranks these have not come: 2; the others are on ")
     assert "node1" not in line
-    [line, other] = map(str, met(dist.HashStore(), range(2), timeout_s=0.5))
+    [line, other] = met(dist.HashStore(), range(2), timeout_s=0.5)
     assert line.startswith("of 3 ranks these have not come: 2; the others are on ")
     assert other == line

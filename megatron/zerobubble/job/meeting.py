@@ -21,7 +21,7 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.messages import one_line
 
-__all__ = ["meet", "refuse"]
+__all__ = ["Attempt", "meet", "new_id", "refuse"]
 
 _PAUSE_S = 0.05
 """Seconds between two looks at the store."""
@@ -31,6 +31,27 @@ _REFUSES_S = 30.0
 """Seconds for which a rank that ends waits until its reason is read."""
 _LATE_S = 5.0
 """Seconds by which the others wait longer than rank 0, which knows who is missing."""
+
+
+class Attempt(NamedTuple):
+    """One attempt of the launcher to run the job; the same on all ranks."""
+
+    name: str
+    """Tells its keys in the store from those of other attempts."""
+    job: str
+    """Id of the job, the same in all attempts for which the store has lasted."""
+    number: int = 0
+    """How many attempts there were before."""
+
+    @property
+    def is_restart(self) -> bool:
+        """Whether an earlier attempt failed."""
+        return self.number > 0
+
+    @property
+    def text(self) -> str:
+        """The attempt in log lines."""
+        return f"restart {self.number}"
 
 
 class _Word(NamedTuple):
@@ -53,8 +74,8 @@ class _Proposal(NamedTuple):
     """Rank -> the word of the process that this is about."""
 
 
-def meet(store: Any, launch: Launch, *, timeout_s: float) -> str:
-    """Agree with all other ranks on a name of this attempt. All ranks must call this, or `refuse`.
+def meet(store: Any, launch: Launch, *, timeout_s: float) -> Attempt:
+    """Agree with all other ranks on this attempt. All ranks must call this, or `refuse`.
 
     Args:
         store: torch's key-value store; keys of this function only.
@@ -68,10 +89,10 @@ def meet(store: Any, launch: Launch, *, timeout_s: float) -> str:
     until = time.monotonic() + timeout_s
     if launch.rank == 0:
         return _Leader(store, launch.world_size).lead(until)
-    name = _follow(store, launch.rank, own, until + _LATE_S)
-    if name is None:
+    attempt = _follow(store, launch.rank, own, until + _LATE_S)
+    if attempt is None:
         raise ConfigError(f"rank 0, which every rank of the job has to meet, has not come within {timeout_s:.0f} s")
-    return name
+    return attempt
 
 
 def refuse(store: Any, launch: Launch, reason: str) -> None:
@@ -93,7 +114,7 @@ class _Leader:
         self._arrivals = -1
         self._words: dict[int, _Word] = {}
 
-    def lead(self, until: float) -> str:
+    def lead(self, until: float) -> Attempt:
         """Propose names until all have agreed to one. Raises ConfigError, after all that have come know why."""
         proposal, reason = _Proposal("", "", {}), ""
         while True:
@@ -106,14 +127,16 @@ class _Leader:
             words = {str(rank): each.word for rank, each in self._words.items()}
             is_complete = len(words) == len(self._ranks)
             if (words, reason) != (proposal.words, proposal.reason) and (reason or is_complete):
-                proposal = _Proposal(proposal.name if proposal.reason else _new_word(), reason, words)
+                proposal = _Proposal(proposal.name if proposal.reason else new_id(), reason, words)
                 self._store.set("proposal", json.dumps(proposal))
             is_read = is_complete and self._store.check([_read(proposal.name, rank) for rank in self._ranks[1:]])
             if reason and (is_read or is_late):
                 raise ConfigError(reason)
             if is_read:
-                self._store.set(_agreed(proposal.name), "")
-                return proposal.name
+                job = self._store.compare_set("job", "", proposal.name).decode()
+                attempt = Attempt(proposal.name, job, self._store.add("attempts", 1) - 1)
+                self._store.set(_agreed(proposal.name), json.dumps(attempt))
+                return attempt
             time.sleep(_PAUSE_S)
 
     def _look(self) -> None:
@@ -140,7 +163,7 @@ class _Leader:
         return f"of {len(self._ranks)} ranks these have not come: {named}; the others are on {hosts}"
 
 
-def _follow(store: Any, rank: int, own: str, until: float) -> str | None:
+def _follow(store: Any, rank: int, own: str, until: float) -> Attempt | None:
     """The part of every other rank; None where rank 0 has not answered by then."""
     while time.monotonic() < until:
         proposal = _Proposal(*json.loads(store.get("proposal"))) if store.check(["proposal"]) else _Proposal("", "", {})
@@ -149,20 +172,21 @@ def _follow(store: Any, rank: int, own: str, until: float) -> str | None:
             if proposal.reason:
                 raise ConfigError(proposal.reason)
             if store.check([_agreed(proposal.name)]):
-                return proposal.name
+                return Attempt(*json.loads(store.get(_agreed(proposal.name))))
         time.sleep(_PAUSE_S)
     return None
 
 
 def _come(store: Any, rank: int, *, reason: str) -> str:
     """Write a new word for this process, and return it."""
-    own = _Word(_new_word(), socket.gethostname(), reason)
+    own = _Word(new_id(), socket.gethostname(), reason)
     store.set(_key(rank), json.dumps(own))
     store.add("arrivals", 1)
     return own.word
 
 
-def _new_word() -> str:
+def new_id() -> str:
+    """A text that no other call returns."""
     return uuid.uuid4().hex[:16]
 
 

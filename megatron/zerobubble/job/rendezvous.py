@@ -9,7 +9,7 @@ from typing import Any, cast
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.job.key_value_store import Store
 from megatron.zerobubble.job.launch import Launch, has_agent_store, master, store_name, use_agent_store
-from megatron.zerobubble.job.meeting import meet, refuse
+from megatron.zerobubble.job.meeting import Attempt, meet, new_id, refuse
 
 __all__ = ["Connection", "announce_exit", "connect", "share_store"]
 
@@ -24,15 +24,15 @@ class Connection:
 
     Args:
         store: torch's, with all keys of the job.
-        attempt: tells the keys of this attempt of the job from those of others.
+        attempt: which attempt of the job this is.
     """
 
-    def __init__(self, store: Any, attempt: str) -> None:
-        self._store, self._attempt = store, attempt
+    def __init__(self, store: Any, attempt: Attempt) -> None:
+        self._store, self.attempt = store, attempt
 
     def of(self, name: str = "job") -> Store:
         """The keys of one name and this attempt."""
-        return cast("Store", _part(self._store, f"{name}/{self._attempt}"))
+        return cast("Store", _part(self._store, f"{name}/{self.attempt.name}"))
 
     def use_for_process_group(self, launch: Launch) -> None:
         """Let `init_process_group` of a script use keys of this attempt, from now on in this process.
@@ -77,7 +77,7 @@ def connect(launch: Launch, *, timeout_s: float = _TIMEOUT_S, hosts_store: bool 
     import torch.distributed as dist
 
     if not (has_agent_store() or (hosts_store and (launch.world_size > 1 or master() is not None))):
-        return Connection(dist.HashStore(), "alone")  # type: ignore[attr-defined]
+        return Connection(dist.HashStore(), Attempt("alone", new_id()))  # type: ignore[attr-defined]
     store = _reach(launch, timeout_s)
     try:
         return Connection(store, meet(_part(store, "meeting"), launch, timeout_s=timeout_s))
