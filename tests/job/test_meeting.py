@@ -18,18 +18,16 @@ from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.job.meeting import Attempt, meet, refuse
 
 
-def launch(rank: int, *, num_ranks: int = 3, restart_count: int = 0) -> Launch:
-    return Launch(
-        rank=rank, local_rank=0, ranks_on_host=1, world_size=num_ranks, has_threads_set=True, restart_count=restart_count
-    )
+def launch(rank: int, *, num_ranks: int = 3) -> Launch:
+    return Launch(rank=rank, local_rank=0, ranks_on_host=1, world_size=num_ranks, has_threads_set=True)
 
 
-def met(store: Any, ranks: range = range(3), *, timeout_s: float = 20.0, **fields: int) -> list[Any]:
+def met(store: Any, ranks: range = range(3), *, timeout_s: float = 20.0) -> list[Any]:
     """What `meet` returns or raises, per rank."""
 
     def one(rank: int) -> Attempt | str:
         try:
-            return meet(store, launch(rank, **fields), timeout_s=timeout_s)
+            return meet(store, launch(rank), timeout_s=timeout_s)
         except ConfigError as error:
             return str(error)
 
