@@ -6,7 +6,7 @@ Flags, data, tokenizers, checkpoints and logs are Megatron-LM's: its loop, `mega
 on, for Python 3.12. Model, data and loss are in `megatron/zerobubble/gpt_script.py`, which a script for another model may begin
 from; one that exists runs unchanged by `zerobubble run`. `--help` lists all flags.
 
-On megatron-core 0.16 this project's small reference trainer stands in, as `zerobubble train` always: `training/loop.py`.
+On megatron-core 0.16 this project's small reference trainer stands in, as `zerobubble train` always: `training/trainer.py`.
 """
 
 import importlib.util
@@ -15,13 +15,12 @@ from megatron.zerobubble.cli.run import run_itself
 
 if __name__ == "__main__":
     zero_bubble = globals().get("__zero_bubble__")  # if zerobubble run, or bench, or the line below has started this
-    if importlib.util.find_spec("megatron.training") is None:
-        from megatron.zerobubble.training.entry import run
-        from megatron.zerobubble.training.models.gpt import forward_step_provider, model_provider
-
-        run(model_provider, forward_step_provider, stands_in=True)
-    elif zero_bubble is None:
+    if zero_bubble is None:
         run_itself(__file__)
+    elif importlib.util.find_spec("megatron.training") is None:
+        from megatron.zerobubble.training import trainer
+
+        trainer.main(zero_bubble, stands_in=True)
     else:
         from megatron.zerobubble import gpt_script
 

@@ -27,7 +27,7 @@ import numpy as np
 from megatron.zerobubble.cli.progress_bar import track
 from megatron.zerobubble.errors import DataError, UserError
 from megatron.zerobubble.flags.dataclass_flags import add_group, from_namespace
-from megatron.zerobubble.training.config.tokenizer import TokenizerConfig
+from megatron.zerobubble.training.tokenizer import TokenizerConfig
 
 _GZIP = b"\x1f\x8b"
 """The first bytes of a gzip file, which may have any name."""
@@ -160,7 +160,7 @@ def preprocess(*, documents: Iterable[Document], tokenizer: TokenizerConfig, pre
     with quiet_third_parties():  # torch and megatron-core, which --help does without
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-        from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer
+        from megatron.zerobubble.training.tokenizer import build_tokenizer
 
     built = build_tokenizer(tokenizer)
     dtype = DType.optimal_dtype(built.vocab_size)

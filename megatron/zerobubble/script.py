@@ -65,7 +65,8 @@ def run_script(
 ) -> None:
     """Run it as `__main__`. All ranks must call this, with the script's folder first on the path; a failure ends the process.
 
-    The script finds the flags in its global `__zero_bubble__`, with `cpu`: whether it runs on the CPU.
+    The script finds the flags in its global `__zero_bubble__`, with `cpu`: whether it runs on the CPU, and `attempt`: which attempt of
+    the job this is.
 
     Args:
         script: its file.
@@ -97,6 +98,6 @@ def run_script(
         supervise_by(guard)
         is_stock = is_turned_off() or flags_of(zero_bubble).schedule == "stock"
         with guard, warned_of_wrong_gradients(is_writing=is_stock and launch.rank == 0):
-            given = argparse.Namespace(**vars(zero_bubble) | {"cpu": on_cpu})
+            given = argparse.Namespace(**vars(zero_bubble) | {"cpu": on_cpu, "attempt": connection.attempt})
             runpy.run_path(script, init_globals={"__zero_bubble__": given}, run_name="__main__")
             finish()

@@ -1,9 +1,11 @@
-"""The reference trainer as a script, which pretrain_gpt.py starts only where megatron-core has no `megatron.training`."""
+"""The reference trainer as a script, which pretrain_gpt.py runs only where megatron-core has no `megatron.training`."""
 
-from megatron.zerobubble.training.entry import run
-from megatron.zerobubble.training.models.gpt import forward_step_provider, model_provider
-
-__all__ = ["forward_step_provider", "model_provider", "run"]
+from megatron.zerobubble.cli.run import run_itself
 
 if __name__ == "__main__":
-    run(model_provider, forward_step_provider)
+    if (zero_bubble := globals().get("__zero_bubble__")) is None:
+        run_itself(__file__)
+    else:
+        from megatron.zerobubble.training.trainer import main
+
+        main(zero_bubble)

@@ -26,8 +26,7 @@ from typing import Any
 MODULES = (
     "torch.distributed.run",
     "megatron.core.dist_checkpointing",
-    "megatron.zerobubble.training.models.gpt",
-    "megatron.zerobubble.training.loop",
+    "megatron.zerobubble.training.trainer",
 )
 
 

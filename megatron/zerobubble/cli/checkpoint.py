@@ -10,8 +10,14 @@ from pathlib import Path
 from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.cli.progress_bar import track
 from megatron.zerobubble.errors import CheckpointError
-from megatron.zerobubble.training.checkpoint.directory import existing_directory, tracked_iteration
-from megatron.zerobubble.training.checkpoint.manifest import MANIFEST, Manifest, damaged_content, damaged_names, first_damage
+from megatron.zerobubble.training.checkpoint.directory import (
+    MANIFEST,
+    damage,
+    existing_directory,
+    first_damage,
+    read_manifest,
+    tracked_iteration,
+)
 
 _PROG = "zerobubble checkpoint"
 _MAX_DIGITS = 18
@@ -59,16 +65,15 @@ def _verify(folder: Path, iteration: int | None) -> tuple[int, str]:
     if directory is None or not directory.is_dir():
         which = "latest_checkpointed_iteration.txt is missing" if directory is None else f"{directory.name} is missing"
         return _NOT_VERIFIED, f"there is no checkpoint in {folder}: {which}; give the directory that --save named"
-    manifest = Manifest.read(directory)
-    if manifest is None:
+    if not (directory / MANIFEST).is_file():
         return _NOT_VERIFIED, f"{directory} has no {MANIFEST} (saved by Megatron-LM or an older version): it cannot be verified"
-    damage = damaged_names(directory, manifest)
-    intact = {name: record for name, record in manifest.files.items() if name not in damage}
-    damage |= damaged_content(directory, intact, shown=lambda names: track(names, "verifying"))
-    if damage:
-        return _DAMAGED, f"{directory} is damaged: {first_damage(damage)}"
-    size = manifest.num_bytes / 1e9
-    return 0, f"{directory}: all {len(manifest.files)} files are as saved ({size:.2f} GB, run {manifest.run})"
+    manifest = read_manifest(directory)
+    files = manifest["files"]
+    found = damage(directory, files, track(list(files), "verifying"))
+    if found:
+        return _DAMAGED, f"{directory} is damaged: {first_damage(found)}"
+    size = sum(each["bytes"] for each in files.values()) / 1e9
+    return 0, f"{directory}: all {len(files)} files are as saved ({size:.2f} GB, run {manifest['run']})"
 
 
 def _checkpoint_in(folder: Path, iteration: int | None) -> Path | None:

@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return start_ranks(count, _MODULE, words)
 
 
-def run_itself(script: str, argv: Sequence[str] | None = None) -> None:
+def run_itself(script: str, argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
     """Run the script that calls this as `main` would: without a flag that chooses a schedule, with megatron-core's own.
 
     Where torch sees no GPU, or with `--distributed-backend gloo`, it runs on the CPU. The script then has the zero-bubble flags
@@ -92,8 +92,9 @@ def run_itself(script: str, argv: Sequence[str] | None = None) -> None:
     Args:
         script: its file.
         argv: its flags, zero-bubble flags among them; None takes the process's.
+        prog: its name in errors; None: that of the file.
     """
-    launch, prog = None, Path(script).name
+    launch, prog = None, prog or Path(script).name
     try:
         launch = read_launch()
         args = _parse([script, *(sys.argv[1:] if argv is None else argv)], is_ours=True)

@@ -1,34 +1,26 @@
-"""Parses the command line into checked `Settings`, or reports one line and exits with code 2.
-
-Besides the commands in `cli`, the only module that reads argv. It imports no torch and has no side effects, so that `--help` and
-a mistyped flag cost nothing.
-"""
+"""The command line of the reference trainer: its own flags, and those that are fields of megatron-core's dataclasses."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import sys
-import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from megatron.zerobubble.errors import ConfigError, PlanError, UserError
-from megatron.zerobubble.flags.dataclass_flags import add_group, from_namespace
-from megatron.zerobubble.flags.fork_flags import in_our_flags
-from megatron.zerobubble.job.exit import exit_with_error
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.flags.dataclass_flags import add_group
 from megatron.zerobubble.messages import closest, one_line, shown
-from megatron.zerobubble.training.check import check_settings
-from megatron.zerobubble.training.config.ignored import add_ignored
-from megatron.zerobubble.training.config.settings import Settings
+from megatron.zerobubble.overlay import add_flags
+from megatron.zerobubble.script import add_seeds
+from megatron.zerobubble.training.configs import Configs, make_configs, refused_in_one_line
+from megatron.zerobubble.training.core_flags import add_fields
+from megatron.zerobubble.training.tokenizer import TokenizerConfig
 
-__all__ = ["build_parser", "parse_arguments", "settings_from_argv"]
-
-_GROUPS: dict[str, Any] = {name: kind for name, kind in typing.get_type_hints(Settings).items() if dataclasses.is_dataclass(kind)}
-"""Field of `Settings` -> dataclass with its flags, in the order of --help."""
-
-_PROG = "pretrain_gpt.py"
-"""Program name in the usage and in error lines, unless the caller passes another."""
+__all__ = ["build_parser", "parse_arguments"]
 
 _ELSEWHERE = "megatron-core 0.17 (Python 3.12), where pretrain_gpt.py is Megatron-LM's own loop"
 """Where a flag of Megatron-LM runs that this trainer does not have."""
@@ -37,72 +29,149 @@ _ELSEWHERE = "megatron-core 0.17 (Python 3.12), where pretrain_gpt.py is Megatro
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError instead of printing the usage and exiting."""
-        raise ConfigError(f"{message} (--help lists all flags)")
+        raise ConfigError(one_line(f"{message} (--help lists all flags)"))
 
 
-def build_parser(*, prog: str = _PROG) -> argparse.ArgumentParser:
-    """The parser with the flags of all groups.
+def build_parser(*, is_latent: bool = False) -> argparse.ArgumentParser:
+    """The parser of all flags.
 
     Args:
-        prog: program name in the usage.
+        is_latent: whether the model has multi-latent attention, and megatron-core's class of such models the fields.
     """
-    about = "Train a GPT through zero-bubble pipeline schedules on megatron-core. Start it with torchrun."
-    parser = _Parser(prog=prog, description=about, allow_abbrev=False)
-    for config_class in _GROUPS.values():
-        add_group(parser, config_class)
-    add_ignored(parser)
+    parser = _Parser(
+        prog="zerobubble train", description="Train a GPT by a plain loop for megatron-core, with torchrun.", allow_abbrev=False
+    )
+    add_flags(parser)
+    add_seeds(parser)
+    _add_own(parser)
+    add_group(parser, TokenizerConfig)
+    for config_class in (
+        MLATransformerConfig if is_latent else TransformerConfig,
+        OptimizerConfig,
+        DistributedDataParallelConfig,
+    ):
+        add_fields(parser, config_class)
     return parser
 
 
-def settings_from_argv(argv: Sequence[str], *, world_size: int, rank: int = 0, prog: str = _PROG) -> Settings:
-    """Parse and check flags.
+def _add_own(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the trainer's own: of the model, the data, the run and its checkpoints."""
+    for group, flags in _OWN.items():
+        added = parser.add_argument_group(group)
+        for flag, (kind, default, text) in flags.items():
+            if kind is bool:
+                added.add_argument(flag, action="store_true", help=text)
+            elif isinstance(kind, tuple):
+                added.add_argument(flag, choices=kind, default=default, help=text)
+            else:
+                metavar = {int: "N", float: "X", str: "TEXT"}[kind]
+                added.add_argument(flag, type=kind, default=default, metavar=metavar, help=text)
+
+
+_OWN: dict[str, dict[str, tuple[Any, Any, str]]] = {
+    "Model": {
+        "--seq-length": (int, None, "Tokens per sample. Required."),
+        "--max-position-embeddings": (int, None, "Positions of learned position embeddings. Default: --seq-length."),
+        "--position-embedding-type": (("learned_absolute", "rope", "none"), "learned_absolute", "Position embedding."),
+        "--rotary-base": (int, 10000, "Base period of rotary position embeddings."),
+        "--group-query-attention": (bool, False, "Share keys and values between --num-query-groups groups of query heads."),
+        "--swiglu": (bool, False, "SwiGLU in the MLP instead of GELU."),
+        "--untie-embeddings-and-output-weights": (bool, False, "Give the output layer weights of its own."),
+        "--make-vocab-size-divisible-by": (int, 128, "Pad the vocabulary to a multiple of this times the tensor-parallel size."),
+        "--recompute-activations": (bool, False, "The same as --recompute-granularity selective."),
+    },
+    "Parallel layout": {
+        "--num-virtual-stages-per-pipeline-rank": (int, None, "Model chunks per pipeline rank."),
+        "--num-layers-per-virtual-pipeline-stage": (int, None, "The same, by the layers of a chunk."),
+        "--distributed-backend": (("nccl", "gloo"), None, "Default: nccl where there are GPUs."),
+        "--distributed-timeout-minutes": (float, 10.0, "Timeout of the process groups."),
+    },
+    "Data": {
+        "--micro-batch-size": (int, None, "Samples per microbatch. Required."),
+        "--global-batch-size": (int, None, "Samples per iteration. Default: one microbatch per data-parallel rank."),
+        "--data-path": (str, None, "Path prefix of a dataset, without .bin and .idx (tools/preprocess_data.py)."),
+        "--split": (str, "969, 30, 1", "Proportions of training, validation and test documents."),
+        "--mock-data": (bool, False, "Train on synthetic data instead of --data-path."),
+        "--num-workers": (int, 0, "Processes per rank that read samples; 0: the rank itself."),
+    },
+    "Learning rate": {
+        "--lr": (float, None, "Maximum learning rate, reached after warm-up. Required."),
+        "--min-lr": (float, 0.0, "Learning rate at the end of the decay."),
+        "--lr-decay-style": (("constant", "linear", "cosine", "inverse-square-root"), "linear", "Decay function."),
+        "--lr-decay-iters": (int, None, "Iterations of decay. Default: --train-iters."),
+        "--lr-warmup-iters": (int, 0, "Iterations of linear warm-up."),
+        "--lr-warmup-fraction": (float, None, "The same, as a fraction of the iterations of decay."),
+    },
+    "Run": {
+        "--train-iters": (int, None, "Iterations to train. Required."),
+        "--eval-interval": (int, 1000, "Iterations between evaluations; the last iteration is always followed by one."),
+        "--eval-iters": (int, 100, "Global batches per evaluation, always the same ones; 0: no evaluation."),
+        "--exit-interval": (int, None, "Save and end after an iteration that is divisible by this."),
+        "--exit-duration-in-mins": (float, None, "Save and end after this many minutes."),
+        "--exit-signal-handler": (bool, False, "On SIGTERM finish the iteration, save and end."),
+        "--seed": (int, 1234, "Seed of weights, order of samples and dropout."),
+        "--log-interval": (int, 100, "Iterations between lines of the log."),
+        "--metrics-jsonl": (str, None, "File of one JSON object per iteration, written with each line of the log."),
+    },
+    "Checkpoints": {
+        "--save": (str, None, "Directory to save checkpoints to, at the end and every --save-interval iterations."),
+        "--save-interval": (int, None, "Iterations between checkpoints."),
+        "--load": (str, None, "Directory to load the latest checkpoint from. Only that of --save may have none yet."),
+        "--ckpt-step": (int, None, "Load the checkpoint of this iteration instead of the latest."),
+        "--override-opt_param-scheduler": (bool, False, "Learning rates by the flags, not as the checkpoint's run had them."),
+        "--no-load-optim": (bool, False, "Load the weights alone: optimizer, learning rate and generators begin anew."),
+    },
+}
+"""Group -> flag -> (type or choices, default, help)."""
+_REQUIRED = (
+    *("num_layers", "hidden_size", "num_attention_heads", "seq_length"),
+    *("micro_batch_size", "lr", "train_iters"),
+)
+_POSITIVE = (
+    *("seq_length", "max_position_embeddings", "micro_batch_size", "global_batch_size", "train_iters", "lr_decay_iters"),
+    *("eval_interval", "exit_interval", "log_interval", "save_interval", "ckpt_step", "make_vocab_size_divisible_by"),
+    *(
+        "num_virtual_stages_per_pipeline_rank",
+        "num_layers_per_virtual_pipeline_stage",
+        "distributed_timeout_minutes",
+        "rotary_base",
+    ),
+)
+
+
+def parse_arguments(
+    words: Sequence[str], *, world_size: int, on_cpu: bool, defaults: argparse.Namespace | None = None
+) -> Configs:
+    """Parse and check the flags.
 
     Args:
-        argv: the flags.
-        world_size: number of ranks of the job.
-        rank: this process' rank. Rank 0 checks more than the others (`check.check_settings`).
-        prog: program name in the usage.
+        words: the command line.
+        world_size: ranks of the job.
+        on_cpu: whether there are no GPUs.
+        defaults: zero-bubble flags that were taken off the command line, for --help.
 
     Raises:
-        UserError: a flag is wrong; the message is one line.
+        ConfigError: a flag is unknown or missing, or has a value with which nothing can run.
     """
-    words = list(argv)
-    try:
-        words, note = in_our_flags(words)
-        return _checked(words, note, prog=prog, world_size=world_size, is_first=rank == 0)
-    except UserError as error:
-        draws_plan = isinstance(error, PlanError) and "\n" in str(error)
-        raise type(error)(str(error) if draws_plan else one_line(str(error), _values(words))) from None
-    except OSError as error:  # a path that the system refuses to look up, such as a name of more than 255 bytes
-        raise ConfigError(f"{shown(error.filename)}: {error.strerror}; give another path") from None
-
-
-def _values(words: Sequence[str]) -> list[str]:
-    """The words of a command line, and the values of those with an equals sign."""
-    return [*words, *(word.partition("=")[2] for word in words if "=" in word)]
-
-
-def _checked(words: Sequence[str], note: str | None, *, prog: str, world_size: int, is_first: bool) -> Settings:
-    """`words` of the command line as settings that can run. `note`: on its flags. Raises UserError, and OSError for paths."""
-    parser = build_parser(prog=prog)
-    required = [action for action in parser._actions if action.required]
-    for action in required:
-        action.required = False  # what is missing comes after what is unknown
-    namespace, unknown = parser.parse_known_args(words)
+    parser = build_parser(is_latent="--multi-latent-attention" in words)
+    if defaults is not None:
+        parser.set_defaults(**{name: value for name, value in vars(defaults).items() if parser.get_default(name) is not None})
+    args, unknown = parser.parse_known_args(words, argparse.Namespace(on_cpu=on_cpu))
     if unknown:
         parser.error(f"unrecognized arguments: {_described(unknown, list(parser._option_string_actions))}")
-    if missing := [action.option_strings[0] for action in required if getattr(namespace, action.dest) is None]:
-        parser.error(f"the following arguments are required: {', '.join(missing)}")
-    groups: dict[str, Any] = {name: from_namespace(config_class, namespace) for name, config_class in _GROUPS.items()}
-    parallel = groups["parallel"]
-    groups["model"] = groups["model"].with_layers(parallel)
-    groups["parallel"] = parallel.without_idle_sequence_parallel()
-    ignored = namespace.ignored_flags
-    if groups["parallel"] != parallel:
-        ignored = (*ignored, "--sequence-parallel")
-    settings = Settings(**groups, world_size=world_size, ignored_flags=ignored, notes=(note,) if note else ())
-    check_settings(settings, is_first=is_first)
-    return settings
+    missing = [name for name in _REQUIRED if getattr(args, name, None) is None]
+    if missing:
+        parser.error(f"the following arguments are required: {', '.join(map(_flag, missing))}")
+    for name in _POSITIVE:
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise ConfigError(f"{_flag(name)} {value} must be above 0")
+    _set_sizes(args, world_size)
+    return make_configs(args)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _described(unknown: Sequence[str], known: Sequence[str]) -> str:
@@ -115,31 +184,44 @@ def _described(unknown: Sequence[str], known: Sequence[str]) -> str:
     return f"{listed}, which need{'s' if len(others) == 1 else ''} {_ELSEWHERE}" if others else listed
 
 
-def parse_arguments(
-    argv: Sequence[str] | None = None,
-    *,
-    rank: int,
-    world_size: int,
-    is_reporting: bool | None = None,
-    prog: str = _PROG,
-    error_file: str | None = None,
-    before_exit: Callable[[UserError], None] | None = None,
-) -> Settings:
-    """Parse and check the command line of this process.
+def _set_sizes(args: argparse.Namespace, world_size: int) -> None:
+    """Add to `args` the sizes that follow from flags and the number of ranks."""
+    tensor, pipeline = getattr(args, "tensor_model_parallel_size", 1), getattr(args, "pipeline_model_parallel_size", 1)
+    of_model = tensor * pipeline * getattr(args, "context_parallel_size", 1)
+    if of_model < 1 or world_size % of_model:
+        raise ConfigError(
+            f"{world_size} ranks do not divide by the tensor-, pipeline- and context-parallel sizes, together {of_model}"
+        )
+    args.data_parallel_size = world_size // of_model
+    each = args.micro_batch_size * args.data_parallel_size
+    args.global_batch_size = args.global_batch_size or each
+    if args.global_batch_size % each:
+        raise ConfigError(
+            f"--global-batch-size {args.global_batch_size} must be a multiple of --micro-batch-size {args.micro_batch_size} x "
+            f"{args.data_parallel_size} data-parallel ranks = {each}"
+        )
+    args.num_microbatches = args.global_batch_size // each
+    with refused_in_one_line():
+        args.num_chunks = _num_chunks(args, pipeline)
+    if args.mock_data == bool(args.data_path):
+        raise ConfigError("give either --data-path PREFIX (see tools/preprocess_data.py) or --mock-data")
+    if args.save is None and args.save_interval is not None:
+        raise ConfigError("--save-interval needs --save DIR")
+    if args.load is None and args.ckpt_step is not None:
+        raise ConfigError("--ckpt-step needs --load DIR")
 
-    Args:
-        argv: flags; None takes them from `sys.argv`.
-        rank: this process' rank.
-        world_size: number of ranks of the job.
-        is_reporting: as of `exit_with_error`.
-        prog: program name in the usage and in the error line.
-        error_file: where torchrun expects the reason of a failure.
-        before_exit: as of `exit_with_error`.
 
-    Raises:
-        SystemExit: a flag is wrong (exit code 2), or --help was printed (exit code 0).
-    """
-    try:
-        return settings_from_argv(sys.argv[1:] if argv is None else argv, world_size=world_size, rank=rank, prog=prog)
-    except UserError as error:
-        exit_with_error(error, rank=rank, is_reporting=is_reporting, prog=prog, error_file=error_file, before_exit=before_exit)
+def _num_chunks(args: argparse.Namespace, pipeline: int) -> int:
+    layout, layers = getattr(args, "pipeline_model_parallel_layout", None), args.num_layers_per_virtual_pipeline_stage
+    if layout is not None:
+        num_stages = PipelineParallelLayerLayout.get_num_stages_from_str(layout)
+        if num_stages % pipeline:
+            raise ConfigError(f"--pipeline-model-parallel-layout {layout} has {num_stages} stages, no multiple of {pipeline}")
+        return int(num_stages // pipeline)
+    if layers is not None:
+        if args.num_layers % (layers * pipeline):
+            raise ConfigError(
+                f"--num-layers {args.num_layers} is no multiple of --num-layers-per-virtual-pipeline-stage {layers} x {pipeline}"
+            )
+        return int(args.num_layers // (layers * pipeline))
+    return args.num_virtual_stages_per_pipeline_rank or 1

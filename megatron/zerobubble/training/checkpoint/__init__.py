@@ -1,1 +1,1 @@
-"""Checkpoints: verifying and loading them, and saving them atomically."""
+"""Checkpoints: saved whole or not at all, verified before they are loaded."""

@@ -1,1 +1,0 @@
-"""Command-line flags: one frozen dataclass per group, and `Settings`, which contains all groups."""

@@ -1,1 +1,0 @@
-"""Datasets, tokenizers and the order of samples."""

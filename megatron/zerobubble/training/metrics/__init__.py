@@ -1,1 +1,0 @@
-"""Logging: progress lines, JSON lines."""
