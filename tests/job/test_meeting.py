@@ -19,7 +19,7 @@ from megatron.zerobubble.job.meeting import Attempt, meet, refuse
 
 
 def launch(rank: int, *, num_ranks: int = 3) -> Launch:
-    return Launch(rank=rank, local_rank=0, ranks_on_host=1, world_size=num_ranks, has_threads_set=True)
+    return Launch(rank=rank, local_rank=0, ranks_on_host=1, world_size=num_ranks)
 
 
 def met(store: Any, ranks: range = range(3), *, timeout_s: float = 20.0) -> list[Any]:

@@ -42,8 +42,6 @@ class Launch:
     """Number of ranks on this machine."""
     world_size: int
     """Number of ranks of the job."""
-    has_threads_set: bool
-    """Whether OMP_NUM_THREADS is set."""
     error_file: str | None = None
     """Where torchrun expects the reason of this rank's failure; None without torchrun."""
     run_id: str = ""
@@ -73,7 +71,6 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
         local_rank=number("LOCAL_RANK", rank),
         ranks_on_host=max(1, number("LOCAL_WORLD_SIZE", number("WORLD_SIZE", 1))),
         world_size=number("WORLD_SIZE", 1),
-        has_threads_set="OMP_NUM_THREADS" in environment,
         error_file=environment.get(_ERROR_FILE),
         run_id=environment.get(_RUN_ID, ""),
     )
