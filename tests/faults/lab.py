@@ -42,7 +42,7 @@ LAYOUTS = {
 KINDS = {
     "raise": tuple(PLACES),
     "kill": tuple(PLACES),
-    "stop": ("pass", "step"),
+    "stop": ("pass",),
     "hang": ("pass",),
 }
 """What a rank does to itself, and where."""

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="sends signals and reads /proc"),
     pytest.mark.claims(
         "Long runs",
-        "a rank that raises or is killed anywhere in a loop, or hangs or is stopped in a pass or a step: it is named, the others "
+        "a rank that raises or is killed anywhere in a loop, or hangs or is stopped in a pass: it is named, the others "
         "log their op or message, and the job ends (`make test-faults`: [the fault laboratory](reliability.md)); so on two "
         "hosts, which are two launchers on one machine",
         "works; **not run on a GPU, nor on several machines**",
