@@ -46,6 +46,8 @@ _log = logging.getLogger(__name__)
 
 _GRACE_S = 5.0
 """Seconds that a named rank gives the others to log what they do, and that a main thread has to notice another rank's failure."""
+_AFTER_REASON_S = 0.5
+"""Seconds after which ranks log what they do: below the reason, which one of each machine logs."""
 _AFTERWARDS_S = 3.0
 """Seconds that the other ranks wait after the named one has left: torchrun shows the rank that was the first to exit."""
 _FIRST_FRACTION = 0.9
@@ -210,6 +212,8 @@ class Watchdog:
         else:
             if is_first_here(self._store, self._host):
                 _log.error("stuck: %s (--zero-bubble-watchdog-seconds %g)", failure.line, self._limit_s)
+            else:
+                time.sleep(_AFTER_REASON_S)
             _log.error("stuck: rank %d %s", self._rank, _position(beat))
             write_error_file(self._error_file, failure.line)
             time.sleep(_GRACE_S if failure.rank == self._rank else _GRACE_S + _AFTERWARDS_S)
