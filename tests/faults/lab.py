@@ -99,6 +99,7 @@ def run(trial: Trial, folder: Path) -> Outcome:
     with Host(["--standalone", f"--nproc-per-node={num_ranks}"], flags(trial.layout), folder / "screen", fault=fault) as host:
         code, ended, screen = host.wait(), time.time(), host.screen
         assert code != 0, f"{trial}: the job ended as if nothing had happened\n{screen}"
+        assert note.exists(), f"{trial}: the job failed by itself\n{screen}"
         cause = screen[screen.index("Root Cause") :] if "Root Cause" in screen else ""
         names = (f"rank      : {trial.rank} ", f"rank {trial.rank} ", f"pipeline rank {trial.rank}")
         return Outcome(

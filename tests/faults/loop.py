@@ -18,4 +18,4 @@ if __name__ == "__main__":
     fault = fault_of_job()
     if fault is not None:
         spoil(example, fault)
-    example.train(example.parse())
+    example.train(example.parse(None))
