@@ -16,7 +16,6 @@ from megatron.zerobubble.plan.registry import build_plan
 from tests.faults import lab
 
 NUM = int(os.environ.get("ZB_TEST_FAULTS_NUM", "30"))
-DOCS = Path(__file__).parents[2] / "docs"
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="sends signals and reads /proc"),
@@ -85,8 +84,3 @@ def test_what_one_host_refuses_ends_the_other_one_with_the_same_reason(tmp_path:
             assert host.wait() != 0
             line = "ranks were not given the same: max_pending_backward is None on node0 (rank 0) and 3 on node1 (rank 1)"
             assert line in host.screen[host.screen.index("Root Cause") :], host.screen
-
-
-def test_the_page_has_what_was_measured() -> None:
-    """As `python -m tests.faults.lab docs/benchmarks/data/fault_trials.jsonl` prints it."""
-    assert lab.table(DOCS / "benchmarks/data/fault_trials.jsonl") in (DOCS / "reliability.md").read_text()
