@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 FAULT, HOST = "ZB_TEST_FAULT", "ZB_TEST_HOST"
@@ -55,7 +54,7 @@ def _failing(function: Callable[..., Any], fault: dict[str, Any]) -> Callable[..
     return call
 
 
-def spoil(example: ModuleType, fault: dict[str, Any]) -> None:
+def spoil(example: Any, fault: dict[str, Any]) -> None:
     """Let this rank fail in the example, if the fault is its own."""
     if fault["rank"] != int(os.environ["RANK"]):
         return
