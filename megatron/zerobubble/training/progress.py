@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.zerobubble.errors import ExecutionError
+from megatron.zerobubble.errors import ConfigError, ExecutionError
 
 __all__ = ["Iteration", "Progress", "mean_losses"]
 
@@ -48,12 +48,12 @@ class Iteration:
 
 
 def mean_losses(totals: torch.Tensor) -> list[float]:
-    """Mean losses per token, NaN where no token counts, from [n, 2] loss sums and token counts of this rank. All ranks call it.
+    """Mean losses per token, 0 where no token counts, from [n, 2] loss sums and token counts of this rank. All ranks call it.
 
     One all-reduce over the world serves every layout: ranks that hold equal sums and counts leave their ratio unchanged.
     """
     dist.all_reduce(totals)
-    return [loss / tokens if tokens else math.nan for loss, tokens in totals.tolist()]
+    return [loss / tokens if tokens else 0.0 for loss, tokens in totals.tolist()]
 
 
 class Progress:
@@ -63,6 +63,9 @@ class Progress:
         args: the flags.
         schedule: name of the schedule, for the JSON lines.
         start: iterations done by earlier runs; above 0 an existing file of JSON lines is continued.
+
+    Raises:
+        ConfigError: the file cannot be written.
     """
 
     def __init__(self, args: argparse.Namespace, schedule: str, *, start: int) -> None:
@@ -70,9 +73,12 @@ class Progress:
         self._schedule = schedule
         self._pending: list[Iteration] = []
         self._file = None if args.metrics_jsonl is None or not _writes() else Path(args.metrics_jsonl)
-        if self._file is not None:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            self._file.open("a" if start else "w").close()
+        try:
+            if self._file is not None:
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                self._file.open("a" if start else "w").close()
+        except OSError as error:
+            raise ConfigError(f"--metrics-jsonl {self._file} cannot be written: {error.strerror}") from error
 
     def add(self, iteration: Iteration) -> None:
         """Add an iteration, to be written by the next `log`."""
