@@ -34,14 +34,14 @@ from megatron.core.transformer.module import Float16Module
 from megatron.zerobubble.job.launch import read_launch
 from megatron.zerobubble.mcore.compat import define_missing_te_gemm
 from megatron.zerobubble.overlay import schedule_of
-from megatron.zerobubble.training import progress
+from megatron.zerobubble.training import run_log
 from megatron.zerobubble.training.arguments import parse_arguments
 from megatron.zerobubble.training.checkpoint.save_load import load_checkpoint, save_checkpoint, starting_point
 from megatron.zerobubble.training.checkpoint.state import Trained
 from megatron.zerobubble.training.configs import Configs
 from megatron.zerobubble.training.data import build_datasets, check_dataset, chunk_reads, iterators, next_batch, proportions
 from megatron.zerobubble.training.models.layer_specs import mtp_layers, stage_layers
-from megatron.zerobubble.training.progress import Iteration, Progress, mean_losses
+from megatron.zerobubble.training.run_log import LoggedIteration, RunLog, mean_losses
 from megatron.zerobubble.training.tokenizer import build_tokenizer
 
 __all__ = ["main"]
@@ -88,7 +88,7 @@ def _set_up_logging(*, is_first: bool, is_last: bool) -> None:
     logging.getLogger("torch").setLevel(logging.WARNING)
     if not is_first:
         logging.getLogger("megatron.zerobubble").setLevel(logging.WARNING)
-        logging.getLogger(progress.__name__).setLevel(logging.INFO if is_last else logging.WARNING)
+        logging.getLogger(run_log.__name__).setLevel(logging.INFO if is_last else logging.WARNING)
         warnings.simplefilter("ignore")  # the first rank prints the same ones
 
 
@@ -229,23 +229,23 @@ class Trainer:
     def train(self) -> None:
         """Iterate, evaluate, save and log. All ranks must call this."""
         args = self.args
-        self.progress = Progress(args, self.schedule, start=self.iteration)
+        self.log = RunLog(args, self.schedule, start=self.iteration)
         _log.info("%s", self._description())
         data = self._batches(self.train_samples, consumed=self.iteration * args.global_batch_size)
         is_last = self.iteration >= args.train_iters
         while not is_last:
-            self.progress.add(self.iterate(data))
+            self.log.add(self.iterate(data))
             is_last = self.stop.is_due(self.iteration) or self.iteration == args.train_iters
             evaluates = args.eval_iters and (is_last or self.iteration % args.eval_interval == 0)
             saves = args.save and (is_last or (args.save_interval and self.iteration % args.save_interval == 0))
             loss = self.evaluate() if evaluates and not self.stop.is_urgent else None
             if is_last or saves or loss is not None or self.iteration % args.log_interval == 0:
-                self.progress.log(validation_loss=loss)
+                self.log.log(validation_loss=loss)
             if saves:
                 save_checkpoint(args.save, self.trained, iteration=self.iteration, run=self.run)
         _log.info("done: %d iterations", self.iteration)
 
-    def iterate(self, data: Any) -> Iteration:
+    def iterate(self, data: Any) -> LoggedIteration:
         """One iteration: all passes and the optimizer step."""
         begin = time.perf_counter()
         self._zero_gradients()
@@ -256,7 +256,7 @@ class Trainer:
         if is_stepped:
             self.scheduler.step(increment=self.args.global_batch_size)
         self.iteration += 1
-        return Iteration(
+        return LoggedIteration(
             number=self.iteration,
             loss=loss,
             is_stepped=bool(is_stepped),

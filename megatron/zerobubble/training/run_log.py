@@ -22,13 +22,13 @@ import torch.distributed as dist
 
 from megatron.zerobubble.errors import ConfigError, ExecutionError
 
-__all__ = ["Iteration", "Progress", "mean_losses"]
+__all__ = ["LoggedIteration", "RunLog", "mean_losses"]
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Iteration:
+class LoggedIteration:
     """One iteration on this rank."""
 
     number: int
@@ -56,7 +56,7 @@ def mean_losses(totals: torch.Tensor) -> list[float]:
     return [loss / tokens if tokens else 0.0 for loss, tokens in totals.tolist()]
 
 
-class Progress:
+class RunLog:
     """Collects iterations and logs them. Every rank has one; the last one writes.
 
     Args:
@@ -71,7 +71,7 @@ class Progress:
     def __init__(self, args: argparse.Namespace, schedule: str, *, start: int) -> None:
         self._args = args
         self._schedule = schedule
-        self._pending: list[Iteration] = []
+        self._pending: list[LoggedIteration] = []
         self._file = None if args.metrics_jsonl is None or not _writes() else Path(args.metrics_jsonl)
         try:
             if self._file is not None:
@@ -80,7 +80,7 @@ class Progress:
         except OSError as error:
             raise ConfigError(f"--metrics-jsonl {self._file} cannot be written: {error.strerror}") from error
 
-    def add(self, iteration: Iteration) -> None:
+    def add(self, iteration: LoggedIteration) -> None:
         """Add an iteration, to be written by the next `log`."""
         self._pending.append(iteration)
 
@@ -114,7 +114,7 @@ class Progress:
                     "smaller --lr, --clip-grad or --bf16 may help; --no-check-for-nan-in-loss-and-grad trains on"
                 )
 
-    def _line(self, iterations: list[Iteration], losses: list[float]) -> str:
+    def _line(self, iterations: list[LoggedIteration], losses: list[float]) -> str:
         args, last = self._args, iterations[-1]
         seconds = sum(each.seconds for each in iterations) / len(iterations)
         good = [loss for each, loss in zip(iterations, losses, strict=True) if each.is_stepped and math.isfinite(loss)]
@@ -138,7 +138,7 @@ class Progress:
             ]
         )
 
-    def _fields(self, iteration: Iteration, loss: float) -> dict[str, Any]:
+    def _fields(self, iteration: LoggedIteration, loss: float) -> dict[str, Any]:
         return {
             "iteration": iteration.number,
             "loss": loss,
