@@ -31,7 +31,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
-from megatron.zerobubble.job.launch import read_launch
+from megatron.zerobubble.job.launch import master, read_launch
 from megatron.zerobubble.mcore.compat import define_missing_te_gemm
 from megatron.zerobubble.overlay import schedule_of
 from megatron.zerobubble.training import run_log
@@ -97,7 +97,10 @@ def _initialize(configs: Configs, *, local_rank: int) -> None:
     args, config = configs.args, configs.model
     torch.cuda.set_device(local_rank)
     backend = args.distributed_backend or ("gloo" if args.on_cpu else "nccl")
-    dist.init_process_group(backend, timeout=timedelta(minutes=args.distributed_timeout_minutes))
+    alone: dict[str, Any] = {}
+    if master() is None:  # without torchrun
+        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+    dist.init_process_group(backend, timeout=timedelta(minutes=args.distributed_timeout_minutes), **alone)
     atexit.register(_destroy_groups)  # a schedule writes its trace after the script has ended
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
