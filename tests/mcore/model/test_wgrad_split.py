@@ -215,7 +215,6 @@ def test_logits_come_in_the_dtype_that_the_output_layer_is_asked_for(four_ranks:
     "Layers",
     "the flex dispatcher with NCCL EP's zero copy; on a rank with all experts; without the package",
     "rejected",
-    also=("training/config/test_model_flags.py",),
 )
 @pytest.mark.claims("Layers", "CPU and activation offloading with our schedules", "rejected")
 @pytest.mark.claims(
