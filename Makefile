@@ -15,9 +15,8 @@ USE_MCORE := tests/mcore tests/optimizer tests/training tests/bench tests/job
 TE_OLDEST := 2.8.0
 TE_NEWEST := 2.20.2
 USE_TE := tests/wgrad/test_deferring.py tests/mcore/model/test_engine.py
-# Faults that make test-faults and make test-hosts draw
+# Faults that make test-faults draws
 FAULTS ?= 30
-HOSTS_FAULTS ?= 60
 # For make playground: PLAYGROUND="--port 9000 --open"
 PLAYGROUND ?=
 SOURCES := megatron tools tests pretrain_gpt.py
@@ -27,7 +26,7 @@ PYTEST  := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loads
 QUICK   := not gpu and not slow
 
 .DEFAULT_GOAL := help
-.PHONY: te-python resiliency test-frameworks help setup data train lint format type test test-slow test-te test-faults test-hosts test-releases gpu-hour gpu-rehearsal bench playground check-upstream docs dist wheels clean
+.PHONY: te-python resiliency test-frameworks help setup data train lint format type test test-slow test-te test-faults test-releases gpu-hour gpu-rehearsal bench playground check-upstream docs dist wheels clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -103,13 +102,7 @@ test-frameworks: setup te-python $(FRAMEWORKS)  ## Megatron-Bridge from PyPI, un
 test-faults: setup  ## the fault laboratory: FAULTS=30 faults at random moments of real jobs, and a table of what became of them
 	rm -f fault-trials.jsonl
 	ZB_TEST_FAULTS=$(abspath fault-trials.jsonl) ZB_TEST_FAULTS_NUM=$(FAULTS) $(BIN)/python -m pytest -n 0 -v tests/faults -m "not gpu"
-	$(BIN)/python -m tests.faults.report fault-trials.jsonl
-
-test-hosts: setup  ## the laboratory of hosts: HOSTS_FAULTS=60 faults of hosts in real jobs, and a table; needs root and ip netns
-	rm -f host-trials.jsonl
-	folder="$$($(BIN)/python -m tools.releases path $(or $(MCORE),0.19.2))" && PYTHONPATH="$$folder" \
-	  ZB_TEST_FAULTS=$(abspath host-trials.jsonl) ZB_TEST_HOSTS_NUM=$(HOSTS_FAULTS) $(BIN)/python -m pytest -n 0 -v tests/hosts -m ""
-	$(BIN)/python -m tests.faults.report host-trials.jsonl
+	$(BIN)/python -m tests.faults.lab fault-trials.jsonl
 
 test-releases: setup te-python resiliency  ## a smoke test on each supported release of megatron-core, and a sample of all tests on the other end
 	$(BIN)/python -m tools.releases smoke --workers $(TEST_WORKERS)

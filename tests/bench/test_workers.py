@@ -36,7 +36,7 @@ class Request:
 
 
 def launch(rank: int = 0, world_size: int = 1) -> Launch:
-    return Launch(rank=rank, local_rank=rank, ranks_on_host=world_size, world_size=world_size, has_threads_set=True)
+    return Launch(rank=rank, local_rank=rank, ranks_on_host=world_size, world_size=world_size)
 
 
 def one(run: Run, folder: Path, *, number: int = 0, tick: Callable[[], None] = lambda: None) -> Any:

@@ -1,42 +1,52 @@
 """Trials of the fault laboratory: one fault in one job, and the promises of docs/reliability.md checked afterwards.
 
-The jobs are real: torchrun, real process groups, checkpoints on disk. A trial is drawn from a seed, so that it can be repeated.
+The jobs are real: torchrun, one per host, and real process groups. A trial is drawn from a seed, so that it can be repeated. The
+hosts are names that ranks give themselves.
+
+`python -m tests.faults.lab FILE` prints the trials in a file as a table.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import random
 import re
+import signal
+import socket
 import subprocess
 import sys
-import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.faults.inject import PHASES, Fault
-from tests.training.launch import ROOT, TIMEOUT_S, TINY_BATCH, TINY_MODEL, environment, launch_warm
+from tests.faults.job import FAULT, HOST, PLACES
+from tests.training.launch import ROOT, TIMEOUT_S, environment
 
-JOB = Path(__file__).parent / "job.py"
-WATCHDOG_S = 10.0
-PROMISED_S = WATCHDOG_S + 40.0
+WATCHDOG_S = 5.0
+PROMISED_S = WATCHDOG_S + 50.0
 """Seconds from a fault to the end of the job."""
+_MODEL = ["--num-layers", "4", "--hidden-size", "16", "--num-attention-heads", "2"]
+_MODEL += ["--train-iters", "4", "--num-microbatches", "4"]
+_V = ["--zero-bubble-v-schedule", "--enable-optimizer-post-validation", "--virtual-pipeline-model-parallel-size", "2"]
 LAYOUTS = {
     "zb-h1-p2": (2, ["--enable-zero-bubble"]),
-    "zbv-p2": (2, ["--zero-bubble-v-schedule", "--enable-optimizer-post-validation"]),
+    "zbv-p2": (2, _V),
     "zb-h1-p4": (4, ["--enable-zero-bubble"]),
-    "stock-p2": (2, []),
+    "stock-p2": (2, ["--zero-bubble-schedule", "stock"]),
 }
-_CULPRIT = re.compile(
-    r"stuck: ranks (\d+) and (\d+) |stuck: rank (\d+) |rank (\d+) failed|rank \d+ stops.*: rank (\d+) \("
-    r"|error: .* cannot be written: rank (\d+):"
-)
-NUM_ITERATIONS = 6
-KINDS = ("raise", "kill", "stop", "cut", "full")
+KINDS = {
+    "raise": tuple(PLACES),
+    "kill": tuple(PLACES),
+    "stop": ("pass",),
+    "hang": ("pass",),
+}
+"""What a rank does to itself, and where."""
+_CULPRIT = re.compile(r"stuck: rank (\d+) |rank (\d+) failed|rank \d+ stops.*?: rank (\d+) \(")
 
 
 @dataclass(frozen=True)
@@ -44,10 +54,10 @@ class Trial:
     """One fault in one job."""
 
     kind: str
-    phase: str
+    place: str
     layout: str
     rank: int
-    after_ms: float
+    call: int
 
 
 @dataclass(frozen=True)
@@ -57,157 +67,166 @@ class Outcome:
     trial: Trial
     seconds: float
     """From the fault to the end of the job."""
-    named: tuple[int, ...]
-    """Ranks that the first line names, or that torchrun names where no rank wrote one."""
-    expected: tuple[int, ...]
-    """The rank with the fault; with a cut link, both."""
-    root_cause: int
-    """The rank that torchrun takes for the first failure."""
+    named: int
+    """The rank that the first line names, or that torchrun names where no rank wrote one."""
+    is_last: bool
+    """Whether torchrun's summary, at the end, names it, too."""
     num_left: int
     """Processes of the job that are still there."""
-    resumed_at: int
-    """Iteration of the newest checkpoint, from which the job went on; 0: there was none yet."""
-    has_same_losses: bool
-    """Whether the job that went on has the losses of the undisturbed one, bit for bit."""
 
     @property
     def is_as_promised(self) -> bool:
         """All promises but the time, which depends on the machine."""
-        # A checkpoint that cannot be written fails on all ranks at once, with the reason of the one.
-        is_root = self.root_cause in self.expected or self.trial.kind == "full"
-        named = self.named == self.expected and is_root
-        return named and self.num_left == 0 and self.has_same_losses
+        return self.named == self.trial.rank and self.is_last and self.num_left == 0
 
 
 def drawn(seed: str) -> Trial:
     """The trial of a seed."""
     generator = random.Random(seed)
-    layout = generator.choice(list(LAYOUTS))
-    kind = generator.choice(KINDS)
-    phase = "saves" if kind == "full" else generator.choice(list(PHASES))
-    rank = 0 if kind == "full" and generator.random() < 0.5 else generator.randrange(LAYOUTS[layout][0])
-    after_ms = 0.0 if kind == "full" or phase == "leaves" else generator.choice([0.0, generator.uniform(0.0, 60.0)])
-    return Trial(kind, phase, layout, rank, after_ms)
-
-
-def run(trial: Trial, folder: Path) -> Outcome | None:
-    """Run a job with the fault, then let it go on without. None: the job was over before the moment of the fault, or before
-    another message came over the link that was cut."""
-    note = folder / "note"
-    num_ranks, flags = LAYOUTS[trial.layout]
-    fault = Fault(trial.kind, trial.rank, trial.phase, trial.after_ms, str(note))
-    marker = f"ZB_TEST_TRIAL={folder}"
-    done = started(flags_of(folder, flags, num_ranks), num_ranks, fault, ZB_TEST_TRIAL=str(folder))
-    ended = time.time()
-    if not note.exists() or (trial.kind == "cut" and done.returncode == 0):
-        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-        assert losses_of(folder) == _undisturbed(trial.layout), "a fault that happened to nobody changes nothing"
-        return None
-    assert done.returncode != 0, f"{trial}: the job ended as if nothing had happened\n{done.stdout}"
-    when, _, *other = note.read_text().split()
-    resumed_at, losses = go_on(folder, flags_of(folder, flags, num_ranks), num_ranks)
-    return Outcome(
-        trial=trial,
-        seconds=round(ended - float(when), 1),
-        named=_named(done.stdout, done.stderr),
-        expected=tuple(sorted({trial.rank, *map(int, other)})),
-        root_cause=_root_cause(done.stderr),
-        num_left=_num_processes(marker),
-        resumed_at=resumed_at,
-        has_same_losses=losses == _undisturbed(trial.layout),
-    )
-
-
-def flags_of(folder: Path, flags: list[str], num_ranks: int) -> list[str]:
-    """The flags of a job that saves, and goes on, in a folder."""
-    saved = str(folder / "saved")
-    return [
-        *TINY_MODEL,
-        *TINY_BATCH,
-        *flags,
-        *("--mock-data", "--pipeline-model-parallel-size", str(num_ranks)),
-        *("--train-iters", str(NUM_ITERATIONS), "--eval-iters", "1", "--eval-interval", "3", "--save", saved, "--load", saved),
-        *("--save-interval", "2", "--metrics-jsonl", str(folder / "metrics.jsonl"), "--clip-grad", "0.5"),
-        *("--distributed-timeout-minutes", "1", "--zero-bubble-watchdog-seconds", str(WATCHDOG_S)),
-    ]
-
-
-def started(flags: list[str], num_ranks: int, fault: Fault, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a job with a fault. Its output goes to files: a process that is left behind must not keep a pipe open."""
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    variables = environment(**fault.environment(), **variables)
-    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
-        done = subprocess.run(
-            [*start, str(JOB), *flags], stdout=stdout, stderr=stderr, timeout=TIMEOUT_S, check=False, env=variables, cwd=ROOT
-        )
-        said = [(file.seek(0), file.read())[1] for file in (stdout, stderr)]
-    return subprocess.CompletedProcess(done.args, done.returncode, *said)
-
-
-@functools.cache
-def _undisturbed(layout: str) -> dict[int, float]:
-    """The losses of a job without a fault."""
+    kind = generator.choice(list(KINDS))
+    place = generator.choice(KINDS[kind])
+    layout = generator.choice([name for name in LAYOUTS if name != "stock-p2" or kind in ("raise", "kill")])
     num_ranks, flags = LAYOUTS[layout]
-    with tempfile.TemporaryDirectory() as name:
-        losses = go_on(Path(name), flags_of(Path(name), flags, num_ranks), num_ranks)[1]
-    assert sorted(losses) == list(range(1, NUM_ITERATIONS + 1))
-    return losses
+    last = {"start": 1, "build": 1, "pass": 16 * (2 if flags == _V else 1), "step": 4, "between": 4}[place]
+    first = 1 if kind in ("raise", "kill") else 1 + last // 4  # no alarm comes in a first iteration
+    return Trial(kind, place, layout, generator.randrange(num_ranks), generator.randint(first, last))
 
 
-def losses_of(folder: Path) -> dict[int, float]:
-    """The last loss of each iteration. A job that has nothing left to train writes one more line, with a validation loss."""
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return {fields["iteration"]: fields["loss"] for fields in lines if "loss" in fields}
+def run(trial: Trial, folder: Path) -> Outcome:
+    """Run a job with the fault."""
+    note, num_ranks = folder / "note", LAYOUTS[trial.layout][0]
+    fault = {"kind": trial.kind, "place": trial.place, "rank": trial.rank, "call": trial.call, "note": str(note)}
+    with Host(["--standalone", f"--nproc-per-node={num_ranks}"], flags(trial.layout), folder / "screen", fault=fault) as host:
+        code, ended, screen = host.wait(), time.time(), host.screen
+        assert code != 0, f"{trial}: the job ended as if nothing had happened\n{screen}"
+        assert note.exists(), f"{trial}: the job failed by itself\n{screen}"
+        cause = screen[screen.index("Root Cause") :] if "Root Cause" in screen else ""
+        names = (f"rank      : {trial.rank} ", f"rank {trial.rank} ", f"pipeline rank {trial.rank}")
+        return Outcome(
+            trial=trial,
+            seconds=round(ended - float(note.read_text()), 1),
+            named=_named(screen, cause),
+            is_last=any(name in cause for name in names),
+            num_left=host.num_left(),
+        )
 
 
-def go_on(folder: Path, flags: list[str], num_ranks: int) -> tuple[int, dict[int, float]]:
-    """Start a job, again or for the first time; (iteration from which it goes on, its losses)."""
-    tracker = folder / "saved" / "latest_checkpointed_iteration.txt"
-    begin = int(tracker.read_text()) if tracker.exists() else 0
-    done = launch_warm(flags, num_ranks=num_ranks, script=JOB)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return begin, losses_of(folder)
+def flags(layout: str) -> list[str]:
+    """The flags of a job."""
+    num_ranks, own = LAYOUTS[layout]
+    watchdog = [] if layout == "stock-p2" else ["--zero-bubble-watchdog-seconds", str(WATCHDOG_S)]
+    return [*_MODEL, "--pipeline-model-parallel-size", str(num_ranks), *own, *watchdog]
 
 
-def _named(stdout: str, stderr: str) -> tuple[int, ...]:
-    """Ranks that the first line about the failure names."""
-    for line in [*stdout.splitlines(), *stderr.splitlines()]:
+class Host:
+    """A torchrun and its ranks. Nothing of them is left at the end of the context.
+
+    Args:
+        torchrun: its flags.
+        flags: of the job.
+        screen: file with what it prints: a process that is left behind must not keep a pipe open.
+        fault: see `job`.
+        name: that its ranks give it; None: that of this machine.
+    """
+
+    def __init__(
+        self, torchrun: list[str], flags: list[str], screen: Path, *, fault: dict[str, Any] | None = None, name: str | None = None
+    ) -> None:
+        self._file, self._marker = screen, f"ZB_TEST_SCREEN={screen}"
+        variables = {"ZB_TEST_SCREEN": str(screen)}
+        variables |= {} if fault is None else {FAULT: json.dumps(fault)}
+        variables |= {} if name is None else {HOST: name}
+        start = [sys.executable, "-m", "torch.distributed.run", *torchrun, "-m", "tests.faults.job", *flags]
+        with screen.open("w") as file:
+            self._process = subprocess.Popen(start, stdout=file, stderr=file, env=environment(**variables), cwd=ROOT)
+
+    def __enter__(self) -> Host:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    @property
+    def screen(self) -> str:
+        """What it has printed."""
+        return self._file.read_text(errors="replace")
+
+    def wait(self) -> int:
+        """Wait for torchrun; its exit code."""
+        return self._process.wait(TIMEOUT_S)
+
+    def kill(self) -> None:
+        """Kill torchrun and its ranks, as when the host loses its power."""
+        for pid in self._pids():
+            os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+
+    def num_left(self) -> int:
+        """Processes that are left, after a moment to end."""
+        until = time.monotonic() + 5.0
+        while (count := len(self._pids())) and time.monotonic() < until:
+            time.sleep(0.25)
+        return count
+
+    def _pids(self) -> list[int]:
+        return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal() and self._has(path)]
+
+    def _has(self, process: Path) -> bool:
+        try:
+            is_zombie = (process / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+            return not is_zombie and self._marker in (process / "environ").read_text().split("\0")
+        except (OSError, UnicodeDecodeError):
+            return False
+
+
+@contextmanager
+def two_hosts(folder: Path, flags_of_hosts: list[list[str]], *, fault: dict[str, Any] | None = None) -> Iterator[list[Host]]:
+    """A job of one rank on each of two hosts, node0 and node1, with a static rendezvous at the first."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torchrun = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    hosts = []
+    try:
+        for number, each in enumerate(flags_of_hosts):
+            screen = folder / f"screen{number}"
+            hosts.append(Host([*torchrun, f"--node-rank={number}"], each, screen, fault=fault, name=f"node{number}"))
+        yield hosts
+    finally:
+        for host in hosts:
+            host.kill()
+
+
+def _named(screen: str, cause: str) -> int:
+    for line in screen.splitlines():
         found = _CULPRIT.match(line)
         if found:
-            return tuple(sorted(int(each) for each in found.groups() if each is not None))
-    return (_root_cause(stderr),)
-
-
-def _root_cause(stderr: str) -> int:
-    found = re.search(r"Root Cause.*?rank +: (\d+)", stderr, re.DOTALL)
-    assert found, stderr
+            return int(next(each for each in found.groups() if each is not None))
+    found = re.search(r"rank +: (\d+)", cause)
+    assert found, screen
     return int(found[1])
 
 
-def _num_processes(marker: str) -> int:
-    """Processes whose environment has the marker, after a moment to end."""
-    count = 0
-    for _ in range(20):
-        count = sum(_has(process, marker) for process in Path("/proc").iterdir() if process.name.isdecimal())
-        if count == 0:
-            break
-        time.sleep(0.25)
-    return count
-
-
-def _has(process: Path, marker: str) -> bool:
-    try:
-        is_zombie = (process / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
-        return not is_zombie and marker in (process / "environ").read_text().split("\0")
-    except (OSError, UnicodeDecodeError):
-        return False
-
-
-def record(outcome: Any) -> None:
-    """Add a trial, a dataclass, to the file in ZB_TEST_FAULTS, if there is one, with what its properties say."""
+def record(outcome: Outcome) -> None:
+    """Add a trial to the file in ZB_TEST_FAULTS, if there is one."""
     file = os.environ.get("ZB_TEST_FAULTS")
     if file:
-        said = {name: getattr(outcome, name) for name, value in vars(type(outcome)).items() if isinstance(value, property)}
-        numbers = {name: value for name, value in said.items() if isinstance(value, int | float)}
         with Path(file).open("a") as lines:
-            lines.write(json.dumps(asdict(outcome) | numbers) + "\n")
+            lines.write(json.dumps(asdict(outcome) | {"is_as_promised": outcome.is_as_promised}) + "\n")
+
+
+def table(file: Path) -> str:
+    """Markdown: per kind of fault the number of trials, how many were as promised, and the seconds to the end of the job."""
+    trials: Mapping[str, list[Any]] = defaultdict(list)
+    for outcome in map(json.loads, file.read_text().splitlines()):
+        trials[outcome["trial"]["kind"]].append(outcome)
+    lines = ["| fault | trials | as promised | places | seconds to the end, median and most |", "|---|---|---|---|---|"]
+    for kind, outcomes in sorted(trials.items()):
+        good, places = sum(each["is_as_promised"] for each in outcomes), len({each["trial"]["place"] for each in outcomes})
+        seconds = sorted(each["seconds"] for each in outcomes)
+        lines.append(f"| {kind} | {len(outcomes)} | {good} | {places} | {seconds[len(seconds) // 2]:.1f}, {seconds[-1]:.1f} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(table(Path(sys.argv[1])) + "\n")

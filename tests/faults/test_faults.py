@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from megatron.zerobubble.plan.registry import build_plan
 from tests.faults import lab
 
 NUM = int(os.environ.get("ZB_TEST_FAULTS_NUM", "30"))
@@ -19,9 +21,10 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="sends signals and reads /proc"),
     pytest.mark.claims(
         "Long runs",
-        "a rank that is stopped, stuck, killed, cut off or slow, in any phase: it is named first, the others log their op, "
-        "message or phase, and the job ends (`make test-faults`: [the fault laboratory](reliability.md))",
-        "works",
+        "a rank that raises or is killed anywhere in a loop, or hangs or is stopped in a pass: it is named, the others "
+        "log their op or message, and the job ends (`make test-faults`: [the fault laboratory](reliability.md)); so on two "
+        "hosts, which are two launchers on one machine",
+        "works; **not run on a GPU, nor on several machines**",
         also=("job",),
     ),
 ]
@@ -30,30 +33,54 @@ pytestmark = [
 @pytest.mark.parametrize("number", range(NUM))
 @pytest.mark.sampled(1 / NUM)
 def test_a_fault_at_a_random_moment(number: int, tmp_path: Path) -> None:
-    """The culprit is named, nothing of the job is left, and it goes on from its newest checkpoint as if nothing had happened."""
-    trial = lab.drawn(f"{os.environ['ZB_TEST_SEED']} {number}")
-    outcome = lab.run(trial, tmp_path)
-    if outcome is None:
-        pytest.skip(f"the job was over before the moment of {trial}")
+    """The culprit is named, first and last, and nothing of the job is left."""
+    outcome = lab.run(lab.drawn(f"{os.environ['ZB_TEST_SEED']} {number}"), tmp_path)
     lab.record(outcome)
-    assert outcome.is_as_promised, outcome
+    assert outcome.is_as_promised, f"{outcome}\n{(tmp_path / 'screen').read_text()}"
     if "ZB_TEST_FAULTS" in os.environ:  # a time is not asserted where other tests run beside
         assert outcome.seconds <= lab.PROMISED_S, outcome
 
 
-@pytest.mark.slow
-def test_a_rank_that_is_stopped_when_the_others_are_done_is_named(tmp_path: Path) -> None:
-    outcome = lab.run(lab.Trial("stop", "leaves", "zb-h1-p2", rank=0, after_ms=0.0), tmp_path)
-    assert outcome is not None
-    assert outcome.is_as_promised, outcome
+FLAGS = lab.flags("zb-h1-p2")
+WAITING = {"kind": "hang", "place": "pass", "call": 9}
 
 
-@pytest.mark.slow
-def test_a_slow_rank_is_named_and_not_ended(tmp_path: Path) -> None:
-    num_ranks, flags = lab.LAYOUTS["zb-h1-p2"]
-    fault = lab.Fault("slow", 1, "passes", 0.0, str(tmp_path / "note"))
-    many = [*lab.flags_of(tmp_path, flags, num_ranks), "--train-iters", "60", "--save-interval", "1000"]
-    done = lab.started(many, num_ranks, fault)
-    assert done.returncode == 0, done.stderr
-    assert "rank 1 (" in done.stdout
-    assert "is slow: its passes take" in done.stdout
+@pytest.mark.parametrize(
+    ("lost", "line"),
+    [
+        (1, "rank 1 (process "),
+        (0, "the job's store on 127.0.0.1, port "),
+    ],
+    ids=["other", "of the store"],
+)
+@pytest.mark.sampled(0.1, group="whole jobs")
+def test_a_host_that_is_gone_is_named_on_the_other_one(lost: int, line: str, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    with lab.two_hosts(tmp_path, [FLAGS, FLAGS], fault=WAITING | {"rank": lost, "note": str(note)}) as hosts:
+        until = time.monotonic() + lab.TIMEOUT_S
+        while not note.exists():
+            assert time.monotonic() < until, hosts[lost].screen
+            time.sleep(0.05)
+        hosts[lost].kill()
+        assert hosts[1 - lost].wait() != 0
+        screen = hosts[1 - lost].screen
+    assert f"rank {1 - lost} stops while it waits" in screen, screen
+    assert line in screen[screen.index("Root Cause") :], screen
+
+
+def test_what_one_host_refuses_ends_the_other_one_with_the_same_reason(tmp_path: Path) -> None:
+    """A plan that only one of them has, as different plans do."""
+    plan = tmp_path / "plan.json"
+    plan.write_text(build_plan("zb-h1", num_ranks=2, num_microbatches=4).to_json())
+    given = [[*lab.flags("zb-h1-p2"), "--zero-bubble-load-plan", str(each)] for each in (plan, tmp_path / "missing.json")]
+    with lab.two_hosts(tmp_path, given) as hosts:
+        for host in hosts:
+            assert host.wait() != 0
+            assert "missing.json" in host.screen[host.screen.index("Root Cause") :], host.screen
+    given[1][-1] = str(plan)
+    given[1] += ["--zero-bubble-max-pending-backward", "3"]
+    with lab.two_hosts(tmp_path, given) as hosts:
+        for host in hosts:
+            assert host.wait() != 0
+            line = "ranks were not given the same: max_pending_backward is None on node0 (rank 0) and 3 on node1 (rank 1)"
+            assert line in host.screen[host.screen.index("Root Cause") :], host.screen

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,9 +19,10 @@ from megatron.zerobubble.errors import ConfigError, TransferError
 from megatron.zerobubble.job import failure
 from megatron.zerobubble.job.error_file import read_error_file
 from megatron.zerobubble.job.failure import JobGuard, RankFailure, first_to_fail, who_failed
-from megatron.zerobubble.job.heartbeats import Process, publish, this_process
+from megatron.zerobubble.job.heartbeats import publish, this_host
+from megatron.zerobubble.machine import process_state
 from megatron.zerobubble.runtime.watch import Doing
-from tests.job.test_verdict import WAITS, beat
+from tests.job.test_watchdog import WAITS, beat
 
 
 def _no_pause(seconds: float) -> None:
@@ -138,19 +138,16 @@ def test_a_rank_that_was_killed_is_named_by_those_that_lost_it(tmp_path: Path) -
     """Its process is gone, and it has recorded nothing."""
     store, said, left = torch.distributed.HashStore(), io.StringIO(), []
     gone = subprocess.Popen([sys.executable, "-c", "pass"])
-    process = replace(this_process(), pid=gone.pid, born="1")
     gone.wait()
-    publish(store, 1, replace(beat("saves", **WAITS), process=process))  # type: ignore[arg-type]
-    files = [tmp_path / str(rank) / "error.json" for rank in range(2)]
-    for file in files:
-        file.parent.mkdir()
+    publish(store, 1, beat("saves", **WAITS, host=this_host(), pid=gone.pid))  # type: ignore[arg-type]
+    file = tmp_path / "error.json"
     guard = JobGuard(
         store,  # type: ignore[arg-type]
         0,
         world_size=2,
         leave=left.append,
         stream=said,
-        error_file=str(files[0]),
+        error_file=str(file),
         pause=_no_pause,
     )
     with pytest.raises(TransferError), guard:
@@ -160,13 +157,13 @@ def test_a_rank_that_was_killed_is_named_by_those_that_lost_it(tmp_path: Path) -
         r"rank 0 stops: rank 1 \(process \d+ on \S+\) is gone, ended from outside; when last heard of, it saves\n",
         said.getvalue(),
     )
-    assert str(read_error_file(files[1])).startswith("rank 1 (process")
+    assert not file.exists(), "rank 1 failed first"
     recorded = who_failed(store)  # type: ignore[arg-type]
     assert recorded is not None
     assert recorded.rank == 1
 
 
-FAR = Process(host="node1 boot", pid=41, born="1")
+FAR = {"host": "node1 boot", "pid": 41}
 
 
 def lost(store: object, folder: Path, *, waits_for: int | None = None, count: Callable[[], object] = lambda: None) -> str:
@@ -202,7 +199,7 @@ def test_a_rank_of_another_machine_whose_heartbeats_end_is_named(
     """Rank 1, on that machine too, has ended its work."""
     store = torch.distributed.HashStore()
     for rank in (1, 2, 3):
-        publish(store, rank, beat("runs 2F0", process=FAR, is_last=rank == 1))  # type: ignore[arg-type]
+        publish(store, rank, beat("runs 2F0", **FAR, is_last=rank == 1))  # type: ignore[arg-type]
     assert lost(store, tmp_path, waits_for=waits_for) == (
         f"rank 0 stops while it waits: rank {named} (process 41 on node1) is gone with rank {other}, ended from outside; when "
         "last heard of, it runs 2F0\n"
@@ -213,7 +210,7 @@ def test_a_rank_of_another_machine_that_goes_on_is_not_named(tmp_path: Path) -> 
     store, beats = torch.distributed.HashStore(), itertools.count()
 
     def goes_on() -> None:
-        publish(store, 2, beat(process=FAR, count=next(beats)))  # type: ignore[arg-type]
+        publish(store, 2, beat(**FAR, count=next(beats)))  # type: ignore[arg-type]
 
     goes_on()
     assert lost(store, tmp_path, count=goes_on).startswith("rank 0 failed while it waits:\nTraceback")
@@ -221,7 +218,7 @@ def test_a_rank_of_another_machine_that_goes_on_is_not_named(tmp_path: Path) -> 
 
 def test_a_reason_from_another_machine_is_shown_once_on_each(tmp_path: Path) -> None:
     store = torch.distributed.HashStore()
-    first_to_fail(store, RankFailure(2, "no such dataset (rank 2 on node1 has ended)", FAR.host))  # type: ignore[arg-type]
+    first_to_fail(store, RankFailure(2, "no such dataset (rank 2 on node1 has ended)", "node1 boot"))  # type: ignore[arg-type]
     assert lost(store, tmp_path) == "rank 0 stops while it waits: no such dataset (rank 2 on node1 has ended)\n"
     assert report(ConfigError("no such dataset"), rank=1, store=store) == (
         [2],
@@ -254,3 +251,20 @@ def test_success_and_interrupts_pass() -> None:
     with pytest.raises(KeyboardInterrupt), JobGuard(torch.distributed.HashStore(), 0, leave=left.append):  # type: ignore[attr-defined]
         raise KeyboardInterrupt
     assert left == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_rank_that_leaves_at_once_leaves_nothing_running() -> None:
+    code = (
+        "import subprocess, sys\n"
+        "from megatron.zerobubble.job.exit import leave_now\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'])\n"
+        "print(child.pid, flush=True)\n"
+        "leave_now(3)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 3
+    until = time.monotonic() + 30.0
+    while (state := process_state(int(done.stdout))) is not None and not state.is_zombie:
+        assert time.monotonic() < until, "it was sent SIGKILL"
+        time.sleep(0.01)

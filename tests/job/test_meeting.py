@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -16,18 +18,16 @@ from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.job.meeting import Attempt, meet, refuse
 
 
-def launch(rank: int, *, num_ranks: int = 3, restart_count: int = 0) -> Launch:
-    return Launch(
-        rank=rank, local_rank=0, ranks_on_host=1, world_size=num_ranks, has_threads_set=True, restart_count=restart_count
-    )
+def launch(rank: int, *, num_ranks: int = 3) -> Launch:
+    return Launch(rank=rank, local_rank=0, ranks_on_host=1, world_size=num_ranks)
 
 
-def met(store: Any, ranks: range = range(3), *, timeout_s: float = 20.0, **fields: int) -> list[Any]:
+def met(store: Any, ranks: range = range(3), *, timeout_s: float = 20.0) -> list[Any]:
     """What `meet` returns or raises, per rank."""
 
     def one(rank: int) -> Attempt | str:
         try:
-            return meet(store, launch(rank, **fields), timeout_s=timeout_s)
+            return meet(store, launch(rank), timeout_s=timeout_s)
         except ConfigError as error:
             return str(error)
 
@@ -41,37 +41,21 @@ def test_every_attempt_has_a_name_of_its_own_and_all_the_same_job() -> None:
     attempts = [met(store) for _ in range(3)]
     for number, found in enumerate(attempts):
         assert found == [found[0]] * 3
-        assert (found[0].number, found[0].is_restart, found[0].is_known) == (number, number > 0, True)
+        assert (found[0].number, found[0].is_restart) == (number, number > 0)
     assert len({found[0].name for found in attempts}) == 3
     assert len({found[0].job for found in attempts}) == 1
-
-
-def test_a_new_store_makes_a_new_job_that_is_not_known() -> None:
-    first, second = met(dist.HashStore())[0], met(dist.HashStore(), restart_count=1)[0]
-    assert first.job != second.job
-    assert (second.number, second.is_known) == (1, False)
 
 
 def test_a_process_of_an_earlier_attempt_is_left_out() -> None:
     """Rank 1 has come, dies while rank 2 is missing, and another process comes as rank 1."""
     store = dist.HashStore()
     with ThreadPoolExecutor(4) as pool:
-        stale = pool.submit(meeting._follow, store, launch(1), meeting._Word("stale", "node1", ""), time.monotonic() + 0.3)
+        word = meeting._come(store, 1, reason="")
+        stale = pool.submit(meeting._follow, store, 1, word, time.monotonic() + 0.3)
         leader = pool.submit(meet, store, launch(0), timeout_s=20.0)
         assert stale.result() is None
         others = [pool.submit(meet, store, launch(rank), timeout_s=20.0) for rank in (1, 2)]
         assert {each.result().name for each in [leader, *others]} == {leader.result().name}
-
-
-def test_a_live_process_takes_its_rank_back_from_one_that_ends() -> None:
-    """In a job whose hosts change, a process of an earlier attempt may write after the one that replaces it."""
-    store = dist.HashStore()
-    with ThreadPoolExecutor(3) as pool:
-        own = pool.submit(meet, store, launch(1, num_ranks=2), timeout_s=20.0)
-        time.sleep(0.2)
-        meeting._arrive(store, 1, meeting._Word("late", "node9", ""))
-        leader = pool.submit(meet, store, launch(0, num_ranks=2), timeout_s=20.0)
-        assert own.result() == leader.result()
 
 
 @pytest.mark.parametrize("refusing", [0, 2])
@@ -92,7 +76,8 @@ def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     """Or come and go, as one that was killed."""
     monkeypatch.setattr(meeting, "_LINGER_S", 1.0)
     store = dist.HashStore()
-    meeting._arrive(store, 2, meeting._Word("gone", "node1", ""))
+    with mock.patch.object(socket, "gethostname", return_value="node1"):
+        meeting._come(store, 2, reason="")
     [line, _] = met(store, range(2), timeout_s=0.5)
     assert line.startswith("of 3 ranks these have not come: 2; the others are on ")
     assert "node1" not in line

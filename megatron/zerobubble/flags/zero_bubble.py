@@ -134,12 +134,11 @@ class ZeroBubbleConfig:
     second on."""
 
     zero_bubble_watchdog_seconds: float | None = None
-    """Watchdog timeout in seconds, from the first rendezvous to the end of the job: if nothing is heard of a rank for longer than
-    this, or it spends longer in one op or waiting for one message, the rank that holds up the job is named, every rank logs what
-    it is doing, and the job exits. The first iteration may take longer. 0 disables the watchdog. Default: half of
-    --distributed-timeout-minutes. In a training loop of your own it watches from the first call of the schedule on, and what the
-    loop does between two calls may take as long as it takes; default there: off, and half of the timeout of the process groups
-    under zerobubble run."""
+    """Watchdog timeout in seconds: if nothing is heard of a rank for longer than this, or it spends longer in one op or waiting for
+    one message, the rank that holds up the job is named, every rank logs what it is doing, and the job exits. The first iteration
+    may take longer. It watches from the first call of the schedule on; what the loop does between two calls may take as long as it
+    takes. 0 disables the watchdog. Default: half of the timeout of the process groups under zerobubble run, off in a loop that
+    calls install."""
 
     zero_bubble_torch_attention: bool = False
     """In a training loop of your own: replace megatron-core's own attention, which keeps the scores of every query and key, by

@@ -15,18 +15,17 @@ from pathlib import Path
 __all__ = ["read_error_file", "write_error_file"]
 
 
-def write_error_file(path: str | None, line: str, *, details: str | None = None, seconds_ago: int = 1) -> None:
+def write_error_file(path: str | None, line: str, *, details: str | None = None) -> None:
     """Write the reason of this rank's failure, in the form of torch's ErrorHandler.
 
     Args:
         path: the rank's file; None, without torchrun, writes nothing.
         line: the reason, in one line.
         details: shown by torchrun in place of it, such as a traceback.
-        seconds_ago: when it failed.
     """
     if not path:
         return
-    extra = {"py_callstack": details or line, "timestamp": str(int(time.time()) - seconds_ago)}
+    extra = {"py_callstack": details or line, "timestamp": str(int(time.time()) - 1)}
     with contextlib.suppress(OSError):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(f"{path}.new")

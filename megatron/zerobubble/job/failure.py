@@ -30,16 +30,14 @@ import torch
 
 from megatron.zerobubble.errors import TransferError, UserError
 from megatron.zerobubble.files import disk_error
-from megatron.zerobubble.job.answering_store import answering
 from megatron.zerobubble.job.error_file import write_error_file
 from megatron.zerobubble.job.exit import leave_now
-from megatron.zerobubble.job.heartbeats import Beat, is_gone, published, this_process
-from megatron.zerobubble.job.key_value_store import Store, read_value, typed
+from megatron.zerobubble.job.heartbeats import Beat, is_gone, published, this_host
+from megatron.zerobubble.job.key_value_store import Store, answered
 from megatron.zerobubble.job.launch import store_name
-from megatron.zerobubble.job.siblings import write_beside
 from megatron.zerobubble.runtime.watch import Doing
 
-__all__ = ["JobGuard", "RankFailure", "first_to_fail", "lost_a_peer", "who_failed"]
+__all__ = ["JobGuard", "RankFailure", "first_to_fail", "is_first_here", "lost_a_peer", "who_failed"]
 
 _KEY = "first_failure"
 _GRACE_S = 3.0
@@ -50,20 +48,22 @@ _LOOK_S, _LEAST_LOOKS = 0.2, 10
 _SILENT_BEATS = 3.5
 """Heartbeats that do not come before a rank of another machine counts as gone."""
 _NO_RANK = -1
-_STORE_S = 10.0
-"""Seconds in which the job's store has to answer."""
+_STORE_S = 20.0
+"""Seconds in which the job's store has to answer, looks included."""
 _LOST_PEER = ("connection closed", "connection reset", "broken pipe", "connection refused", "timed out", "nccl", "gloo")
 """Parts of the error messages that process groups raise when a peer is gone."""
 
 
 class RankFailure(NamedTuple):
-    """A rank that failed."""
+    """A rank that failed, or holds up the job."""
 
     rank: int
     line: str
-    """Its reason, in one line."""
+    """The reason, in one line."""
     host: str
-    """Its machine, as in `heartbeats.Process`."""
+    """Its machine, as `heartbeats.this_host` names it."""
+    is_hang: bool = False
+    """Whether it makes no progress; else it has ended, or is about to."""
 
 
 class JobGuard:
@@ -76,7 +76,7 @@ class JobGuard:
         stream: where to print the report; None: standard error.
         error_file: where torchrun expects the reason of this rank's failure; None without torchrun.
         pause: waits for some seconds.
-        world_size: number of ranks that publish beats; 0: none do.
+        world_size: number of ranks that publish heartbeats; 0: none do.
     """
 
     def __init__(
@@ -90,10 +90,8 @@ class JobGuard:
         pause: Callable[[float], object] = time.sleep,
         world_size: int = 0,
     ) -> None:
-        self._store = answering(store, _STORE_S)
-        self._world_size = world_size
-        self._rank = rank
-        self._host = this_process().host
+        self._store, self._rank, self._world_size = store, rank, world_size
+        self._host = this_host()
         self._leave = leave
         self._stream = stream
         self._error_file = error_file
@@ -105,7 +103,7 @@ class JobGuard:
 
     def follow(self, store: Store, rank: int, *, world_size: int, doing: Callable[[], Doing | None]) -> None:
         """Use another store, and report what the rank does there; see the class and `doing`."""
-        self._store, self._rank, self._world_size, self.doing = answering(store, _STORE_S), rank, world_size, doing
+        self._store, self._rank, self._world_size, self.doing = store, rank, world_size, doing
 
     def take_uncaught(self) -> None:
         """Report exceptions that nothing catches, in place of the process's own report, where this guard is not around it."""
@@ -143,7 +141,7 @@ class JobGuard:
             report = f"rank {self._rank} failed{_while(doing)}:\n" + "".join(traceback.format_exception(error))
         else:
             report = f"rank {self._rank} stops{_while(doing)}: {failure.line}\n"
-        if is_elsewhere and not report and self._is_first_here():
+        if is_elsewhere and not report and is_first_here(self._store, self._host):
             report = f"rank {self._rank} stops: {failure.line}\n"
         stream = self._stream or sys.stderr
         stream.write(report)
@@ -158,25 +156,26 @@ class JobGuard:
 
     def _record_exit(self, error: SystemExit) -> None:
         """Record that the script itself ends this rank, for those that will lose it; what it has to say it has printed."""
-        failure = RankFailure(self._rank, f"rank {self._rank} ended: {_why_it_exits(error)}", self._host)
+        first = own = RankFailure(self._rank, f"rank {self._rank} ended: {_why_it_exits(error)}", self._host)
         with suppress(RuntimeError):
-            failure = first_to_fail(self._store, failure)
-        if failure.rank == self._rank:
-            write_error_file(self._error_file, failure.line)
+            first = answered(lambda: first_to_fail(self._store, own), _STORE_S)
+        if first.rank == self._rank:
+            write_error_file(self._error_file, own.line)
 
     def _first_failure(self, error: Exception, doing: Doing | None, *, has_lost_a_peer: bool) -> RankFailure:
         """The failure on record, after this rank's own or that of a rank which is gone is, if there was none."""
         own = RankFailure(self._rank, _line(error, rank=self._rank, doing=_while(doing)), self._host)
-        try:
+
+        def agree() -> RankFailure:
             gone = self._who_is_gone(None if doing is None else doing.waits_for) if has_lost_a_peer else None
-            failure = first_to_fail(self._store, gone or own)
+            return first_to_fail(self._store, gone or own)
+
+        try:
+            return answered(agree, _STORE_S)
         except RuntimeError:  # the store is gone with the machine that hosted it, or with a rank
             if not has_lost_a_peer:
                 return own
             return RankFailure(_NO_RANK, f"{store_name()} is gone: that host, or what it ran of this job, has ended", "")
-        if gone is not None and failure.rank == gone.rank:
-            write_beside(self._error_file, own_rank=self._rank, rank=failure.rank, line=failure.line)
-        return failure
 
     def _who_is_gone(self, waits_for: int | None) -> RankFailure | None:
         """A rank that is gone without a record, once that is seen; None if a rank has recorded itself, or all are there.
@@ -184,52 +183,46 @@ class JobGuard:
         Args:
             waits_for: the rank whose message this one was waiting for.
         """
-        if not self._world_size:
-            return None
-        ranks = [rank for rank in range(self._world_size) if rank != self._rank]
-        before = published(self._store, ranks)
-        here = {rank: beat for rank, beat in before.items() if beat.process.host == self._host and not beat.is_last}
+        before = published(self._store, [rank for rank in range(self._world_size) if rank != self._rank])
+        before = {rank: beat for rank, beat in before.items() if not beat.is_last}
+        here = {rank: beat for rank, beat in before.items() if beat.host == self._host}
         longest_s = max((_SILENT_BEATS * beat.interval_s for beat in before.values()), default=0.0)
-        for _ in range(max(_LEAST_LOOKS, round(longest_s / _LOOK_S))):
+        for _ in range(max(_LEAST_LOOKS, round(longest_s / _LOOK_S)) if self._world_size else 0):
             if who_failed(self._store) is not None:
                 return None
-            departed = {rank: beat for rank, beat in here.items() if is_gone(beat.process)}
-            if departed:
-                return _gone(departed, waits_for)
+            gone = {rank: beat for rank, beat in here.items() if is_gone(beat)}
+            if gone:
+                return _gone(gone, waits_for)
             self._pause(_LOOK_S)
         beats = published(self._store, [rank for rank in before if rank not in here])
-        silent = {rank: beat for rank, beat in beats.items() if beat.count == before[rank].count and not beat.is_last}
+        silent = {rank: beat for rank, beat in beats.items() if beat == before[rank]}
         return _gone(silent, waits_for) if silent and who_failed(self._store) is None else None
-
-    def _is_first_here(self) -> bool:
-        """Whether no other rank of this machine has asked before."""
-        with suppress(RuntimeError):
-            return self._store.add(f"told on {self._host}", 1) == 1
-        return True
 
 
 def first_to_fail(store: Store, failure: RankFailure) -> RankFailure:
     """Record a failure, unless another one was before; return the one that is on record. Raises RuntimeError without a store."""
-    return _read(store.compare_set(_KEY, "", json.dumps(failure._asdict()))) or failure
+    return RankFailure(*json.loads(store.compare_set(_KEY, "", json.dumps(failure))))
 
 
 def who_failed(store: Store) -> RankFailure | None:
     """The first failure; None if no rank has failed."""
-    return _read(store.get(_KEY)) if store.check([_KEY]) else None
+    return RankFailure(*json.loads(store.get(_KEY))) if store.check([_KEY]) else None
 
 
-def _read(text: bytes) -> RankFailure | None:
-    return read_value(text, "the first failure", lambda fields: typed(RankFailure, fields))
+def is_first_here(store: Store, host: str) -> bool:
+    """Whether no other rank of this machine has asked before: the one that prints the reason of another one's failure."""
+    with suppress(RuntimeError):
+        return answered(lambda: store.add(f"told on {host}", 1), _STORE_S) == 1
+    return True
 
 
 def _gone(beats: Mapping[int, Beat], waits_for: int | None) -> RankFailure:
-    """The failure of ranks that are gone, given their last beats."""
+    """The failure of ranks that are gone, given their last heartbeats."""
     rank = waits_for if waits_for is not None and waits_for in beats else min(beats)
     beat, others = beats[rank], [str(each) for each in sorted(beats) if each != rank]
-    where = f"process {beat.process.pid} on {beat.process.host.split()[0]}"
     also = f" with rank{'s' if len(others) > 1 else ''} {', '.join(others)}" if others else ""
     before = "" if beat.doing is None else f"; when last heard of, it {beat.doing}"
-    return RankFailure(rank, f"rank {rank} ({where}) is gone{also}, ended from outside{before}", beat.process.host)
+    return RankFailure(rank, f"rank {rank} ({beat.process}) is gone{also}, ended from outside{before}", beat.host)
 
 
 def _line(error: Exception, *, rank: int, doing: str) -> str:

@@ -1,35 +1,22 @@
-"""The job's key-value store, and how its values are read.
-
-It has no login: whoever reaches its port can write anything there. So no file, process or class is taken from it, and a value
-that no rank would write is ignored.
-"""
+"""The job's key-value store, at which its ranks meet. What is in it is JSON: nothing of it is unpickled."""
 
 from __future__ import annotations
 
-import json
-import logging
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar, get_type_hints
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Protocol, TypeVar
 
-from megatron.zerobubble.messages import quoted
+import torch
 
-__all__ = ["UNREADABLE", "Store", "read_value", "typed"]
+from megatron.zerobubble.runtime.threads import start_thread
 
-_log = logging.getLogger(__name__)
-
-_LARGEST = 1e15
-"""Numbers in the store are smaller."""
-_LONGEST = 4000
-"""Letters of a text that are kept."""
-
-UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
-"""Raised by what reads values that no rank has written."""
+__all__ = ["Store", "answered"]
 
 Value = TypeVar("Value")
 
 
 class Store(Protocol):
-    """The methods of torch.distributed's key-value stores that training uses."""
+    """The methods of torch.distributed's key-value stores that are used here."""
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Set `key` to `desired` if its value is `expected` (or it is unset and `expected` is empty); return its value after."""
@@ -53,35 +40,29 @@ class Store(Protocol):
         """The same store over a connection of its own, for another thread."""
 
 
-def read_value(text: bytes, what: str, make: Callable[[Any], Value]) -> Value | None:
-    """A JSON value of the store; None, with a line in the log, if no rank can have written it.
+def answered(ask: Callable[[], Value], limit_s: float) -> Value:
+    """What a function returns that asks the store, which by itself waits for as long as the store's machine does not answer.
 
     Args:
-        text: as it is in the store.
-        what: the value in the log line.
-        make: returns the value, given the content of the JSON text; raises for anything else.
-    """
-    try:
-        return make(json.loads(text))
-    except UNREADABLE:
-        _log.warning("the job's store has, as %s, what no rank writes: %s; it is ignored", what, quoted(text))
-        return None
-
-
-def typed(kind: Callable[..., Value], fields: Mapping[str, Any]) -> Value:
-    """Construct a dataclass or named tuple from fields of the declared types, with printable texts and numbers of usual size.
+        ask: called in another thread.
+        limit_s: seconds in which it has to return.
 
     Raises:
-        ValueError: a number is too large.
-        TypeError: a field is missing, unknown, or of another type.
+        RuntimeError: it has not returned, as where the machine has lost its power or its network; or what `ask` raises.
     """
-    hints, values = get_type_hints(kind), dict(fields)
-    for name, value in values.items():
-        if not isinstance(value, hints[name]) and not (hints[name] is float and isinstance(value, int)):
-            raise TypeError(name)
-        if isinstance(value, int | float) and not abs(value) < _LARGEST:
-            raise ValueError(name)
-        if isinstance(value, str):
-            text = value[:_LONGEST]
-            values[name] = text if text.replace("\n", "").isprintable() else repr(text)
-    return kind(**values)
+    answers: SimpleQueue[tuple[Value | None, Exception | None]] = SimpleQueue()
+
+    def answer() -> None:
+        try:
+            answers.put((ask(), None))
+        except Exception as error:  # noqa: BLE001 - raised again below, where it was asked for
+            answers.put((None, error))
+
+    start_thread(answer, name="store", device=torch.device("cpu"))
+    try:
+        value, error = answers.get(timeout=limit_s)
+    except Empty:
+        raise RuntimeError(f"the job's store does not answer within {limit_s:.0f} s") from None
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]

@@ -26,7 +26,6 @@ __all__ = [
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-_RESTART_COUNT, _MAX_RESTARTS = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
 _RUN_ID = "TORCHELASTIC_RUN_ID"
 _SWITCH = "ZERO_BUBBLE"
 
@@ -43,14 +42,8 @@ class Launch:
     """Number of ranks on this machine."""
     world_size: int
     """Number of ranks of the job."""
-    has_threads_set: bool
-    """Whether OMP_NUM_THREADS is set."""
     error_file: str | None = None
     """Where torchrun expects the reason of this rank's failure; None without torchrun."""
-    restart_count: int = 0
-    """How often this host's torchrun has started its ranks again after a failure of one of them; hosts differ."""
-    max_restarts: int = 0
-    """How often it may (--max-restarts); 0 without torchrun."""
     run_id: str = ""
     """The id of torchrun's rendezvous (--rdzv-id), the same in all attempts of a job."""
 
@@ -78,10 +71,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
         local_rank=number("LOCAL_RANK", rank),
         ranks_on_host=max(1, number("LOCAL_WORLD_SIZE", number("WORLD_SIZE", 1))),
         world_size=number("WORLD_SIZE", 1),
-        has_threads_set="OMP_NUM_THREADS" in environment,
         error_file=environment.get(_ERROR_FILE),
-        restart_count=number(_RESTART_COUNT, 0),
-        max_restarts=number(_MAX_RESTARTS, 0),
         run_id=environment.get(_RUN_ID, ""),
     )
 
@@ -95,8 +85,8 @@ def enter_block(launch: Launch, number: int, error_file: Path) -> Launch:
         error_file: where it leaves the reason of its failure.
     """
     run_id = f"{launch.run_id}/{number}"
-    os.environ.update({_RUN_ID: run_id, _RESTART_COUNT: "0", _MAX_RESTARTS: "0", _ERROR_FILE: str(error_file)})
-    return replace(launch, run_id=run_id, restart_count=0, max_restarts=0, error_file=str(error_file))
+    os.environ.update({_RUN_ID: run_id, _ERROR_FILE: str(error_file)})
+    return replace(launch, run_id=run_id, error_file=str(error_file))
 
 
 def is_turned_off() -> bool:

@@ -9,14 +9,14 @@ from typing import Any, cast
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.job.key_value_store import Store
 from megatron.zerobubble.job.launch import Launch, has_agent_store, master, store_name, use_agent_store
-from megatron.zerobubble.job.meeting import Attempt, meet, refuse
+from megatron.zerobubble.job.meeting import Attempt, meet, new_id, refuse
 
 __all__ = ["Connection", "announce_exit", "connect", "share_store"]
 
 _ANNOUNCE_S = 30.0
 """Seconds that a rank which ends before it joins the job tries to reach the store."""
 _TIMEOUT_S = 600.0
-"""Seconds to wait for the last rank where no flag says how long."""
+"""Seconds to wait for the store, and for the last rank."""
 
 
 class Connection:
@@ -28,8 +28,7 @@ class Connection:
     """
 
     def __init__(self, store: Any, attempt: Attempt) -> None:
-        self._store = store
-        self.attempt = attempt
+        self._store, self.attempt = store, attempt
 
     def of(self, name: str = "job") -> Store:
         """The keys of one name and this attempt."""
@@ -63,12 +62,11 @@ class Connection:
         dist.init_process_group = init_process_group  # type: ignore[assignment]
 
 
-def connect(launch: Launch, *, timeout_s: float = _TIMEOUT_S, hosts_store: bool = True) -> Connection:
+def connect(launch: Launch, *, hosts_store: bool = True) -> Connection:
     """Connect to the job's store, and wait until all ranks have. All ranks must call this, or `announce_exit`.
 
     Args:
         launch: which rank this process is.
-        timeout_s: how long to wait for the store, and for the last rank.
         hosts_store: whether rank 0 hosts a store where torchrun does not; without one a rank has a store for itself, because the
             first rank would otherwise open the port on which a script's process group wants to listen.
 
@@ -78,10 +76,10 @@ def connect(launch: Launch, *, timeout_s: float = _TIMEOUT_S, hosts_store: bool 
     import torch.distributed as dist
 
     if not (has_agent_store() or (hosts_store and (launch.world_size > 1 or master() is not None))):
-        return Connection(dist.HashStore(), Attempt.alone())  # type: ignore[attr-defined]
-    store = _reach(launch, timeout_s)
+        return Connection(dist.HashStore(), Attempt("alone", new_id()))  # type: ignore[attr-defined]
+    store = _reach(launch, _TIMEOUT_S)
     try:
-        return Connection(store, meet(_part(store, "meeting"), launch, timeout_s=timeout_s))
+        return Connection(store, meet(_part(store, "meeting"), launch, timeout_s=_TIMEOUT_S))
     except dist.DistError as error:
         raise ConfigError(f"{store_name()} is gone: see the output of that host ({_first_line(error)})") from error
 

@@ -1,8 +1,8 @@
-"""Watchdog and failure report in a training loop that is not ours, of which only its calls of the schedule are known.
+"""Watchdog and failure report in a training loop, of which only its calls of the schedule and of the optimizer are known.
 
-Such a loop builds datasets, evaluates and saves for as long as it takes, and says so to nobody. So nothing is judged between two
-calls: a rank that is outside raises no alarm, and those that wait for it are patient until the process groups are about to give
-up. Inside of a call the passes, transfers and steps are watched as in the reference trainer (`watchdog`).
+A loop builds datasets, evaluates and saves for as long as it takes. So nothing is judged between two calls: a rank that is
+outside raises no alarm, and those that wait for it are patient until the process groups are about to give up. Inside of a call
+the passes, transfers and steps are watched (`watchdog`).
 
 It begins at the first call, because the loop has initialized torch.distributed by then, on the store of the default process
 group. It ends with the interpreter, or when an exception leaves a call: who catches it may go on, even with other process groups.

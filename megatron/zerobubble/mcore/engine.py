@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from torch import nn
 
 from megatron.zerobubble.errors import ConfigError, PlanError
-from megatron.zerobubble.job.heartbeats import this_process
+from megatron.zerobubble.job.heartbeats import this_host
 from megatron.zerobubble.mcore.agreement import refusing_together
 from megatron.zerobubble.mcore.microbatches.iteration_plans import UnequalOptions, operations
 from megatron.zerobubble.mcore.model.layout_dropout import LayoutDropout, check_layout_dropout
@@ -268,4 +268,4 @@ def _p2p_max_ctas(given: int | None) -> int | None:
     everywhere."""
     pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
     asks = dist.get_backend() == "nccl" and given is None
-    return chosen_ctas(given, is_one_host=asks and is_on_one_host(pipeline, this_process().host))
+    return chosen_ctas(given, is_one_host=asks and is_on_one_host(pipeline, this_host()))

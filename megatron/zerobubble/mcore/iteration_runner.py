@@ -245,7 +245,7 @@ class IterationRunner:
 
 def _report(hooks: IterationHooks, what: str) -> None:
     if hooks.watch is not None:
-        hooks.watch.report(what, is_shared=True)
+        hooks.watch.report(what, is_waiting=True)
 
 
 def _due_at_once(program: Program, rank: int) -> frozenset[WgradKey]:

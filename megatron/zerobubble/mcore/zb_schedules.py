@@ -402,7 +402,7 @@ class PipelineSchedule:
     def _finalize_gradients(self, num_tokens: torch.Tensor, pg_collection: Any, force_all_reduce: bool | None) -> None:
         """megatron-core's last reductions. `num_tokens` is an int32 scalar, this rank's share of the per-token loss."""
         if self.hooks.watch is not None:
-            self.hooks.watch.report("makes its gradients final with other ranks", is_shared=True)
+            self.hooks.watch.report("makes its gradients final with other ranks", is_waiting=True)
         counted: torch.Tensor | int | None = num_tokens if self._config.calculate_per_token_loss else None
         with self.recorder.span(Activity.GRADIENTS):
             if self.hooks.token_count is not None:

@@ -1,10 +1,8 @@
 """What a rank is doing right now, for a watchdog thread to read.
 
-The main thread reports to a `Watch` what it begins: each op and transfer of the passes, and the phases around them, from joining
-the job to the end. A watchdog checks now and then whether that changes. A report of an op or a transfer makes one small object,
+The main thread reports to a `Watch` what it begins: each op and transfer of the passes, and what is around them in a call of the
+schedule. A watchdog checks now and then whether that changes. A report of an op or a transfer makes one small object,
 which refers to the op or message; it becomes a `Doing`, with its text, when somebody reads it.
-
-The time of the ops of all passes is summed, without what the rank waits between them, so that a slow rank can be found.
 
 On the CPU the rank is doing what was reported last. On CUDA the host runs ahead: it has issued an op long before the device
 reaches it, and while the device waits for a message that never comes, the host may already be in the optimizer. So a CUDA event
@@ -45,15 +43,11 @@ class Doing:
     """Whether it belongs to the first iteration or the first evaluation, in which code is compiled, connections are opened and
     memory is allocated."""
     is_waiting: bool = False
-    """Whether it does nothing but wait for other ranks."""
+    """Whether it lasts until other ranks have done their part."""
     is_limited: bool = True
     """Whether it is part of the passes or of a step, which have a time limit; a phase around them has none."""
     waits_for: int | None = None
     """The global rank whose message it waits for, or that takes the message which it waits to have sent; None: nobody's."""
-    is_op: bool = False
-    """Whether it is an op of the passes."""
-    is_shared: bool = False
-    """Whether other ranks take part, so that it may last because of them."""
 
 
 class _Event(Enum):
@@ -85,7 +79,7 @@ class _Report:
         if self.event is _Event.ENDED:
             return Doing(text=f"has run {op} and hands on its result", is_first=self.is_first)
         more = "" if self.until is None else f", or an op behind it, up to {self.until}"
-        return Doing(text=f"runs {op_text(op)}{more}", is_first=self.is_first, is_op=True)
+        return Doing(text=f"runs {op_text(op)}{more}", is_first=self.is_first)
 
     def _of_message(self, message: Message, pipeline: Sequence[int] | None) -> Doing:
         rank = message.source if self.event is _Event.AWAITED else message.target
@@ -122,11 +116,6 @@ class Watch(Recorder):
         self._begun = {False: 0, True: 0}
         self._is_first = True
         self._pipeline: Sequence[int] | None = None
-        self._op_began_s = 0.0
-        self.busy_s = 0.0
-        """Time of all ops so far, in seconds. On CUDA that of the ops that the device has passed when `current` looked last."""
-        self.num_iterations = 0
-        """Training iterations whose passes have begun."""
 
     # -- called by the thread that runs the passes ------------------------------------------------------------------------
 
@@ -157,15 +146,14 @@ class Watch(Recorder):
     def passes(self, *, forward_only: bool) -> Iterator[None]:
         """Wrap all passes of a training or evaluation iteration. Afterwards the rank is idle."""
         self._begun[forward_only] += 1
-        self.num_iterations += not forward_only
         self._is_first = self._begun[forward_only] == 1
         with self.doing("begins the passes"):
             yield
 
     @contextmanager
     def doing(self, text: str) -> Iterator[None]:
-        """Wrap other work in which this rank may wait for others. Afterwards the rank is idle."""
-        self.report(text, is_shared=True)
+        """Wrap other work that all ranks do together. Afterwards the rank is idle."""
+        self.report(text, is_waiting=True)
         yield
         self._enter(None)  # not after an error: the last report shows where it happened
 
@@ -190,21 +178,16 @@ class Watch(Recorder):
         yield
         self._enter(None if before is None else replace(before))  # not after an error, as in `doing`
 
-    def report(self, text: str, *, is_shared: bool = False) -> None:
+    def report(self, text: str, *, is_waiting: bool = False) -> None:
         """Report what the rank begins; see `Doing` for the arguments."""
-        self._enter(Doing(text=text, is_first=self._is_first, is_shared=is_shared))
+        self._enter(Doing(text=text, is_first=self._is_first, is_waiting=is_waiting))
 
     def start(self, op: Op) -> None:
         """An op begins."""
         self._enter_passes(_Event.BEGUN, op)
-        self._op_began_s = time.perf_counter()
 
     def end(self, op: Op) -> None:
         """An op has ended."""
-        if not self._is_cuda:
-            now = time.perf_counter()
-            self.busy_s += now - self._op_began_s
-            self._op_began_s = now  # the other op of a pair ends at the same time
         self._enter_passes(_Event.ENDED, op)
 
     def awaited(self, message: Message) -> None:
@@ -250,24 +233,18 @@ class Watch(Recorder):
         if not self._is_cuda:
             return
         self._event_s = time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event()
         event.record()
         self._reported.append((doing, event))
 
     def _read(self, reported: Doing | _Report | None) -> Doing | None:
         return reported.read(self._pipeline) if isinstance(reported, _Report) else reported
 
-    # -- called by the watchdog's threads, one at a time ------------------------------------------------------------------
+    # -- called by the watchdog's thread ----------------------------------------------------------------------------------
 
     def current(self) -> Doing | None:
         """What the device is doing now; None outside of the passes and of all phases. A new object for every report."""
         queue = self._reported  # `quiesce` may replace it
-        while len(queue) > 1:
-            (reported, begin), (_, end) = queue[0], queue[1]
-            if end is not None and not end.query():
-                break
-            is_op = isinstance(reported, _Report) and reported.event is _Event.BEGUN
-            if is_op and begin is not None and end is not None:
-                self.busy_s += begin.elapsed_time(end) / 1000.0
+        while len(queue) > 1 and ((end := queue[1][1]) is None or end.query()):
             queue.popleft()
         return self._read(queue[0][0] if self._is_cuda else self._position) or self._phase

@@ -32,7 +32,7 @@ class Configs:
     """The flags, and megatron-core's configurations that they make."""
 
     args: argparse.Namespace
-    """The trainer's own flags, with `on_cpu`, `data_parallel_size`, `num_microbatches` and `num_chunks`."""
+    """The trainer's own flags, with `on_cpu` and what `arguments` derives from them."""
     model: Any
     """TransformerConfig."""
     optimizer: OptimizerConfig

@@ -132,7 +132,7 @@ def _issued(rank: int, case: Case) -> tuple[list[int], list[tuple[str, tuple[int
     "ranks that share sequences issue the same collectives in the same order, with optimistic steps that are redone, too; "
     "their groups are used before the first transfer",
     "works",
-    also=("mcore/test_waits.py",),
+    also=("mcore/test_warm_up.py",),
 )
 @pytest.mark.parametrize("case", [replace(ZBV, llama=True), replace(ZB_H1, recompute="full")], ids=str)
 def test_ranks_issue_the_same_collectives_in_the_same_order(four_ranks: RankPool, case: Case) -> None:

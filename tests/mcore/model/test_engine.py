@@ -21,7 +21,7 @@ from megatron.zerobubble.mcore.model.wgrad_split import split_weight_gradients
 from megatron.zerobubble.mcore.stock_loop.patches import _building
 from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumulate
 from megatron.zerobubble.wgrad.store import WeightGradStore
-from tests.mcore.test_waits import _first_uses
+from tests.mcore.test_warm_up import _first_uses
 from tests.optimizer.support import Scenario, compare
 from tests.support.comparisons import assert_near
 from tests.support.ranks import RankPool

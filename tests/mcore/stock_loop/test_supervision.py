@@ -74,17 +74,17 @@ WATCHED = "--enable-zero-bubble --zero-bubble-watchdog-seconds"
 FLAGS = ["--cpu", "--enable-zero-bubble"]
 
 
-def _failed(script: Path, text: str, fault: str, *flags: str) -> str:
-    """What a job said that failed within half a minute of the fault, with torchrun's summary."""
+def _failed(script: Path, text: str, fault: str, *flags: str, within_s: float = 30.0) -> str:
+    """What a job said that failed within some time of the fault, with torchrun's summary, which names rank 1."""
     script.write_text(text.replace("FAULT", fault))
     given, module = ([*flags, script], "megatron.zerobubble.run") if flags else ([], None)
     done = launch(given, num_ranks=2, script=script, module=module)
     assert done.returncode == 1
     assert script.with_suffix(".when").exists(), done.stderr
-    assert time.time() - float(script.with_suffix(".when").read_text()) < 30.0, (
+    assert time.time() - float(script.with_suffix(".when").read_text()) < within_s, (
         "a few seconds on a machine that does nothing else"
     )
-    assert re.search(r"Root Cause.*?rank +: 1 ", done.stderr, re.DOTALL), done.stderr
+    assert re.search(r"Root Cause.*?(rank +: 1 |rank 1 \(process \d+)", done.stderr, re.DOTALL), done.stderr
     return done.stderr
 
 
@@ -118,13 +118,14 @@ def test_a_rank_that_hangs_in_a_pass_is_named_and_one_that_pauses_between_calls_
             "SIGKILL",
             r"(rank 0 stops while it waits, .*: rank 1 \(process \d+ on \S+\) is gone, ended from outside|  trace.*: Signal 15)",
         ),
-        ("SIGSTOP", r"stuck: rank 1 \(process \d+ on \S+\) has said nothing for \d"),
+        ("SIGSTOP", r"stuck: rank 1 \(process \d+ on \S+\) is silent: .* heard of, it runs 1F2"),
     ],
 )
 @pytest.mark.sampled(0.07, group="whole jobs")
 def test_a_rank_that_is_killed_or_stopped_is_named(signal: str, line: str, tmp_path: Path) -> None:
     fault = f"import os, signal; os.kill(os.getpid(), signal.{signal})"
-    said = _failed(tmp_path / "loop.py", RUN, fault, *FLAGS, "--zero-bubble-watchdog-seconds", "3")
+    limit = ["--zero-bubble-watchdog-seconds", "3"]
+    said = _failed(tmp_path / "loop.py", RUN, fault, *FLAGS, *limit, within_s=70.0)  # torchrun waits 30 s for one that is stopped
     assert re.search(f"^{line}", said, re.MULTILINE), said
 
 
@@ -172,7 +173,7 @@ def _watched(rank: int) -> tuple[str, set[str], bool]:
 def test_a_limit_above_the_timeout_is_refused_and_uninstall_leaves_nothing(two_ranks: RankPool) -> None:
     for message, threads, is_undone in two_ranks.run(_watched):
         assert message.startswith("--zero-bubble-watchdog-seconds 60 must be less than the timeout of the process groups, 60 s")
-        assert not threads & {"watchdog", "beats"}
+        assert not threads & {"watchdog", "store"}
         assert is_undone
 
 

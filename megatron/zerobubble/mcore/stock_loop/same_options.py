@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.zerobubble.mcore.agreement import Given, check_same, text_digest, turn, versions
+from megatron.zerobubble.mcore.agreement import check_same, text_digest, turn, versions
 from megatron.zerobubble.mcore.run_options import RunOptions
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 
@@ -36,17 +36,16 @@ def check_same_options(options: RunOptions, spec: ScheduleSpec) -> None:
         ConfigError: they differ; the same line on every rank.
     """
     parts: tuple[tuple[Any, tuple[str, ...]], ...] = ((options, _OWN), (options.flags, _OF_FLAGS), (spec, _OF_SPEC))
-    values = {name: Given(_text(getattr(part, name))) for part, names in parts for name in names}
-    values |= {f"{name} of Seeds": Given(str(seed)) for name, seed in vars(options.seeds).items()}
+    values = {name: _text(getattr(part, name)) for part, names in parts for name in names}
+    values |= {f"{name} of Seeds": str(seed) for name, seed in vars(options.seeds).items()}
     lengths = options.lengths
-    values["tokens of MicrobatchLengths"] = Given("none" if lengths is None else _text(lengths.tokens))
-    values["reorder of MicrobatchLengths"] = Given("none" if lengths is None else str(lengths.reorder))
+    values["tokens of MicrobatchLengths"] = "none" if lengths is None else _text(lengths.tokens)
+    values["reorder of MicrobatchLengths"] = "none" if lengths is None else str(lengths.reorder)
     limit = options.flags.memory_limit
     if limit is not None and options.flags.limits_bytes:
-        values["memory_limit"] = Given(f"{limit.total_bytes or 'auto'}")
-    values["trace"] = Given("none" if options.flags.zero_bubble_trace is None else "a directory")
-    plan = None if spec.loaded_plan is None else text_digest(spec.loaded_plan.to_json())
-    values["plan"] = Given("none" if plan is None else f"a file ({plan[:8]})", plan)
+        values["memory_limit"] = str(limit.total_bytes or "auto")
+    values["trace"] = "none" if options.flags.zero_bubble_trace is None else "a directory"
+    values["plan"] = "none" if spec.loaded_plan is None else f"a file ({text_digest(spec.loaded_plan.to_json())})"
     check_same(turn("options"), values | versions(), rank=dist.get_rank(), ranks=range(dist.get_world_size()), remedy=_REMEDY)
 
 
