@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.zerobubble.job import pulse
 from megatron.zerobubble.mcore import zb_schedules
-from megatron.zerobubble.mcore.attention.context_parallel import _Shared
 from megatron.zerobubble.mcore.cpu.gathers import one_at_a_time
 from megatron.zerobubble.mcore.ddp import zero2
 from megatron.zerobubble.mcore.post_validation.token_count import TokenCount
@@ -115,10 +114,6 @@ def _gather_of_a_linear(rank: int, watch: Watch) -> Act:
     return lambda: Gathered(torch.ones(2), None).wait()
 
 
-def _context_parallel(rank: int, watch: Watch, *, function: str, size: int) -> Act:
-    return functools.partial(getattr(_Shared(group=dist.group.WORLD, size=4), function), torch.ones(size, 1, 1, 4))
-
-
 def _sharded_gradients(rank: int, watch: Watch) -> Act:
     bucket: Any = SimpleNamespace(shard=torch.zeros(2))
     full, part = torch.ones(8), torch.zeros(2)
@@ -180,8 +175,6 @@ WAITS: dict[str, tuple[Callable[[int, Watch], Act], str | None]] = {
     "statistics of all": (_statistics_of_all, None),
     "number of tokens": (_number_of_tokens, None),
     "gather of a linear": (_gather_of_a_linear, None),
-    "context-parallel gather": (functools.partial(_context_parallel, function="gather", size=2), None),
-    "context-parallel scatter": (functools.partial(_context_parallel, function="scatter", size=8), None),
     "sharded gradients": (_sharded_gradients, None),
     "gather before": (_gather_before, None),
     "unreported send": (_unreported_send, None),
@@ -282,7 +275,6 @@ def _first_uses(rank: int, case: Case) -> tuple[list[str], set[str], set[str]]:
         (Case("zb-h1", 2, 4, tensor_parallel=2), ["tp"]),
         (Case("zb-h1", 2, 4, overlap_grad_reduce=True), ["gradients in buffers"]),
         (Case("zbv", 2, 4, num_chunks=2, distributed_optimizer=True, shard_gradients=2), ["gradients in buffers"]),
-        (Case("zbv", 2, 4, num_chunks=2, context_parallel=2), ["cp"]),
         (MoeCase("zb-h1", 2, 4, expert_parallel=2), ["ep", "tp_dp_cp"]),
         (Case("zb-h1", 4, 4), []),
     ],

@@ -1,4 +1,4 @@
-"""The small models of `gpt`, `mla` and `moe`, whose microbatches are cut into slices."""
+"""The small models of `gpt`, `moe` and `mtp`, whose microbatches are cut into slices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from tests.support.gpt import MICRO_BATCH, SEQUENCE, Case, Trainer
-from tests.support.mla import MlaCase, MlaTrainer
 from tests.support.moe import MoeCase, MoeTrainer
 from tests.support.mtp import MtpCase, MtpTrainer
 from tests.support.unequal import UnequalCase, UnequalTrainer
@@ -52,11 +51,6 @@ class Sliced(Case):
 @dataclass(frozen=True)
 class SlicedCase(Sliced):
     """A dense model."""
-
-
-@dataclass(frozen=True)
-class SlicedMlaCase(Sliced, MlaCase):
-    """A model with multi-latent attention."""
 
 
 @dataclass(frozen=True)
@@ -129,10 +123,6 @@ class SlicedUnequalTrainer(SlicedBatches, UnequalTrainer, trains=SlicedUnequalCa
             return {}
         unequal = replace(options["unequal"], tokens_of=lambda item: int(item["tokens"].size(1)))
         return SlicedBatches._schedule_options(self) | {"unequal": unequal}
-
-
-class SlicedMlaTrainer(SlicedBatches, MlaTrainer, trains=SlicedMlaCase):
-    """Trains a `SlicedMlaCase`."""
 
 
 class SlicedMtpTrainer(MtpTrainer, SlicedBatches, trains=SlicedMtpCase):

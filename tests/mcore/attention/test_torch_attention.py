@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from torch import Tensor
@@ -21,6 +21,7 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.attention import attention_kernels
 from megatron.zerobubble.mcore.attention.torch_attention import TorchDotProductAttention, use_torch_attention
 from megatron.zerobubble.profiling.activation_memory import MemoryMeter
+from megatron.zerobubble.training.models.layer_specs import local_layer
 from tests.support.layer_stack import world_of_one
 from tests.support.tolerances import OTHER_ORDER
 
@@ -45,13 +46,11 @@ def _pair(mask_type: AttnMaskType = CAUSAL, layer_number: int = 1, **changes: An
     return tuple(kind(config, layer_number, mask_type, "self") for kind in (TorchDotProductAttention, DotProductAttention))
 
 
-def _inputs(
-    *, length: int = 12, batch: int = 2, groups: int = HEADS, value_size: int = HEAD_SIZE, dtype: torch.dtype = torch.float32
-) -> list[Tensor]:
+def _inputs(*, length: int = 12, batch: int = 2, groups: int = HEADS, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """Queries, keys and values, [s, b, heads, head size]."""
     generator = torch.Generator().manual_seed(length)
-    sizes = (HEADS, HEAD_SIZE), (groups, HEAD_SIZE), (groups, value_size)
-    return [torch.randn(length, batch, *size, generator=generator).to(dtype).requires_grad_() for size in sizes]
+    shapes = ((length, batch, heads, HEAD_SIZE) for heads in (HEADS, groups, groups))
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
 
 
 def _results(module: Any, inputs: list[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
@@ -78,7 +77,7 @@ NUMBERS = st.sampled_from([-1, 0, 1, 3, 11])
 @pytest.mark.claims(
     "Layers",
     "torch's attention in place of megatron-core's own: causal, GQA, any boolean mask, padding, windows, packed sequences "
-    "(`cu_seqlens`, with padding between), dropout, scales, bf16, values of another head size than keys; output and gradients",
+    "(`cu_seqlens`, with padding between), dropout, scales, bf16; output and gradients",
     "works, 4e-6 (fp32) of megatron-core's own; dropout draws the same mask",
 )
 @pytest.mark.parametrize("has_mask", [False, True])
@@ -141,22 +140,6 @@ def test_a_causal_mask_of_more_keys_than_queries_is_refused() -> None:
     query, *others = _inputs()
     with pytest.raises(ConfigError, match="as many keys as queries, not 12 and 5"):
         _pair()[0](query[-5:], *others, None)
-
-
-@pytest.mark.parametrize("value_size", [5, 13])
-@pytest.mark.parametrize("groups", [4, 2])
-def test_values_of_another_size_than_keys(value_size: int, groups: int) -> None:
-    """Multi-latent attention has them. megatron-core's own module cannot lay them out, so the formula is the reference."""
-    module = TorchDotProductAttention(_config(), 1, CAUSAL, "self", k_channels=HEAD_SIZE, v_channels=value_size)
-    inputs = _inputs(groups=groups, value_size=value_size)
-    _assert_equal(_results(module, inputs, None), _results(_by_formula, inputs))
-
-
-def _by_formula(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    key, value = (each.repeat_interleave(HEADS // key.size(2), dim=2) for each in (key, value))
-    scores = torch.einsum("sbnd,tbnd->bnst", query, key) / query.size(-1) ** 0.5
-    weights = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), float("-inf")).softmax(-1)
-    return torch.einsum("bnst,tbne->sbne", weights, value).flatten(2)
 
 
 @pytest.mark.parametrize("groups", [4, 2])
@@ -341,8 +324,7 @@ def test_a_backend_that_has_no_kernel_here() -> None:
     [
         ({}, True),
         ({"dtype": torch.float32}, False),
-        ({"sizes": (192, 128)}, False),
-        ({"sizes": (512, 512)}, False),
+        ({"head_size": 512}, False),
         ({"has_mask": True}, False),
         ({"backend": AttnBackend.fused}, False),
         ({"backend": AttnBackend.unfused, "has_mask": True}, True),
@@ -352,9 +334,9 @@ def test_a_backend_that_has_no_kernel_here() -> None:
 )
 def test_where_a_gpus_kernels_take_fewer_heads_of_keys(changes: dict[str, Any], knows: bool) -> None:
     """By torch's documentation: on CUDA flash attention and the plain operations. No GPU was asked."""
-    usual = {"device_type": "cuda", "dtype": torch.bfloat16, "sizes": (128, 128), "has_mask": False, "backend": AttnBackend.auto}
+    usual = {"device_type": "cuda", "dtype": torch.bfloat16, "head_size": 128, "has_mask": False, "backend": AttnBackend.auto}
     given: dict[str, Any] = usual | changes
-    assert attention_kernels._knows_groups(given.pop("device_type"), given.pop("dtype"), given.pop("sizes"), **given) is knows
+    assert attention_kernels._knows_groups(given.pop("device_type"), given.pop("dtype"), given.pop("head_size"), **given) is knows
 
 
 @pytest.mark.parametrize("groups", [2, 1])
@@ -375,7 +357,12 @@ def test_where_no_kernel_takes_fewer_heads_of_keys_they_are_repeated(groups: int
     assert heads == [(HEADS, HEADS, False)]
 
 
-@pytest.mark.claims("Layers", "softmax offsets, `qk_clip`, an attention bias, with torch's attention", "rejected")
+@pytest.mark.claims(
+    "Layers",
+    "softmax offsets, `qk_clip`, an attention bias, context parallelism with torch's attention; multi-latent attention in local "
+    "layers",
+    "rejected",
+)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -383,6 +370,10 @@ def test_where_no_kernel_takes_fewer_heads_of_keys_they_are_repeated(groups: int
         ({"softmax_type": "learnable"}, "softmax_type learnable is not supported"),
         ({"attention_backend": AttnBackend.local}, "attention_backend local is megatron-core's own"),
         ({"qk_clip": True}, "the largest score"),
+        (
+            {"context_parallel_size": 2},
+            "needs whole sequences, and context_parallel_size is 2: choose Transformer Engine's layers",
+        ),
     ],
     ids=str,
 )
@@ -400,6 +391,19 @@ def test_a_bias_or_a_float_mask_in_a_call_is_refused() -> None:
 
 
 # -- choosing it --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("backend", "expected"), [("auto", TorchDotProductAttention), ("local", DotProductAttention)])
+def test_the_attention_backend_chooses_the_attention_of_a_local_layer(backend: str, expected: type) -> None:
+    layer = local_layer(_config(attention_backend=AttnBackend[backend]), has_experts=False)
+    assert layer.submodules.self_attention.submodules.core_attention is expected
+
+
+def test_multi_latent_attention_of_local_layers_is_refused() -> None:
+    """megatron-core's own spec ends in a TypeError of its attention."""
+    config = MLATransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, transformer_impl="local")
+    with pytest.raises(ConfigError, match="multi-latent attention needs Transformer Engine's layers"):
+        local_layer(config, has_experts=False)
 
 
 def test_the_modules_of_a_built_model_are_replaced() -> None:

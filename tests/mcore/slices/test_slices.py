@@ -15,7 +15,7 @@ import torch
 
 from tests.support.comparisons import compare, error_of
 from tests.support.ranks import RankPool
-from tests.support.sliced import SlicedCase, SlicedMlaCase, SlicedMoeCase, SlicedMtpCase, SlicedUnequalCase
+from tests.support.sliced import SlicedCase, SlicedMoeCase, SlicedMtpCase, SlicedUnequalCase
 from tests.support.tolerances import OTHER_ORDER, after_steps
 
 LOSS = 4 * after_steps(1, lr=1e-2)
@@ -41,7 +41,6 @@ OTHERS: list[Any] = [
     replace(ZBV, own_attention=True, llama=True),
     *(replace(ZB_H1, num_microbatches=2, mask=mask) for mask in ("causal", "two-dimensional", "documents")),
     replace(ZBV, num_microbatches=2, own_attention=True, mask="documents", recompute="selective"),
-    SlicedMlaCase("zb-h1", 2, 2, num_layers=4, num_slices=3, mask="documents"),
     replace(ZB_H1, per_token_loss=True),
     replace(ZB_H1, recompute="full"),
     replace(ZBV, recompute="block"),
@@ -51,10 +50,6 @@ OTHERS: list[Any] = [
     replace(ZBV, tensor_parallel=2, sequence_parallel=True, num_slices=2, llama=True),
     replace(ZBV, distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True),
     replace(ZB_H1, different_data=True, overlap_grad_reduce=True),
-    SlicedMlaCase("zb-h1", 2, 3, num_layers=4, num_slices=2),
-    SlicedMlaCase("zbv", 2, 3, num_chunks=2, num_layers=4, num_slices=4, rope_type="rope", recompute="core_attn"),
-    SlicedMlaCase("zbv", 2, 2, num_chunks=2, num_layers=4, num_slices=2, own_attention=True),
-    SlicedMlaCase("zb-h1", 2, 2, num_layers=4, num_slices=2, tensor_parallel=2, sequence_parallel=True, llama=True),
     SlicedMoeCase("zb-h1", 2, 3, num_layers=4, num_slices=4, aux_loss_coeff=0.0),
     SlicedMoeCase("zbv", 2, 3, num_chunks=2, num_layers=4, num_slices=2, aux_loss_coeff=0.0, expert_parallel=2, shared=True),
     SlicedMoeCase("zb-h1", 2, 3, num_layers=4, num_slices=4),
@@ -84,7 +79,7 @@ def test_slices_of_every_generator_have_the_loss_and_gradients_of_whole_microbat
 
 @pytest.mark.claims(
     "Layers",
-    "slices of microbatches, up to one per token and of unequal lengths: MHA, GQA, MLA; torch's and megatron-core's own "
+    "slices of microbatches, up to one per token and of unequal lengths: MHA, GQA; torch's and megatron-core's own "
     "attention; experts with their auxiliary losses and biases; MTP layers; full, block and selective recomputation; tied "
     "embeddings",
     "works, losses and gradients within 4e-6 of whole microbatches",

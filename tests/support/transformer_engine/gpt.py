@@ -1,5 +1,4 @@
-"""The small GPT of `tests.support.gpt` and `moe`, or with multi-latent attention (MLA), with megatron-core's own Transformer Engine
-layer specs.
+"""The small GPT of `tests.support.gpt` and `moe`, and with multi-latent attention (MLA), of Transformer Engine's layers.
 
 Runs inside the ranks of a pool that `install` prepared. The reference is the same model without a pipeline, with weight gradients
 that Transformer Engine computes in its backward.

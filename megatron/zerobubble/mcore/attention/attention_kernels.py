@@ -22,7 +22,7 @@ from torch.nn.attention.bias import CausalBias
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.attention.attention_masks import MaskRule, once_per_tensor
 
-__all__ = ["AttentionOptions", "attend", "attend_packed", "wants_equal_sizes"]
+__all__ = ["AttentionOptions", "attend", "attend_packed"]
 
 _KERNELS = {
     AttnBackend.flash: [SDPBackend.FLASH_ATTENTION],
@@ -54,41 +54,35 @@ def attend(
     Args:
         query: [s, b, n, d].
         key: [s, b, g, d].
-        value: [s, b, g, e].
+        value: [s, b, g, d].
         attention: how.
         attention_mask: True where a query must not see a key, broadcast to [b, n, s, s]; or None.
 
     Returns:
-        [s, b, n * e].
+        [s, b, n * d].
 
     Raises:
         ConfigError: none of these kernels can do it.
     """
     query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
-    num_heads, key_size, value_size = query.size(1), query.size(3), value.size(3)
-    if key_size != value_size and wants_equal_sizes(query.device, attention.backend):  # zeros change no score and no weight
-        if value_size < key_size:
-            value = functional.pad(value, (0, key_size - value_size))
-        else:
-            query, key = (functional.pad(each, (0, value_size - key_size)) for each in (query, key))
+    num_heads, head_size = query.size(1), query.size(3)
     options = attention.rule.options(query, key, attention_mask)
     options |= {"scale": attention.scale, "dropout_p": attention.dropout}
     if num_heads != key.size(1):
-        sizes = query.size(3), value.size(3)
         has_entries = "attn_mask" in options and not isinstance(options["attn_mask"], CausalBias)
-        if _knows_groups(query.device.type, query.dtype, sizes, has_mask=has_entries, backend=attention.backend):
+        if _knows_groups(query.device.type, query.dtype, head_size, has_mask=has_entries, backend=attention.backend):
             options["enable_gqa"] = True
         else:
             key, value = (each.repeat_interleave(num_heads // each.size(1), dim=1) for each in (key, value))
     value = _apart(value, query, key)
     with _kernels(attention.backend):
         try:
-            heads_bnse = functional.scaled_dot_product_attention(query, key, value, **options)
+            heads_bnsd = functional.scaled_dot_product_attention(query, key, value, **options)
         except RuntimeError as error:
             if "No available kernel" not in str(error) and "No viable backend" not in str(error):
                 raise
-            raise ConfigError(_no_kernel(attention.backend, query, value_size, options)) from error
-    return heads_bnse[..., :value_size].permute(2, 0, 1, 3).flatten(start_dim=2)
+            raise ConfigError(_no_kernel(attention.backend, query, options)) from error
+    return heads_bnsd.permute(2, 0, 1, 3).flatten(start_dim=2)
 
 
 def _apart(value: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -105,19 +99,14 @@ def _apart(value: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return value.clone()
 
 
-def wants_equal_sizes(device: torch.device, backend: AttnBackend) -> bool:
-    """Whether queries and values need one head size: flash kernels need it, and on the CPU all but the unfused one are flash."""
-    return backend is AttnBackend.flash or (backend is AttnBackend.auto and device.type == "cpu")
-
-
-def _knows_groups(device_type: str, dtype: torch.dtype, sizes: tuple[int, int], *, has_mask: bool, backend: AttnBackend) -> bool:
+def _knows_groups(device_type: str, dtype: torch.dtype, head_size: int, *, has_mask: bool, backend: AttnBackend) -> bool:
     """Whether a kernel that may run takes fewer heads of keys than of queries. If none does, torch keeps the scores, silently.
 
     On CUDA only flash attention surely takes them, where it can run. Not run on a GPU.
     """
     if device_type != "cuda" or backend is AttnBackend.unfused:
         return True
-    can_be_flash = dtype in (torch.float16, torch.bfloat16) and sizes[0] == sizes[1] <= 256 and not has_mask
+    can_be_flash = dtype in (torch.float16, torch.bfloat16) and head_size <= 256 and not has_mask
     return can_be_flash and backend is not AttnBackend.fused
 
 
@@ -125,11 +114,11 @@ def _kernels(backend: AttnBackend) -> AbstractContextManager[None]:
     return nullcontext() if backend is AttnBackend.auto else sdpa_kernel(_KERNELS[backend])
 
 
-def _no_kernel(backend: AttnBackend, query: Tensor, value_size: int, options: dict[str, Any]) -> str:
+def _no_kernel(backend: AttnBackend, query: Tensor, options: dict[str, Any]) -> str:
     mask = "a mask" if "attn_mask" in options else "no mask"
     return (
-        f"--attention-backend {backend.name} has no kernel for this attention on {query.device.type}: {query.dtype}, head sizes "
-        f"{query.size(3)} and {value_size}, dropout {options['dropout_p']:g}, {mask}; choose auto"
+        f"--attention-backend {backend.name} has no kernel for this attention on {query.device.type}: {query.dtype}, head size "
+        f"{query.size(3)}, dropout {options['dropout_p']:g}, {mask}; choose auto"
     )
 
 
@@ -142,12 +131,12 @@ def attend_packed(query: Tensor, key: Tensor, value: Tensor, attention: Attentio
     Args:
         query: [t, n, d].
         key: [t, g, d].
-        value: [t, g, e].
+        value: [t, g, d].
         attention: how each sequence attends to itself.
         packed: where each sequence begins and, with padding between them, how long it is.
 
     Returns:
-        [t, n * e].
+        [t, n * d].
     """
     if packed.cu_seqlens_q is None:
         raise ConfigError("packed sequences in thd format need cu_seqlens_q, where each sequence begins")

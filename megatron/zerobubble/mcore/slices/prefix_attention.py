@@ -22,10 +22,8 @@ import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from torch import Tensor, nn
-from torch.nn import functional
 
 from megatron.zerobubble.errors import ConfigError, ExecutionError
-from megatron.zerobubble.mcore.attention.attention_kernels import wants_equal_sizes
 from megatron.zerobubble.mcore.attention.attention_masks import hidden_lower_right, once_per_tensor
 from megatron.zerobubble.mcore.attention.torch_attention import TorchDotProductAttention
 from megatron.zerobubble.mcore.slices.batches import tensors_of
@@ -78,10 +76,7 @@ class _PrefixForward:
             self._warn(part, attention)
         if attention_mask is not None and not self._is_engine:
             _check_causal(self._slices, part)
-        query, value_size = _apart(query), value.size(-1)
-        is_padded = self._pads(attention, key, value)
-        if is_padded:
-            value = functional.pad(value, (0, key.size(-1) - value_size))
+        query = _apart(query)
         kept = self._slices.keys(attention, key, value)
         keys, values = _Prefix.apply(key, value, kept, part)
         if attention_mask is None and self._takes_mask_only:
@@ -90,10 +85,7 @@ class _PrefixForward:
             others["attn_mask_type"] = AttnMaskType.causal_bottom_right
         elif self._is_torch:  # else it wants a causal mask to have as many keys as queries
             others["attn_mask_type"] = AttnMaskType.no_mask
-        context = forward(attention, query, keys, values, attention_mask, **others)
-        if is_padded:
-            context = context.unflatten(-1, (query.size(2), -1))[..., :value_size].flatten(-2)
-        return context
+        return forward(attention, query, keys, values, attention_mask, **others)
 
     def _warn(self, part: SlicePart, attention: Any) -> None:
         """Log, once for all layers, that the kernel is another one than without slices."""
@@ -106,11 +98,6 @@ class _PrefixForward:
                 why,
                 _FUSED_MULTIPLE,
             )
-
-    def _pads(self, attention: Any, key: Tensor, value: Tensor) -> bool:
-        """Whether the kernel needs values of the size of the keys: otherwise it would pad, and keep, those of the prefix."""
-        smaller = value.size(-1) < key.size(-1)
-        return self._is_torch and smaller and wants_equal_sizes(key.device, attention.config.attention_backend)
 
 
 def _apart(query: Tensor) -> Tensor:

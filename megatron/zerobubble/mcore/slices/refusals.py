@@ -10,7 +10,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.mcore.attention.context_parallel import ContextParallelAttention
 from megatron.zerobubble.mcore.attention.torch_attention import TorchDotProductAttention
 from megatron.zerobubble.mcore.slices.prefix_attention import is_transformer_engine
 
@@ -104,8 +103,7 @@ def check_attention(chunk: nn.Module) -> None:
             )
     for name, module in core_attentions(chunk):
         core = module.core_attention
-        known = isinstance(core, (TorchDotProductAttention, DotProductAttention)) or is_transformer_engine(core)
-        if not known or isinstance(core, ContextParallelAttention):
+        if not isinstance(core, (TorchDotProductAttention, DotProductAttention)) and not is_transformer_engine(core):
             raise ConfigError(
                 f"slices: {name} computes attention by a {type(core).__name__}; give TorchDotProductAttention, megatron-core's "
                 "DotProductAttention or Transformer Engine's"
