@@ -1,4 +1,4 @@
-"""The small models of `gpt`, `moe` and `mtp`, whose microbatches are cut into slices."""
+"""The small models of `gpt` and `moe`, whose microbatches are cut into slices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from tests.support.gpt import MICRO_BATCH, SEQUENCE, Case, Trainer
 from tests.support.moe import MoeCase, MoeTrainer
-from tests.support.mtp import MtpCase, MtpTrainer
 from tests.support.unequal import UnequalCase, UnequalTrainer
 
 _HIDDEN = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
@@ -58,18 +57,13 @@ class SlicedMoeCase(Sliced, MoeCase):
     """A model with experts."""
 
 
-@dataclass(frozen=True)
-class SlicedMtpCase(Sliced, MtpCase):
-    """A model with MTP layers."""
-
-
 class SlicedBatches(Trainer):
     """Batches are dictionaries with a loss mask, of which slices have unequal shares, and the loss is a sum and its tokens."""
 
     case: Any
 
     def close(self) -> None:
-        """Also restore what slices replace in megatron-core."""
+        """Also restore what slices replace in the model."""
         self.schedule.restore_model()
         super().close()
 
@@ -123,10 +117,6 @@ class SlicedUnequalTrainer(SlicedBatches, UnequalTrainer, trains=SlicedUnequalCa
             return {}
         unequal = replace(options["unequal"], tokens_of=lambda item: int(item["tokens"].size(1)))
         return SlicedBatches._schedule_options(self) | {"unequal": unequal}
-
-
-class SlicedMtpTrainer(MtpTrainer, SlicedBatches, trains=SlicedMtpCase):
-    """Trains a `SlicedMtpCase`."""
 
 
 class SlicedMoeTrainer(SlicedBatches, MoeTrainer, trains=SlicedMoeCase):
@@ -195,15 +185,3 @@ class SlicedPositionsTrainer(SlicedTrainer, trains=SlicedPositionsCase):
             positions = torch.arange(batch["tokens"].size(1), device=self.device).expand(batch["tokens"].shape)
             positions = positions.expand(3, -1, -1) if case.multimodal else positions
         return batch | {"position_ids": positions.clone() if case.copies else positions}
-
-
-@dataclass(frozen=True)
-class SlicedMtpPositionsCase(SlicedPositionsCase, MtpCase):
-    """The same with MTP layers."""
-
-
-class SlicedMtpPositionsTrainer(MtpTrainer, SlicedPositionsTrainer, trains=SlicedMtpPositionsCase):
-    weights_seed = 1  # under V a rank has two embeddings of one name
-
-    def _model_options(self, vp_stage: int | None) -> dict[str, Any]:
-        return super()._model_options(vp_stage) | {"position_embedding_type": "learned_absolute"}

@@ -156,7 +156,7 @@ MOE = {"num_moe_experts": 4, "moe_router_load_balancing_type": "aux_loss", "moe_
     ("options", "message"),
     [
         ({"context_parallel_size": 2}, "context_parallel_size above 1 does not go with slices"),
-        ({"mtp_num_layers": 1, "calculate_per_token_loss": True}, "calculate_per_token_loss with MTP layers does not go"),
+        ({"mtp_num_layers": 1}, "they embed and predict tokens behind the end of a slice"),
         ({"window_size": (4, 0)}, "window_size does not go with slices"),
         ({"tp_comm_overlap": True}, "userbuffers have the length of whole sequences"),
         ({"fp8": "hybrid"}, "fp8 does not go with slices"),

@@ -125,8 +125,6 @@ class CurrentSlice:
         """The slice's part of the last batch that the forward step has read; None before it reads one."""
         self.whole_batch: Any = None
         """That batch of the whole microbatch."""
-        self.placed: dict[int, Tensor] = {}
-        """By identity, in the current pass: position ids that are known to be those of the whole sequence."""
         self._of: tuple[int, int] = (0, 0)
         self._kept: dict[tuple[int, int], dict[int, Kept]] = {}
         """By (chunk, microbatch): what the slices of a microbatch share in each module, by the module's identity."""
@@ -143,7 +141,6 @@ class CurrentSlice:
             yield
         finally:
             self.part = self.batch = self.whole_batch = None
-            self.placed.clear()
 
     def is_first(self, what: str) -> bool:
         """Whether this is asked of `what` for the first time, on the first rank."""

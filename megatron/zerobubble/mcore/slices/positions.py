@@ -61,54 +61,17 @@ class PositionIds:
             ConfigError: the positions are neither the loop's own count nor of its batch, or could be both.
         """
         part = self._slices.part
-        if part is None or not part.offset or id(position_ids) in self._slices.placed:
+        if part is None or not part.offset:
             return position_ids
         is_from_zero = self._counted == "from-zero" if self._counted else not self._is_read(position_ids, tokens, part)
-        found = position_ids + part.offset if is_from_zero else position_ids
-        self.place(found)
-        return found
-
-    def place(self, position_ids: Tensor) -> None:
-        """Note that a tensor has positions in the whole sequence, until the current pass ends."""
-        self._slices.placed[id(position_ids)] = position_ids
-
-    def further(self, position_ids: Tensor, tokens: Tensor | None, at: int) -> Tensor | int:
-        """The position of token `at` of the whole sequence, behind the end of the slice, for each row.
-
-        Args:
-            position_ids: [b, s], what a model is given, of which `absolute` was asked before.
-            tokens: [b, s], as there.
-            at: number of the token.
-
-        Raises:
-            ConfigError: it is not known.
-        """
-        part = self._slices.part
-        assert part is not None
-        found, path = self._source(position_ids, tokens)
-        whole = dict(tensors_of(self._slices.whole_batch)).get(path)
-        of_batch = None
-        if found is not _Read.NO and whole is not None and whole.dim() and whole.size(-1) >= part.whole:
-            of_batch = whole[..., at].to(position_ids.device)
-        is_counted = self._counted == "from-zero"
-        if self._counted is None and found is not _Read.YES:
-            is_counted = _is_count(position_ids, part) and (not part.offset or id(position_ids) not in self._slices.placed)
-        if is_counted and not part.offset and of_batch is not None and not (of_batch == at).all():
-            if len(self._are_read) != 1:
-                raise ConfigError(_unknown(part, is_both=True))
-            is_counted = False in self._are_read
-        if is_counted:
-            return at
-        if of_batch is None:
-            raise ConfigError(_unknown(part, is_both=False))
-        return of_batch
+        return position_ids + part.offset if is_from_zero else position_ids
 
     def _is_read(self, position_ids: Tensor, tokens: Tensor | None, part: SlicePart) -> bool:
         """Whether they are of the batch, not the loop's own count.
 
         Of tensor-parallel ranks, which come here together with the same positions, some may not have read it.
         """
-        found, _ = self._source(position_ids, tokens)
+        found = self._source(position_ids, tokens)
         size = parallel_state.get_tensor_model_parallel_world_size()
         is_counted = (found is not _Read.YES or size > 1) and _is_count(position_ids, part)
         if size > 1 and is_counted:
@@ -126,24 +89,24 @@ class PositionIds:
         self._are_read.add(is_read)
         return is_read
 
-    def _source(self, position_ids: Tensor, tokens: Tensor | None) -> tuple[_Read, tuple[str | int, ...]]:
-        """Whether they are of the slice's batch, and the path to that tensor in it."""
+    def _source(self, position_ids: Tensor, tokens: Tensor | None) -> _Read:
+        """Whether they are of the slice's batch."""
         tensors = dict(tensors_of(self._slices.batch))
-        for path, each in tensors.items():
+        for each in tensors.values():
             if each.data_ptr() == position_ids.data_ptr() and each.shape == position_ids.shape:
-                return _Read.YES, path
+                return _Read.YES
         storage = position_ids.untyped_storage().data_ptr()
         is_named = any(path[-1:] == (name,) for path in tensors for name in POSITIONS)
         for path, each in tensors.items():
             key = path[-1] if path else None
             if each.untyped_storage().data_ptr() == storage:
-                return _Read.MAYBE, path
+                return _Read.MAYBE
             could_be = key in POSITIONS if is_named else key not in _NOT_POSITIONS
             if not could_be or each.is_floating_point() or each.dtype is torch.bool:
                 continue
             if _has_values(each, position_ids) and (tokens is None or not _has_values(each, tokens)):
-                return _Read.MAYBE, path
-        return _Read.NO, ()
+                return _Read.MAYBE
+        return _Read.NO
 
 
 def _is_count(position_ids: Tensor, part: SlicePart) -> bool:

@@ -18,7 +18,7 @@ __all__ = ["check_attention", "check_sliced_config", "core_attentions"]
 _REFUSED = {
     "moe_expert_capacity_factor": "an expert would drop tokens by the counts of a slice",
     "moe_z_loss_coeff": "it is a mean over the tokens of a call, and would be one over those of a slice",
-    "mtp_use_repeated_layer": "its keys of several depths would share a buffer",
+    "mtp_num_layers": "they embed and predict tokens behind the end of a slice",
     "window_size": "a window over the keys of earlier slices is not tried",
     "tp_comm_overlap": "Transformer Engine's userbuffers have the length of whole sequences",
     "fp8": "scales would follow from the magnitudes of a slice",
@@ -63,8 +63,6 @@ def _refused(config: Any) -> Iterator[tuple[str, str]]:
     yield from ((name, why) for name, why in _REFUSED.items() if getattr(config, name, None))
     if config.num_moe_experts is not None:
         yield from _refused_balancing(config)
-    if getattr(config, "mtp_num_layers", None) and config.calculate_per_token_loss:
-        yield "calculate_per_token_loss with MTP layers", "a release may weigh their losses by the tokens of a call"
     if config.multi_latent_attention and config.apply_rope_fusion:
         yield "apply_rope_fusion with multi-latent attention", "its kernel takes tables of cosines that begin at position 0"
 
