@@ -136,8 +136,6 @@ class SlicedPositionsCase(Sliced):
     """Whether the tokens of each row are 0, 1, ..."""
     copies: bool = False
     """Whether the loop copies what it reads, as to a device."""
-    multimodal: bool = False
-    """Whether they are rotary positions in time, height and width."""
 
     @property
     def are_read(self) -> bool:
@@ -147,12 +145,6 @@ class SlicedPositionsCase(Sliced):
 
 class SlicedPositionsTrainer(SlicedTrainer, trains=SlicedPositionsCase):
     case: SlicedPositionsCase
-
-    def _config_changes(self) -> dict[str, Any]:
-        return {"mrope_section": [2, 1, 1]} if self.case.multimodal else {}
-
-    def _model_options(self, vp_stage: int | None) -> dict[str, Any]:
-        return {"position_embedding_type": "mrope"} if self.case.multimodal else super()._model_options(vp_stage)
 
     def batches(self, step: int) -> Iterator[Any]:
         for number, batch in enumerate(super().batches(step)):
@@ -165,8 +157,6 @@ class SlicedPositionsTrainer(SlicedTrainer, trains=SlicedPositionsCase):
             positions = (
                 positions + torch.arange(MICRO_BATCH, device=self.device)[:, None] * (case.positions == "restart")
             ) % every
-        if case.multimodal:
-            positions = torch.stack([positions, positions // 2, positions // 3]) if case.are_read else positions.expand(3, -1, -1)
         if case.counts_up:
             batch["tokens"] = torch.arange(SEQUENCE, device=self.device).expand(MICRO_BATCH, -1).contiguous()
         if case.batch == "tuple":
@@ -183,5 +173,4 @@ class SlicedPositionsTrainer(SlicedTrainer, trains=SlicedPositionsCase):
         positions = batch.pop(case.batch if case.batch != "tuple" else "positions", None)
         if not case.are_read:
             positions = torch.arange(batch["tokens"].size(1), device=self.device).expand(batch["tokens"].shape)
-            positions = positions.expand(3, -1, -1) if case.multimodal else positions
         return batch | {"position_ids": positions.clone() if case.copies else positions}

@@ -116,7 +116,7 @@ class ZeroBubbleConfig:
     zero_bubble_slice_positions: Literal["absolute", "from-zero"] | None = field(
         default=None, metadata={"metavar": "absolute|from-zero"}
     )
-    """With slices of a model that takes position ids (learned or multimodal ones): what those are that the loop gives it in every
+    """With slices of a model with learned positions: what those are that the loop gives it in every
     slice, absolute for positions in the whole sequence, as where they are cut with the batch, or from-zero where the loop counts
     the tokens of what it read. Default: found out in every slice from the values and the batch; on a GPU that waits for the
     device, and what could be both or is neither is refused."""

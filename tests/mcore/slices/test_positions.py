@@ -32,15 +32,12 @@ CASES: list[Any] = [
     replace(ZBV, positions="none", counts_up=True, tensor_parallel=2),
     replace(ZB_H1, positions="plain"),
     replace(ZBV, positions="plain", batch="tuple", counts_up=True),
-    replace(ZB_H1, multimodal=True),
-    replace(ZBV, multimodal=True, batch="position_ids", copies=True),
-    replace(ZBV, multimodal=True, positions="none"),
 ]
 
 
 @pytest.mark.claims(
     "Layers",
-    "slices of microbatches with learned or multimodal position ids that the batch has, under a name or in a tuple, also with "
+    "slices of microbatches with learned position ids that the batch has, under a name or in a tuple, also with "
     "several beginnings per row, or that the loop counts",
     "works, losses and gradients within 1e-6 of whole microbatches",
 )

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding, RotaryEmbedding
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch import Tensor, nn
 
 from megatron.zerobubble.errors import ConfigError
@@ -50,11 +50,11 @@ class PositionIds:
         self._are_read: set[bool] = set()
         """What was decided so far where only one of both fitted."""
 
-    def absolute(self, position_ids: Tensor, tokens: Tensor | None = None) -> Tensor:
+    def absolute(self, position_ids: Tensor, tokens: Tensor) -> Tensor:
         """The positions in the whole sequence.
 
         Args:
-            position_ids: [..., s], what a module is given.
+            position_ids: [b, s], what an embedding is given.
             tokens: [b, s], the token ids that it is given with them.
 
         Raises:
@@ -66,7 +66,7 @@ class PositionIds:
         is_from_zero = self._counted == "from-zero" if self._counted else not self._is_read(position_ids, tokens, part)
         return position_ids + part.offset if is_from_zero else position_ids
 
-    def _is_read(self, position_ids: Tensor, tokens: Tensor | None, part: SlicePart) -> bool:
+    def _is_read(self, position_ids: Tensor, tokens: Tensor, part: SlicePart) -> bool:
         """Whether they are of the batch, not the loop's own count.
 
         Of tensor-parallel ranks, which come here together with the same positions, some may not have read it.
@@ -89,7 +89,7 @@ class PositionIds:
         self._are_read.add(is_read)
         return is_read
 
-    def _source(self, position_ids: Tensor, tokens: Tensor | None) -> _Read:
+    def _source(self, position_ids: Tensor, tokens: Tensor) -> _Read:
         """Whether they are of the slice's batch."""
         tensors = dict(tensors_of(self._slices.batch))
         for each in tensors.values():
@@ -104,7 +104,7 @@ class PositionIds:
             could_be = key in POSITIONS if is_named else key not in _NOT_POSITIONS
             if not could_be or each.is_floating_point() or each.dtype is torch.bool:
                 continue
-            if _has_values(each, position_ids) and (tokens is None or not _has_values(each, tokens)):
+            if _has_values(each, position_ids) and not _has_values(each, tokens):
                 return _Read.MAYBE
         return _Read.NO
 
@@ -156,8 +156,6 @@ def count_from_slice(module: nn.Module, slices: CurrentSlice, positions: Positio
         module.forward = _Rotary(module, slices)
     elif isinstance(module, LanguageModelEmbedding) and module.add_position_embedding:
         module.forward = _Learned(module, positions)
-    elif isinstance(module, MultimodalRotaryEmbedding):
-        module.forward = _Multimodal(module, positions)
     else:
         return False
     return True
@@ -198,12 +196,3 @@ class _Learned(_Replaced):
 
     def __call__(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         return self._forward(input_ids, self._of.absolute(position_ids, input_ids), *args, **kwargs)
-
-
-class _Multimodal(_Replaced):
-    """Of rotary positions in time, height and width, [3, b, s]."""
-
-    _of: PositionIds
-
-    def __call__(self, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return self._forward(self._of.absolute(position_ids), *args, **kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from torch import nn
@@ -89,7 +90,7 @@ def core_attentions(chunk: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def check_attention(chunk: nn.Module) -> None:
-    """Check that every layer can hand on what a slice's tokens need of those before.
+    """Check that every layer can run a slice, and hand on what its tokens need of those before.
 
     Raises:
         ConfigError: a layer cannot; the message names it.
@@ -99,6 +100,8 @@ def check_attention(chunk: nn.Module) -> None:
             raise ConfigError(
                 f"slices: {name} is a {type(module).__name__}, whose state is not handed from slice to slice; leave slices out"
             )
+        if isinstance(module, MultimodalRotaryEmbedding):
+            raise ConfigError(f"slices: {name} has positions in time, height and width, which are not cut; leave slices out")
     for name, module in core_attentions(chunk):
         core = module.core_attention
         if not isinstance(core, (TorchDotProductAttention, DotProductAttention)) and not is_transformer_engine(core):
