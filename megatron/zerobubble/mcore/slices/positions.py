@@ -47,8 +47,6 @@ class PositionIds:
 
     def __init__(self, slices: CurrentSlice, counted: str | None = None) -> None:
         self._slices, self._counted = slices, counted
-        self._are_read: set[bool] = set()
-        """What was decided so far where only one of both fitted."""
 
     def absolute(self, position_ids: Tensor, tokens: Tensor) -> Tensor:
         """The positions in the whole sequence.
@@ -79,15 +77,10 @@ class PositionIds:
         elif size > 1 and parallel_state.get_tensor_model_parallel_rank() > 0 and self._slices.batch is None:
             found = _Read.YES
         if found is _Read.YES:
-            is_read = True
-        elif is_counted is not (found is _Read.MAYBE):
-            is_read = not is_counted
-        elif is_counted and len(self._are_read) == 1:
-            return next(iter(self._are_read))
-        else:
+            return True
+        if is_counted is (found is _Read.MAYBE):
             raise ConfigError(_unknown(part, is_both=is_counted))
-        self._are_read.add(is_read)
-        return is_read
+        return not is_counted
 
     def _source(self, position_ids: Tensor, tokens: Tensor) -> _Read:
         """Whether they are of the slice's batch."""
