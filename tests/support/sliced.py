@@ -14,19 +14,6 @@ from tests.support.gpt import MICRO_BATCH, SEQUENCE, Case, Trainer
 from tests.support.moe import MoeCase, MoeTrainer
 from tests.support.unequal import UnequalCase, UnequalTrainer
 
-_HIDDEN = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
-_DOCUMENTS = torch.stack([torch.arange(SEQUENCE) >= end for end in (5, 8)])
-"""Per sequence, whether a token belongs to the second of two documents."""
-MASKS = {
-    "causal": _HIDDEN[None, None],
-    "two-dimensional": _HIDDEN,
-    "documents": (_HIDDEN | (_DOCUMENTS[:, :, None] != _DOCUMENTS[:, None]))[:, None],
-    "padding": (torch.arange(SEQUENCE) >= 9).expand(MICRO_BATCH, 1, 1, SEQUENCE),
-    "open": torch.zeros(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool),
-    "visible": ~_HIDDEN[None, None],
-}
-"""Attention masks of a whole sequence, True where a query must not see a key."""
-
 
 @dataclass(frozen=True)
 class Sliced(Case):
@@ -35,8 +22,6 @@ class Sliced(Case):
     num_slices: int = 1
     slice_lengths: tuple[int, ...] = ()
     """Tokens of each slice; empty: all have the same length."""
-    mask: str | None = None
-    """Which of `MASKS` every batch has; None: none."""
 
     @property
     def spec(self) -> ScheduleSpec:
@@ -75,8 +60,7 @@ class SlicedBatches(Trainer):
             generator = torch.Generator().manual_seed(step * 100 + number)
             mask = (torch.rand(tokens.shape, generator=generator) < 0.7).float().to(self.device)
             positions = torch.arange(tokens.size(1), device=self.device).expand(tokens.shape)
-            batch = {"tokens": tokens, "labels": labels, "loss_mask": mask, "position_ids": positions}
-            yield batch | {"attention_mask": None if self.case.mask is None else MASKS[self.case.mask].to(self.device)}
+            yield {"tokens": tokens, "labels": labels, "loss_mask": mask, "position_ids": positions, "attention_mask": None}
 
     def forward_step(self, iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
         batch = self.unpacked(next(iterator))

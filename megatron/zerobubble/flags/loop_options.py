@@ -82,9 +82,9 @@ class Slices:
             a tensor goes to every slice as it is; or a function that takes what `next` of the data iterator returns, the first
             token of a slice, and its number of tokens, and returns the slice's part. A batch is a tensor, or a dictionary, tuple
             or list of them. What else is not certain to have something per token is refused: cut are integers and booleans
-            [b, sequence], or [b, sequence + 1] where each token is followed by the next one, masks [b or 1, 1, sequence,
-            sequence], and by their names attention_mask, position_ids or positions [..., sequence], and tokens, labels,
-            loss_mask, advantages, log_probs and such [b, sequence, ...].
+            [b, sequence], or [b, sequence + 1] where each token is followed by the next one, and by their names position_ids or
+            positions [..., sequence], and tokens, labels, loss_mask, advantages, log_probs and such [b, sequence, ...]. An
+            attention mask must be None.
 
     Raises:
         ConfigError: `cut` is neither. The number is checked with the flags.

@@ -47,12 +47,7 @@ CASES: list[Any] = [
     replace(ZBV, tensor_parallel=2, sequence_parallel=True, num_slices=2),
     replace(ZBV, recompute="core_attn"),
     SlicedEngineMlaCase("zb-h1", 2, 3, num_layers=4, num_slices=2),
-    *(
-        SlicedEngineCase("zb-h1", 2, 2, num_layers=4, num_slices=2, mask=mask)
-        for mask in ("causal", "two-dimensional", "padding")
-    ),
-    *(replace(ZBV, num_microbatches=2, num_slices=3, mask=mask) for mask in ("documents", "open")),
-    SlicedEngineMlaCase("zb-h1", 2, 2, num_layers=4, num_slices=2, mask="documents", recompute="core_attn"),
+    SlicedEngineMlaCase("zb-h1", 2, 2, num_layers=4, num_slices=2, recompute="core_attn"),
 ]
 
 

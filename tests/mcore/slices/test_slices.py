@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.comparisons import compare, error_of
+from tests.support.comparisons import compare
 from tests.support.ranks import RankPool
 from tests.support.sliced import SlicedCase, SlicedMoeCase, SlicedUnequalCase
 from tests.support.tolerances import OTHER_ORDER, after_steps
@@ -39,8 +39,6 @@ OTHERS: list[Any] = [
     replace(ZB_H1, num_slices=3, slice_lengths=(7, 3, 2)),
     replace(ZB_H1, own_attention=True),
     replace(ZBV, own_attention=True, llama=True),
-    *(replace(ZB_H1, num_microbatches=2, mask=mask) for mask in ("causal", "two-dimensional", "documents")),
-    replace(ZBV, num_microbatches=2, own_attention=True, mask="documents", recompute="selective"),
     replace(ZB_H1, per_token_loss=True),
     replace(ZB_H1, recompute="full"),
     replace(ZBV, recompute="block"),
@@ -127,19 +125,6 @@ def test_slices_in_half_precision(four_ranks: RankPool, case: Any) -> None:
     for rank, each in enumerate(four_ranks.run(compare, case)):
         assert each.losses <= 2e-2, (rank, each)
         assert each.gradients <= 2e-2, (rank, each)
-
-
-def refused(rank: int, case: Any) -> str:
-    return error_of(case.trainer())
-
-
-@pytest.mark.parametrize("own_attention", [False, True])
-@pytest.mark.parametrize("mask", ["open", "visible", "padding"])
-def test_a_mask_by_which_tokens_see_later_ones_is_refused(four_ranks: RankPool, mask: str, own_attention: bool) -> None:
-    """Transformer Engine's layers add it to their causal mask, see `test_engine`."""
-    case = replace(ZB_H1, num_ranks=1, schedule="1f1b", mask=mask, own_attention=own_attention)
-    for error in four_ranks.run(refused, case):
-        assert ("tokens see later ones" if mask != "padding" else "the attention mask has shape (2, 1, 1, 6)") in error
 
 
 def check(ranks: RankPool, case: Any) -> None:

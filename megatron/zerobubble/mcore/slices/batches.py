@@ -15,12 +15,10 @@ from megatron.zerobubble.errors import ConfigError, ExecutionError
 from megatron.zerobubble.flags.loop_options import Cut, CutDimensions
 from megatron.zerobubble.mcore.slices.current_slice import CurrentSlice, SlicePart
 
-__all__ = ["MASKS", "POSITIONS", "SlicedBatches", "cut_batch", "tensors_of"]
+__all__ = ["POSITIONS", "SlicedBatches", "cut_batch", "tensors_of"]
 
 POSITIONS = ("position_ids", "positions")
 """Names of position ids, whose last dimension is the sequence."""
-MASKS = ("attention_mask",)
-"""Names of attention masks, whose last two dimensions are queries, or one for all of them, and keys."""
 _PER_TOKEN = (
     *("tokens", "input_ids", "text", "labels", "loss_mask", "inputs_embeds", "advantages", "returns", "rewards", "values"),
     *("log_probs", "logprobs", "old_log_probs", "old_logprobs", "ref_log_probs", "ref_logprobs"),
@@ -64,7 +62,6 @@ class SlicedBatches:
             self._batches.append(next(self._iterator))
         batch = self._batches[self._next]
         self._next += 1
-        slices.whole_batch = batch
         cut = self._cut
         slices.batch = cut(batch, part.offset, part.length) if callable(cut) else cut_batch(batch, part, cut or {})
         return slices.batch
@@ -79,7 +76,6 @@ def cut_batch(batch: Any, part: SlicePart, dimensions: CutDimensions | None = No
     - tensors of any type [b, S, ...] or [b, S + 1] with one of the usual names of something per token (tokens, labels, loss_mask,
       advantages, log_probs, ...);
     - position ids by their name, position_ids or positions: [..., S];
-    - masks that are named attention_mask, [..., S, S] or [..., 1, S], or are boolean, [b or 1, 1, S, S];
     - what `dimensions` names.
 
     Tensors of at most one dimension, numbers, strings and None are the same in every slice.
@@ -90,10 +86,10 @@ def cut_batch(batch: Any, part: SlicePart, dimensions: CutDimensions | None = No
         dimensions: the sequence's dimension of further tensors, or None where a tensor goes to every slice as it is.
 
     Returns:
-        The same with contiguous tensors: [b, s, ...], [b, s + 1], [..., s, end of the slice].
+        The same with contiguous tensors: [b, s, ...], [b, s + 1], [..., s].
 
     Raises:
-        ConfigError: it is not certain how a tensor is cut, or sequences are packed.
+        ConfigError: it is not certain how a tensor is cut, sequences are packed, or there is an attention mask.
     """
     return _cut(batch, part, dimensions or {}, None, "the batch")
 
@@ -153,11 +149,12 @@ def _cut_tensor(tensor: Tensor, part: SlicePart, key: str | int | None, name: st
     if tensor.is_nested:
         raise ConfigError(f"{name} is a nested tensor, whose sequences slices would cut apart: pad them, or leave out slices")
     sizes = tensor.shape
-    is_mask = tensor.dtype is torch.bool and tensor.dim() == 4 and sizes[1] == 1
-    if (key in MASKS or is_mask) and sizes[-2:] == (whole, whole):
-        return tensor.narrow(-2, part.offset, part.length).narrow(-1, 0, part.end).contiguous()
-    if key in MASKS and tensor.dim() > 2 and sizes[-2:] == (1, whole):
-        return tensor.narrow(-1, 0, part.end).contiguous()
+    is_row_of_flags = tensor.dim() == 2 and sizes != (whole, whole)  # one for each token
+    if (key == "attention_mask" and not is_row_of_flags) or (tensor.dtype is torch.bool and tensor.dim() == 4):
+        raise ConfigError(
+            f"slices do not go with an attention mask, and {name}, of shape {tuple(sizes)}, is one: give None, with which "
+            "attention is causal, or leave out slices"
+        )
     if key in POSITIONS and tensor.dim() and sizes[-1] == whole:
         return tensor.narrow(-1, part.offset, part.length).contiguous()
     is_row = tensor.dim() == 2 and not tensor.is_floating_point() and not tensor.is_complex()

@@ -123,8 +123,6 @@ class CurrentSlice:
         """Number of Fs and Bs that have begun."""
         self.batch: Any = None
         """The slice's part of the last batch that the forward step has read; None before it reads one."""
-        self.whole_batch: Any = None
-        """That batch of the whole microbatch."""
         self._of: tuple[int, int] = (0, 0)
         self._kept: dict[tuple[int, int], dict[int, Kept]] = {}
         """By (chunk, microbatch): what the slices of a microbatch share in each module, by the module's identity."""
@@ -140,7 +138,7 @@ class CurrentSlice:
         try:
             yield
         finally:
-            self.part = self.batch = self.whole_batch = None
+            self.part = self.batch = None
 
     def is_first(self, what: str) -> bool:
         """Whether this is asked of `what` for the first time, on the first rank."""
