@@ -71,13 +71,12 @@ def _assert_equal(found: list[Tensor], expected: list[Tensor], tolerance: float 
 
 
 CAUSAL_TYPES = (CAUSAL, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
-NUMBERS = st.sampled_from([-1, 0, 1, 3, 11])
 
 
 @pytest.mark.claims(
     "Layers",
-    "torch's attention in place of megatron-core's own: causal, GQA, any boolean mask, padding, windows, packed sequences "
-    "(`cu_seqlens`, with padding between), dropout, scales, bf16; output and gradients",
+    "torch's attention in place of megatron-core's own: causal, GQA, any boolean mask, padding, packed sequences "
+    "(`cu_seqlens`), dropout, scales, bf16; output and gradients",
     "works, 4e-6 (fp32) of megatron-core's own; dropout draws the same mask",
 )
 @pytest.mark.parametrize("has_mask", [False, True])
@@ -91,23 +90,19 @@ def test_keys_are_seen_as_by_megatron_cores_own_under_one_mask_of_all_that_hides
     layer_number, scale = data.draw(st.integers(1, 3)), data.draw(st.sampled_from(["by size", "by layer", "given"]))
     queries = data.draw(st.sampled_from([1, keys]) if mask_type in CAUSAL_TYPES[:2] else st.integers(1, keys))
     changes = {"num_query_groups": groups, "apply_query_key_layer_scaling": scale == "by layer"}
-    window, freq = data.draw(st.none() | st.tuples(NUMBERS, NUMBERS)), data.draw(st.sampled_from([None, 2, 3]))
     at_call = {"attn_mask_type": mask_type} if data.draw(st.booleans()) else {}
     made_for = AttnMaskType.no_mask if at_call else mask_type
-    ours, _ = _pair(made_for, layer_number, window_size=window, window_attn_skip_freq=freq, **changes)
+    ours, _ = _pair(made_for, layer_number, **changes)
     _, own = _pair(ARBITRARY, layer_number, **changes)
     if scale == "given":  # attention layers pass it on
         ours.softmax_scale = own.softmax_scale = 0.3
     ones = torch.ones(queries, keys, dtype=torch.bool)
     own_key = ones.triu(keys - queries) & ones.tril(keys - queries)
     mask = (torch.rand(batch, 1, queries, keys, generator=torch.Generator().manual_seed(3)) < 0.4) & ~own_key
-    before, after = window if window is not None and (freq is None or layer_number % freq) else (-1, -1)
-    if mask_type in CAUSAL_TYPES and (mask_type is not CAUSAL or not has_mask or (before, after) != (-1, -1)):
-        after = 0
     hidden = mask if has_mask else torch.zeros_like(mask)
-    if queries > 1:  # a single one sees all keys
-        hidden = hidden | (ones.tril(keys - queries - before - 1) if before >= 0 else ~ones)
-        hidden = hidden | (ones.triu(keys - queries + after + 1) if after >= 0 else ~ones)
+    is_causal = mask_type in CAUSAL_TYPES and not (mask_type is CAUSAL and has_mask)
+    if is_causal and queries > 1:  # a single one sees all keys
+        hidden = hidden | ones.triu(keys - queries + 1)
     inputs = _inputs(length=keys, batch=batch, groups=groups)
     inputs[0] = inputs[0][keys - queries :].detach().requires_grad_()
     _assert_equal(_results(ours, inputs, mask if has_mask else None, **at_call), _results(own, inputs, hidden))
@@ -156,10 +151,9 @@ def test_bf16_within_its_rounding(groups: int) -> None:
 # -- packed sequences ---------------------------------------------------------------------------------------------------
 
 
-def _packed(lengths: list[int], padded: list[int] | None = None, **others: Any) -> PackedSeqParams:
-    ends, starts = (None if each is None else torch.tensor([0, *each]).cumsum(0).int() for each in (lengths, padded))
-    both = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "cu_seqlens_q_padded": starts, "cu_seqlens_kv_padded": starts}
-    return PackedSeqParams(qkv_format="thd", **both | others)
+def _packed(lengths: list[int], **others: Any) -> PackedSeqParams:
+    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    return PackedSeqParams(qkv_format="thd", **{"cu_seqlens_q": ends, "cu_seqlens_kv": ends} | others)
 
 
 @pytest.mark.parametrize("groups", [4, 2])
@@ -174,27 +168,13 @@ def test_packed_sequences_attend_to_themselves(lengths: list[int], groups: int) 
     _assert_equal(found, expected)
 
 
-def test_packed_sequences_with_padding_between() -> None:
-    ours, _ = _pair()
-    inputs = [each.detach().squeeze(1).requires_grad_() for each in _inputs(batch=1)]
-    found = _results(ours, inputs, None, packed_seq_params=_packed([3, 4], padded=[5, 6]))
-    used = torch.tensor([0, 1, 2, 5, 6, 7, 8])
-    output = found[0].new_zeros(12, HEADS * HEAD_SIZE)
-    compact = [each.detach()[used].requires_grad_() for each in inputs]
-    output[used] = ours(*compact, None, packed_seq_params=_packed([3, 4])).detach()
-    assert torch.equal(found[0], output)
-    for gradient in found[1:]:
-        unused = gradient.clone()
-        unused[used] = 0
-        assert not unused.any()
-        assert gradient[used].any()
-
-
-def test_packed_sequences_need_to_be_described() -> None:
+def test_packed_sequences_without_gaps_are_described() -> None:
     ours, _ = _pair()
     packed = [each.detach().squeeze(1) for each in _inputs(batch=1)]
     with pytest.raises(ConfigError, match="need cu_seqlens_q"):
         ours(*packed, None, packed_seq_params=PackedSeqParams(qkv_format="thd"))
+    with pytest.raises(ConfigError, match="with padding in between, or with other keys than queries"):
+        ours(*packed, None, packed_seq_params=_packed([3, 4], cu_seqlens_q_padded=torch.tensor([0, 5, 11])))
 
 
 # -- dropout ------------------------------------------------------------------------------------------------------------
@@ -359,8 +339,8 @@ def test_where_no_kernel_takes_fewer_heads_of_keys_they_are_repeated(groups: int
 
 @pytest.mark.claims(
     "Layers",
-    "softmax offsets, `qk_clip`, an attention bias, context parallelism with torch's attention; multi-latent attention in local "
-    "layers",
+    "softmax offsets, `qk_clip`, an attention bias, windows, padding between packed sequences, context parallelism with torch's "
+    "attention; multi-latent attention in local layers",
     "rejected",
 )
 @pytest.mark.parametrize(
@@ -370,6 +350,7 @@ def test_where_no_kernel_takes_fewer_heads_of_keys_they_are_repeated(groups: int
         ({"softmax_type": "learnable"}, "softmax_type learnable is not supported"),
         ({"attention_backend": AttnBackend.local}, "attention_backend local is megatron-core's own"),
         ({"qk_clip": True}, "the largest score"),
+        ({"window_size": (7, 0)}, r"window_size \(7, 0\) is not supported by torch's attention: choose attention_backend local"),
         (
             {"context_parallel_size": 2},
             "needs whole sequences, and context_parallel_size is 2: choose Transformer Engine's layers",

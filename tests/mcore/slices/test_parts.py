@@ -15,7 +15,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
 
 from megatron.zerobubble.errors import ConfigError, ExecutionError
-from megatron.zerobubble.mcore.attention.attention_masks import MaskRule, hidden_lower_right
+from megatron.zerobubble.mcore.attention.attention_masks import hidden_lower_right, mask_options
 from megatron.zerobubble.mcore.attention.torch_attention import TorchDotProductAttention
 from megatron.zerobubble.mcore.slices.batches import SlicedBatches
 from megatron.zerobubble.mcore.slices.current_slice import CurrentSlice, SlicePart
@@ -137,7 +137,7 @@ def _note(saved: dict[int, Tensor], tensor: Tensor) -> Tensor:
 def test_the_mask_of_a_slice_ends_with_the_last_query_and_key(queries: int, keys: int) -> None:
     expected = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)
     assert torch.equal(hidden_lower_right(queries, keys, torch.device("cpu"))[0, 0], expected)
-    options = MaskRule(AttnMaskType.causal_bottom_right).options(torch.zeros(1, 1, queries, 2), torch.zeros(1, 1, keys, 2))
+    options = mask_options(AttnMaskType.causal_bottom_right, torch.zeros(1, 1, queries, 2), torch.zeros(1, 1, keys, 2))
     if queries == keys:
         assert options == {"is_causal": True}
     elif queries > 1:

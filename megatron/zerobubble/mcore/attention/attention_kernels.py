@@ -6,21 +6,20 @@ Shapes as in `mcore.attention.torch_attention`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.mcore.attention.attention_masks import MaskRule, once_per_tensor
+from megatron.zerobubble.mcore.attention.attention_masks import mask_options, once_per_tensor
 
 __all__ = ["AttentionOptions", "attend", "attend_packed"]
 
@@ -36,8 +35,8 @@ _KERNELS = {
 class AttentionOptions:
     """How attention is computed, beside its tensors."""
 
-    rule: MaskRule
-    """Which keys a query sees."""
+    mask_type: AttnMaskType
+    """Which keys a query sees where no mask says it."""
     scale: float
     """Factor of the scores."""
     dropout: float
@@ -66,7 +65,7 @@ def attend(
     """
     query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
     num_heads, head_size = query.size(1), query.size(3)
-    options = attention.rule.options(query, key, attention_mask)
+    options = mask_options(attention.mask_type, query, key, attention_mask)
     options |= {"scale": attention.scale, "dropout_p": attention.dropout}
     if num_heads != key.size(1):
         has_entries = "attn_mask" in options and not isinstance(options["attn_mask"], CausalBias)
@@ -123,7 +122,7 @@ def _no_kernel(backend: AttnBackend, query: Tensor, options: dict[str, Any]) -> 
 
 
 def attend_packed(query: Tensor, key: Tensor, value: Tensor, attention: AttentionOptions, packed: PackedSeqParams) -> Tensor:
-    """The attention of sequences that are packed into one, each to itself. Queries between sequences get zeros.
+    """The attention of sequences that are packed into one, each to itself. Queries behind the last one get zeros.
 
     One call of torch's attention per sequence: its kernels for packed sequences need a GPU and half precision, and have no
     dropout. The first layer of a microbatch reads the lengths, on a GPU with a synchronization of the host.
@@ -133,37 +132,29 @@ def attend_packed(query: Tensor, key: Tensor, value: Tensor, attention: Attentio
         key: [t, g, d].
         value: [t, g, d].
         attention: how each sequence attends to itself.
-        packed: where each sequence begins and, with padding between them, how long it is.
+        packed: where each sequence begins.
 
     Returns:
         [t, n * d].
     """
+    contexts, end = [], 0
+    for tokens in _sequences(packed):
+        own_query, own_key, own_value = (each[tokens].unsqueeze(1) for each in (query, key, value))
+        contexts.append(attend(own_query, own_key, own_value, attention).squeeze(1))
+        end = tokens.stop
+    rest = query.new_zeros(query.size(0) - end, query.size(1) * value.size(2))
+    return torch.cat([*contexts, rest])
+
+
+def _sequences(packed: PackedSeqParams) -> list[slice]:
+    """The tokens of each sequence that has some."""
     if packed.cu_seqlens_q is None:
         raise ConfigError("packed sequences in thd format need cu_seqlens_q, where each sequence begins")
-    pieces, end = [], 0
-    for queries, keys in _spans(packed):
-        own_query, own_key, own_value = query[queries].unsqueeze(1), key[keys].unsqueeze(1), value[keys].unsqueeze(1)
-        context = attend(own_query, own_key, own_value, attention).squeeze(1)
-        pieces += [context.new_zeros(queries.start - end, context.size(1)), context]
-        end = queries.stop
-    width = query.size(1) * value.size(2)
-    return torch.cat([*pieces, query.new_zeros(query.size(0) - end, width)])
-
-
-def _spans(packed: PackedSeqParams) -> Iterator[tuple[slice, slice]]:
-    """Where the queries and the keys of each sequence are. Sequences without queries are left out."""
-    queries = _sides(packed.cu_seqlens_q, packed.cu_seqlens_q_padded)
-    keys = queries
-    if packed.cu_seqlens_kv is not None:
-        keys = _sides(packed.cu_seqlens_kv, packed.cu_seqlens_kv_padded)
-    for each, beside in zip(queries, keys, strict=True):
-        if each.stop > each.start:
-            yield each, beside
-
-
-def _sides(lengths: Tensor, padded: Tensor | None) -> list[slice]:
-    """The tokens of each sequence, from sums of lengths: without padding, and with padding if there is some."""
-    ends = once_per_tensor(lengths, "list", Tensor.tolist)
-    begins = ends if padded is None else once_per_tensor(padded, "list", Tensor.tolist)
-    sizes = (end - begin for begin, end in itertools.pairwise(ends))
-    return [slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=False)]
+    begins = once_per_tensor(packed.cu_seqlens_q, "list", Tensor.tolist)
+    others = (packed.cu_seqlens_kv, packed.cu_seqlens_q_padded, packed.cu_seqlens_kv_padded)
+    if any(each is not None and once_per_tensor(each, "list", Tensor.tolist) != begins for each in others):
+        raise ConfigError(
+            "packed sequences with padding in between, or with other keys than queries, are not supported by torch's attention: "
+            "pack them without, or choose Transformer Engine's layers"
+        )
+    return [slice(begin, end) for begin, end in itertools.pairwise(begins) if end > begin]

@@ -20,12 +20,10 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.attention.attention_kernels import AttentionOptions, attend, attend_packed
-from megatron.zerobubble.mcore.attention.attention_masks import MaskRule
 
 __all__ = ["TorchDotProductAttention", "use_torch_attention"]
 
@@ -69,8 +67,6 @@ class TorchDotProductAttention(MegatronModule):
         self.attention_type = attention_type
         self.dropout_probability = config.attention_dropout if attention_dropout is None else attention_dropout
         self.softmax_scale = 1 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
-        in_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
-        self.window = tuple(config.window_size) if in_window else None
 
     def forward(
         self,
@@ -89,7 +85,7 @@ class TorchDotProductAttention(MegatronModule):
             key: [s, b, g, d]; packed [t, g, d].
             value: [s, b, g, d]; packed [t, g, d].
             attention_mask: boolean, True where a query must not see a key, [b or 1, 1, s, s]. It alone decides, as in
-                megatron-core's module, except for a window. None for the mask of the mask type.
+                megatron-core's module. None for the mask of the mask type.
             attn_mask_type: in place of the constructor's.
             attention_bias: must be None.
             packed_seq_params: where each sequence begins, in `thd` format; None if sequences are not packed.
@@ -103,7 +99,7 @@ class TorchDotProductAttention(MegatronModule):
         if attention_bias is not None:
             raise ConfigError("an attention bias is not supported by torch's attention here; give a mask, or no bias")
         attention = AttentionOptions(
-            rule=MaskRule(attn_mask_type or self.attn_mask_type, window=self.window),
+            mask_type=attn_mask_type or self.attn_mask_type,
             scale=self.softmax_scale,
             dropout=self.dropout_probability if self.training else 0.0,
             backend=self.config.attention_backend,
@@ -178,6 +174,11 @@ def _check(config: TransformerConfig) -> None:
         raise ConfigError(
             "qk_clip and log_max_attention_logit need the largest score, which torch's attention does not give: leave them out, "
             "or choose Transformer Engine's layers"
+        )
+    if config.window_size is not None:
+        raise ConfigError(
+            f"window_size {config.window_size} is not supported by torch's attention: choose attention_backend local, or "
+            "Transformer Engine's layers"
         )
     if config.context_parallel_size > 1:
         raise ConfigError(
