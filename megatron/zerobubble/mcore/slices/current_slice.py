@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron.zerobubble.errors import ExecutionError
@@ -126,7 +125,6 @@ class CurrentSlice:
         self._of: tuple[int, int] = (0, 0)
         self._kept: dict[tuple[int, int], dict[int, Kept]] = {}
         """By (chunk, microbatch): what the slices of a microbatch share in each module, by the module's identity."""
-        self._seen: set[str] = set()
         self.key_bytes: dict[int, int] = {}
         """By chunk: the bytes of keys and values of the last microbatch of which all were allocated."""
 
@@ -139,12 +137,6 @@ class CurrentSlice:
             yield
         finally:
             self.part = self.batch = None
-
-    def is_first(self, what: str) -> bool:
-        """Whether this is asked of `what` for the first time, on the first rank."""
-        is_first = what not in self._seen and (not dist.is_initialized() or dist.get_rank() == 0)
-        self._seen.add(what)
-        return is_first
 
     def keys(self, attention: object, key: Tensor, value: Tensor) -> PrefixKeys:
         """The buffer of an attention for the microbatch that runs now; allocated in the F of its first slice."""

@@ -9,15 +9,12 @@ Shapes as in `slices.current_slice`; ``n`` heads per rank.
 
 from __future__ import annotations
 
-import logging
-import os
 import weakref
-from importlib import metadata
 from typing import Any
 
 import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.enums import AttnBackend, AttnMaskType
+from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
 
 from megatron.zerobubble.errors import ConfigError, ExecutionError
@@ -25,13 +22,6 @@ from megatron.zerobubble.mcore.attention.attention_masks import hidden_lower_rig
 from megatron.zerobubble.mcore.slices.current_slice import CurrentSlice, PrefixKeys, SlicePart
 
 __all__ = ["attend_to_prefix", "is_transformer_engine"]
-
-_log = logging.getLogger(__name__)
-
-_FUSED_MULTIPLE = 64
-"""Tokens of which cuDNN's attention takes multiples under a causal mask that is aligned to the last query and key."""
-_FLASH = ("flash-attn", "flash-attn-3", "flash-attn-4")
-"""Packages with the flash attention that Transformer Engine uses."""
 
 
 def attend_to_prefix(attention: nn.Module, slices: CurrentSlice) -> None:
@@ -56,7 +46,6 @@ class _PrefixForward:
         self._attention = weakref.ref(attention)
         self._slices = slices
         self._takes_mask_only = isinstance(attention, DotProductAttention)
-        self._wants_multiples = is_transformer_engine(attention) and _wants_multiples(attention)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **others: Any) -> Tensor:
         attention, part = self._attention(), self._slices.part
@@ -65,8 +54,6 @@ class _PrefixForward:
         if part is None:
             return forward(attention, query, key, value, attention_mask, **others)
         _check(part, query, key, attention_mask, others)
-        if self._wants_multiples:
-            self._warn(part, attention)
         query = _apart(query)
         kept = self._slices.keys(attention, key, value)
         keys, values = _Prefix.apply(key, value, kept, part)
@@ -75,18 +62,6 @@ class _PrefixForward:
         else:
             others["attn_mask_type"] = AttnMaskType.causal_bottom_right
         return forward(attention, query, keys, values, attention_mask, **others)
-
-    def _warn(self, part: SlicePart, attention: Any) -> None:
-        """Log, once for all layers, that the kernel is another one than without slices."""
-        why = _falls_back(part, attention.attention_dropout if attention.training else 0.0)
-        if why is not None and self._slices.is_first("unfused attention"):
-            _log.warning(
-                "slices: Transformer Engine's attention falls back to its unfused kernel, which keeps all scores: %s, and "
-                "without flash-attn cuDNN takes slices only without dropout and with lengths that are multiples of %d; install "
-                "flash-attn, or change that",
-                why,
-                _FUSED_MULTIPLE,
-            )
 
 
 def _apart(query: Tensor) -> Tensor:
@@ -127,35 +102,3 @@ def _check(part: SlicePart, query: Tensor, key: Tensor, attention_mask: Tensor |
             f"slices do not go with an attention mask, and the model got one of shape {tuple(attention_mask.shape)}: give None, "
             "with which attention is causal, or leave out slices"
         )
-
-
-def _wants_multiples(attention: Any) -> bool:
-    """Whether an attention of Transformer Engine runs cuDNN's kernel without slices, and has no other one for them."""
-    config = getattr(attention, "config", None)
-    if config is None or config.params_dtype not in (torch.float16, torch.bfloat16):
-        return False
-    return config.attention_backend in (AttnBackend.auto, AttnBackend.fused) and not _has_flash(attention)
-
-
-def _has_flash(attention: Any) -> bool:
-    """Whether Transformer Engine's attention may run flash-attn, which takes slices of any length and dropout."""
-    if attention.config.attention_backend is AttnBackend.fused or os.environ.get("NVTE_FLASH_ATTN") == "0":
-        return False
-    return any(_is_installed(name) for name in _FLASH)
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def _falls_back(part: SlicePart, dropout: float) -> str | None:
-    """Why cuDNN's attention does not take a slice; None: it does."""
-    if dropout:
-        return f"attention_dropout is {dropout:g}"
-    if part.length % _FUSED_MULTIPLE or part.end % _FUSED_MULTIPLE:
-        return f"a slice has tokens {part.offset} to {part.end - 1}"
-    return None
