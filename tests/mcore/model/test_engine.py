@@ -24,6 +24,8 @@ from megatron.zerobubble.wgrad.store import WeightGradStore
 from tests.mcore.test_waits import _first_uses
 from tests.optimizer.support import Scenario, compare
 from tests.support.comparisons import assert_near
+from tests.support.comparisons import compare as compare_cases
+from tests.support.mtp import MtpCase, MtpTrainer
 from tests.support.ranks import RankPool
 from tests.support.tolerances import OTHER_ORDER
 from tests.support.transformer_engine import NEWEST, chosen_version
@@ -172,6 +174,18 @@ class _UnequalTrainer(UnequalTrainer, EngineTrainer, trains=UnequalEngineCase):
     case: UnequalEngineCase
 
 
+@dataclass(frozen=True)
+class MtpEngineCase(MtpCase, EngineCase):
+    """With layers of multi-token prediction."""
+
+
+class _MtpTrainer(MtpTrainer, EngineTrainer, trains=MtpEngineCase):
+    case: MtpEngineCase
+
+    def _config_changes(self) -> dict[str, Any]:
+        return EngineTrainer._config_changes(self) | MtpTrainer._config_changes(self)
+
+
 RING = pytest.mark.skipif(chosen_version() != NEWEST, reason=f"the double of fused attention has the signature of {NEWEST}")
 SHARED = [
     EngineCase("zb-h1", 2, 4, num_layers=4, context_parallel=2, dtype=BF16, llama=True, fuses=True, adam_eps=1.0),
@@ -195,6 +209,17 @@ def test_ranks_that_share_sequences(engine_ranks: RankPool, case: EngineCase) ->
     for difference, _, left in engine_ranks.run(compare_engine, case):
         assert_near([difference], case, OTHER_ORDER)
         assert not left
+
+
+@RING
+@pytest.mark.claims(
+    "Layers",
+    "multi-token prediction in Transformer Engine's layers with context parallelism 2, ZB-H2",
+    "works, 4e-6 of stock 1F1B",
+)
+def test_mtp_layers_look_over_the_ends_of_parts_as_in_stock_1f1b(engine_ranks: RankPool) -> None:
+    case = MtpEngineCase("zb-h2", 2, 4, num_layers=4, num_mtp_layers=1, context_parallel=2, dtype=BF16, adam_eps=1.0)
+    assert_near(engine_ranks.run(compare_cases, case, replace(case, schedule="stock")), case, OTHER_ORDER)
 
 
 @RING

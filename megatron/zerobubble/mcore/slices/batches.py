@@ -91,17 +91,17 @@ def cut_batch(batch: Any, part: SlicePart) -> Any:
     return _cut(batch, part, None, "the batch")
 
 
-def tensors_of(batch: Any, *path: str | int) -> Iterator[tuple[tuple[str | int, ...], Tensor]]:
-    """Each tensor of a batch, with the names, or numbers in a tuple or list, that lead to it."""
+def tensors_of(batch: Any, key: str | int | None = None) -> Iterator[tuple[str | int | None, Tensor]]:
+    """Each tensor of a batch, with its name, or its number in a tuple or list."""
     if isinstance(batch, Tensor):
         if batch.layout is torch.strided and not batch.is_nested:
-            yield path, batch
+            yield key, batch
         return
     values: Any = batch if isinstance(batch, Mapping) else getattr(batch, "__dict__", {})
     if isinstance(batch, (list, tuple)):
         values = dict(zip(getattr(batch, "_fields", range(len(batch))), batch, strict=True))
-    for key, value in values.items():
-        yield from tensors_of(value, *path, key)
+    for name, value in values.items():
+        yield from tensors_of(value, name)
 
 
 def _cut(batch: Any, part: SlicePart, key: str | int | None, name: str) -> Any:

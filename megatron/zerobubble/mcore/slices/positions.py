@@ -84,14 +84,13 @@ class PositionIds:
 
     def _source(self, position_ids: Tensor, tokens: Tensor) -> _Read:
         """Whether they are of the slice's batch."""
-        tensors = dict(tensors_of(self._slices.batch))
-        for each in tensors.values():
+        tensors = list(tensors_of(self._slices.batch))
+        for _, each in tensors:
             if each.data_ptr() == position_ids.data_ptr() and each.shape == position_ids.shape:
                 return _Read.YES
         storage = position_ids.untyped_storage().data_ptr()
-        is_named = any(path[-1:] == (name,) for path in tensors for name in POSITIONS)
-        for path, each in tensors.items():
-            key = path[-1] if path else None
+        is_named = any(key in POSITIONS for key, _ in tensors)
+        for key, each in tensors:
             if each.untyped_storage().data_ptr() == storage:
                 return _Read.MAYBE
             could_be = key in POSITIONS if is_named else key not in _NOT_POSITIONS
