@@ -101,7 +101,7 @@ def test_what_install_was_meant_to_get_is_said(args: list[Any], given: dict[str,
     ("record", "message"),
     [
         (lambda: MicrobatchLengths(512), "tokens of MicrobatchLengths is 512; give 'thd' or 'nested', or a function"),
-        (lambda: Slices(2, cut=3), "cut of Slices is 3; give a function that cuts batches, or a dictionary"),
+        (lambda: Slices(2, cut=3), "cut of Slices is 3; give a function that cuts batches, or None"),
         (lambda: Seeds(weights="x"), "weights of Seeds is 'x'; give a whole number"),
         (lambda: Seeds(dropout=True), "dropout of Seeds is True; give a whole number"),
     ],
@@ -111,13 +111,17 @@ def test_a_record_checks_its_fields(record: Callable[[], object], message: str) 
         record()
 
 
+def _as_it_is(batch: Any, offset: int, length: int) -> Any:
+    return batch
+
+
 def test_flags_go_with_what_a_command_line_cannot_say() -> None:
     config = ZeroBubbleConfig(zero_bubble_schedule="zbv", zero_bubble_slices="2", zero_bubble_replan_interval=5000)
-    with megatron.zerobubble.install(config, slices=Slices(cut={"image": None}), seeds=Seeds(dropout=1)):
+    with megatron.zerobubble.install(config, slices=Slices(cut=_as_it_is), seeds=Seeds(dropout=1)):
         loop = patches._installed()
         assert loop is not None
         given = loop.options
-        assert (given.flags, given.cut, given.seeds, given.lengths) == (config, {"image": None}, Seeds(dropout=1), None)
+        assert (given.flags, given.cut, given.seeds, given.lengths) == (config, _as_it_is, Seeds(dropout=1), None)
     with pytest.raises(ConfigError, match="install got flags, and zero_bubble_slices beside them: give one of them"):
         megatron.zerobubble.install(config, slices=Slices(4))
 

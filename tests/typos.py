@@ -8,7 +8,12 @@ from megatron.zerobubble import MicrobatchLengths, Seeds, Slices, ZeroBubbleConf
 
 def right() -> None:
     """No type error."""
-    install(schedule="zb-h2", slices=Slices(8, cut={"a": 1, 0: None}), lengths=MicrobatchLengths("thd"), seeds=Seeds(weights=1))
+    install(
+        schedule="zb-h2",
+        slices=Slices(8, cut=lambda batch, offset, length: batch),
+        lengths=MicrobatchLengths("thd"),
+        seeds=Seeds(weights=1),
+    )
     install(ZeroBubbleConfig(zero_bubble_schedule="zbv"), lengths=MicrobatchLengths(lambda batch: 3, reorder=False))
 
 

@@ -16,12 +16,10 @@ from megatron.zerobubble.profiling.activation_memory import MemoryMeter
 from megatron.zerobubble.profiling.profile import combine, unit_bytes
 from megatron.zerobubble.profiling.profiler import Profiler
 from tests.support.gpt import Case
-from tests.support.mla import MlaCase
 from tests.support.ranks import RankPool
 
 LINEAR = Case("zb-h1", 4, 8, num_layers=8, dropout=0.1)
 V = replace(LINEAR, schedule="zbv", num_chunks=2)
-LATENT = MlaCase("zb-h1", 4, 8, num_layers=8)
 
 
 def test_what_is_alive_counts_once_and_as_long() -> None:
@@ -76,12 +74,6 @@ def _measure(rank: int, case: Case) -> dict[str, Any]:
     "and megatron-core's own attention",
     "works",
 )
-@pytest.mark.claims(
-    "Layers",
-    "activation memory of multi-latent attention measured under ZB-H1 predicts the peak of 1F1B and ZB-H2 within 5 %, with "
-    "`mla_up_proj` recomputed too (`make test-slow`)",
-    "works",
-)
 @pytest.mark.parametrize(
     "measured",
     [
@@ -89,8 +81,6 @@ def _measure(rank: int, case: Case) -> dict[str, Any]:
         V,
         replace(LINEAR, recompute="full"),
         replace(LINEAR, own_attention=True),
-        LATENT,
-        pytest.param(replace(LATENT, recompute="mla_up_proj"), marks=pytest.mark.slow),
         pytest.param(replace(V, recompute="full"), marks=pytest.mark.slow),
         pytest.param(replace(V, recompute="block"), marks=pytest.mark.slow),
     ],

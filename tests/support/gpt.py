@@ -21,10 +21,10 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
-from megatron.zerobubble.mcore.attention.core_attention import core_attention
-from megatron.zerobubble.mcore.attention.sequence_parts import SequenceParts, slices
+from megatron.zerobubble.mcore.attention.torch_attention import TorchDotProductAttention
 from megatron.zerobubble.mcore.compat import destroy_model_parallel, router_loss_entries
 from megatron.zerobubble.mcore.cpu.device import HostDevice
+from megatron.zerobubble.mcore.cpu.rotary import own_positions
 from megatron.zerobubble.mcore.model.stage_layout import embedding_ranks
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
@@ -301,7 +301,7 @@ class Trainer:
             return stage_layers(self.config, vp_stage=vp_stage)
         layer = get_gpt_layer_local_spec(normalization=self.config.normalization)
         if not self.case.own_attention:
-            layer.submodules.self_attention.submodules.core_attention = core_attention(self.config)
+            layer.submodules.self_attention.submodules.core_attention = TorchDotProductAttention
         return layer
 
     def _load(self, initial: Tensors) -> None:
@@ -379,9 +379,10 @@ class Trainer:
             yield self._part(text[:, :-1]), self._part(text[:, 1:])
 
     def _part(self, sequences: torch.Tensor) -> torch.Tensor:
-        """This context-parallel rank's slices of [batch, sequence]."""
-        parts = SequenceParts(rank=parallel_state.get_context_parallel_rank(), size=self.case.context_parallel)
-        return slices(sequences, parts, dim=1)
+        """This context-parallel rank's part of [batch, sequence]."""
+        if self.case.context_parallel == 1:
+            return sequences
+        return own_positions(sequences, 1, parallel_state.get_context_parallel_group())
 
     def forward_step(self, iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
         """megatron-core's contract: the output and a loss function."""
@@ -393,9 +394,6 @@ class Trainer:
         def loss_func(per_token: torch.Tensor) -> tuple[Any, ...]:
             total = per_token.float().sum()
             mean = total.detach() / per_token.numel()
-            if self.case.context_parallel > 1:  # to be compared with that of whole sequences
-                dist.all_reduce(mean, group=parallel_state.get_context_parallel_group())
-                mean /= self.case.context_parallel
             if self.case.per_token_loss:
                 return total, torch.tensor(per_token.numel(), dtype=torch.int, device=per_token.device), {"lm loss": mean}
             return total / per_token.numel() / self.case.context_parallel, {"lm loss": mean}

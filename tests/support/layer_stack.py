@@ -24,7 +24,7 @@ with quiet_third_parties():
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.spec_utils import build_module
 
-    from megatron.zerobubble.mcore.attention.core_attention import core_attention
+    from megatron.zerobubble.mcore.attention.torch_attention import TorchDotProductAttention
     from megatron.zerobubble.mcore.model.wgrad_split import split_weight_gradients
     from megatron.zerobubble.training.models.layer_specs import LocalNorm
 
@@ -57,7 +57,7 @@ class LayerStack(nn.Module):
         spec = get_gpt_layer_local_spec(normalization=config.normalization)
         spec.submodules.input_layernorm = LocalNorm
         spec.submodules.pre_mlp_layernorm = LocalNorm
-        spec.submodules.self_attention.submodules.core_attention = core_attention(config)
+        spec.submodules.self_attention.submodules.core_attention = TorchDotProductAttention
         self.layers = nn.ModuleList(build_module(spec, config=config, layer_number=n + 1) for n in range(config.num_layers))
         self.rotary: Tensor | None = None
         if is_llama:

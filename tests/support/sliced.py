@@ -1,4 +1,4 @@
-"""The small models of `gpt`, `mla` and `moe`, whose microbatches are cut into slices."""
+"""The small models of `gpt` and `moe`, whose microbatches are cut into slices."""
 
 from __future__ import annotations
 
@@ -11,23 +11,8 @@ import torch
 from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from tests.support.gpt import MICRO_BATCH, SEQUENCE, Case, Trainer
-from tests.support.mla import MlaCase, MlaTrainer
 from tests.support.moe import MoeCase, MoeTrainer
-from tests.support.mtp import MtpCase, MtpTrainer
 from tests.support.unequal import UnequalCase, UnequalTrainer
-
-_HIDDEN = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
-_DOCUMENTS = torch.stack([torch.arange(SEQUENCE) >= end for end in (5, 8)])
-"""Per sequence, whether a token belongs to the second of two documents."""
-MASKS = {
-    "causal": _HIDDEN[None, None],
-    "two-dimensional": _HIDDEN,
-    "documents": (_HIDDEN | (_DOCUMENTS[:, :, None] != _DOCUMENTS[:, None]))[:, None],
-    "padding": (torch.arange(SEQUENCE) >= 9).expand(MICRO_BATCH, 1, 1, SEQUENCE),
-    "open": torch.zeros(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool),
-    "visible": ~_HIDDEN[None, None],
-}
-"""Attention masks of a whole sequence, True where a query must not see a key."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +22,6 @@ class Sliced(Case):
     num_slices: int = 1
     slice_lengths: tuple[int, ...] = ()
     """Tokens of each slice; empty: all have the same length."""
-    mask: str | None = None
-    """Which of `MASKS` every batch has; None: none."""
 
     @property
     def spec(self) -> ScheduleSpec:
@@ -55,18 +38,8 @@ class SlicedCase(Sliced):
 
 
 @dataclass(frozen=True)
-class SlicedMlaCase(Sliced, MlaCase):
-    """A model with multi-latent attention."""
-
-
-@dataclass(frozen=True)
 class SlicedMoeCase(Sliced, MoeCase):
     """A model with experts."""
-
-
-@dataclass(frozen=True)
-class SlicedMtpCase(Sliced, MtpCase):
-    """A model with MTP layers."""
 
 
 class SlicedBatches(Trainer):
@@ -75,7 +48,7 @@ class SlicedBatches(Trainer):
     case: Any
 
     def close(self) -> None:
-        """Also restore what slices replace in megatron-core."""
+        """Also restore what slices replace in the model."""
         self.schedule.restore_model()
         super().close()
 
@@ -87,8 +60,7 @@ class SlicedBatches(Trainer):
             generator = torch.Generator().manual_seed(step * 100 + number)
             mask = (torch.rand(tokens.shape, generator=generator) < 0.7).float().to(self.device)
             positions = torch.arange(tokens.size(1), device=self.device).expand(tokens.shape)
-            batch = {"tokens": tokens, "labels": labels, "loss_mask": mask, "position_ids": positions}
-            yield batch | {"attention_mask": None if self.case.mask is None else MASKS[self.case.mask].to(self.device)}
+            yield {"tokens": tokens, "labels": labels, "loss_mask": mask, "position_ids": positions, "attention_mask": None}
 
     def forward_step(self, iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
         batch = self.unpacked(next(iterator))
@@ -131,14 +103,6 @@ class SlicedUnequalTrainer(SlicedBatches, UnequalTrainer, trains=SlicedUnequalCa
         return SlicedBatches._schedule_options(self) | {"unequal": unequal}
 
 
-class SlicedMlaTrainer(SlicedBatches, MlaTrainer, trains=SlicedMlaCase):
-    """Trains a `SlicedMlaCase`."""
-
-
-class SlicedMtpTrainer(MtpTrainer, SlicedBatches, trains=SlicedMtpCase):
-    """Trains a `SlicedMtpCase`."""
-
-
 class SlicedMoeTrainer(SlicedBatches, MoeTrainer, trains=SlicedMoeCase):
     """Trains a `SlicedMoeCase`."""
 
@@ -156,8 +120,6 @@ class SlicedPositionsCase(Sliced):
     """Whether the tokens of each row are 0, 1, ..."""
     copies: bool = False
     """Whether the loop copies what it reads, as to a device."""
-    multimodal: bool = False
-    """Whether they are rotary positions in time, height and width."""
 
     @property
     def are_read(self) -> bool:
@@ -167,12 +129,6 @@ class SlicedPositionsCase(Sliced):
 
 class SlicedPositionsTrainer(SlicedTrainer, trains=SlicedPositionsCase):
     case: SlicedPositionsCase
-
-    def _config_changes(self) -> dict[str, Any]:
-        return {"mrope_section": [2, 1, 1]} if self.case.multimodal else {}
-
-    def _model_options(self, vp_stage: int | None) -> dict[str, Any]:
-        return {"position_embedding_type": "mrope"} if self.case.multimodal else super()._model_options(vp_stage)
 
     def batches(self, step: int) -> Iterator[Any]:
         for number, batch in enumerate(super().batches(step)):
@@ -185,8 +141,6 @@ class SlicedPositionsTrainer(SlicedTrainer, trains=SlicedPositionsCase):
             positions = (
                 positions + torch.arange(MICRO_BATCH, device=self.device)[:, None] * (case.positions == "restart")
             ) % every
-        if case.multimodal:
-            positions = torch.stack([positions, positions // 2, positions // 3]) if case.are_read else positions.expand(3, -1, -1)
         if case.counts_up:
             batch["tokens"] = torch.arange(SEQUENCE, device=self.device).expand(MICRO_BATCH, -1).contiguous()
         if case.batch == "tuple":
@@ -203,17 +157,4 @@ class SlicedPositionsTrainer(SlicedTrainer, trains=SlicedPositionsCase):
         positions = batch.pop(case.batch if case.batch != "tuple" else "positions", None)
         if not case.are_read:
             positions = torch.arange(batch["tokens"].size(1), device=self.device).expand(batch["tokens"].shape)
-            positions = positions.expand(3, -1, -1) if case.multimodal else positions
         return batch | {"position_ids": positions.clone() if case.copies else positions}
-
-
-@dataclass(frozen=True)
-class SlicedMtpPositionsCase(SlicedPositionsCase, MtpCase):
-    """The same with MTP layers."""
-
-
-class SlicedMtpPositionsTrainer(MtpTrainer, SlicedPositionsTrainer, trains=SlicedMtpPositionsCase):
-    weights_seed = 1  # under V a rank has two embeddings of one name
-
-    def _model_options(self, vp_stage: int | None) -> dict[str, Any]:
-        return super()._model_options(vp_stage) | {"position_embedding_type": "learned_absolute"}

@@ -16,14 +16,11 @@ from unittest import mock
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
 import megatron.zerobubble
 from megatron.zerobubble.flags.loop_options import MicrobatchLengths
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
-from megatron.zerobubble.mcore.attention.core_attention import core_attention
-from megatron.zerobubble.mcore.attention.sequence_parts import SequenceParts, slices
 from megatron.zerobubble.mcore.compat import mtp_entries
 from megatron.zerobubble.mcore.cpu.device import HostDevice
 from megatron.zerobubble.plan.partition.hybrid_pattern import HybridPattern
@@ -61,34 +58,6 @@ def train_mtp(rank: int, flags: str, options: dict[str, Any]) -> History:
             return train(rank, flags, **options)
         finally:
             mtp_entries().clear()
-
-
-def train_shared(rank: int, flags: str, options: dict[str, Any]) -> History:
-    """`train`, with two context-parallel ranks: what a loop does for Transformer Engine's attention, with ours in its place."""
-    loop = example()
-
-    def initialize(args: Any) -> None:
-        sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size)
-        parallel_state.initialize_model_parallel(*sizes, context_parallel_size=2)
-        torch.manual_seed(1234)
-        model_parallel_cuda_manual_seed(1234)
-
-    def model(*, config: TransformerConfig, transformer_layer_spec: Any, **others: Any) -> GPTModel:
-        transformer_layer_spec.submodules.self_attention.submodules.core_attention = core_attention(config)
-        return GPTModel(config=config, transformer_layer_spec=transformer_layer_spec, **others)
-
-    def forward_step(args: Any, data_iterator: Iterator[Any], chunk: Any) -> tuple[Any, Any]:
-        text = next(data_iterator)
-        parts = SequenceParts(rank=parallel_state.get_context_parallel_rank(), size=2)
-        positions = torch.arange(args.seq_length).expand(len(text), -1)
-        tokens, labels, positions = (slices(each, parts, dim=1) for each in (text[:, :-1], text[:, 1:], positions))
-        return chunk(tokens, positions, None, labels=labels), loop.loss_function
-
-    with (
-        mock.patch.object(loop, "TransformerConfig", functools.partial(TransformerConfig, context_parallel_size=2)),
-        mock.patch.multiple(loop, initialize=initialize, GPTModel=model, forward_step=forward_step),
-    ):
-        return train(rank, flags, **options)
 
 
 def train_unequal(rank: int, flags: str, options: dict[str, Any]) -> History:

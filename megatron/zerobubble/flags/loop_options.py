@@ -5,14 +5,14 @@ Each record checks its own fields; whether it goes with the flags is checked by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.messages import quoted
 
-__all__ = ["READY_LENGTHS", "Cut", "CutDimensions", "MicrobatchLengths", "Seeds", "Slices", "TokensOf"]
+__all__ = ["READY_LENGTHS", "Cut", "MicrobatchLengths", "Seeds", "Slices", "TokensOf"]
 
 _Ready = Literal["thd", "nested"]
 READY_LENGTHS: tuple[str, ...] = get_args(_Ready)
@@ -20,9 +20,6 @@ READY_LENGTHS: tuple[str, ...] = get_args(_Ready)
 
 TokensOf = Callable[[Any], int | tuple[int, float]]
 """An item of the data iterator -> its tokens, or (tokens, sum of the squared lengths of its sequences)."""
-
-CutDimensions = Mapping[str | int, int | None]
-"""Name of a tensor of a batch, or its number in a tuple or list -> the dimension that is the sequence; None: it is not cut."""
 
 
 class Cut(Protocol):
@@ -78,27 +75,23 @@ class Slices:
         number: of slices, or with "auto" as many as are fastest by what is measured in the first iterations, see
             --zero-bubble-slices. With `MicrobatchLengths` it is a number, that of the longest microbatch, and shorter ones have
             as many as make about the same work. None: that of the flags, or of the plan.
-        cut: names of a batch's tensors, or their numbers in a tuple, each with the dimension that is the sequence, or None where
-            a tensor goes to every slice as it is; or a function that takes what `next` of the data iterator returns, the first
-            token of a slice, and its number of tokens, and returns the slice's part. A batch is a tensor, or a dictionary, tuple
-            or list of them. What else is not certain to have something per token is refused: cut are integers and booleans
-            [b, sequence], or [b, sequence + 1] where each token is followed by the next one, masks [b or 1, 1, sequence,
-            sequence], and by their names attention_mask, position_ids or positions [..., sequence], and tokens, labels,
-            loss_mask, advantages, log_probs and such [b, sequence, ...].
+        cut: a function that takes what `next` of the data iterator returns, the first token of a slice, and its number of
+            tokens, and returns the slice's part. None: a batch is a tensor, or a dictionary, tuple or list of them, and what is
+            not certain to have something per token is refused. Cut are integers and booleans [b, sequence], or
+            [b, sequence + 1] where each token is followed by the next one, and by their names position_ids or positions
+            [..., sequence], and tokens, labels, loss_mask, advantages, log_probs and such [b, sequence, ...]. An attention mask
+            must be None.
 
     Raises:
-        ConfigError: `cut` is neither. The number is checked with the flags.
+        ConfigError: `cut` is not a function. The number is checked with the flags.
     """
 
     number: int | Literal["auto"] | None = None
-    cut: Cut | CutDimensions | None = None
+    cut: Cut | None = None
 
     def __post_init__(self) -> None:
-        if not (self.cut is None or callable(self.cut) or isinstance(self.cut, Mapping)):
-            raise ConfigError(
-                f"cut of Slices is {quoted(self.cut)}; give a function that cuts batches, or a dictionary of names of tensors "
-                "and the dimension of each that is the sequence, or None"
-            )
+        if not (self.cut is None or callable(self.cut)):
+            raise ConfigError(f"cut of Slices is {quoted(self.cut)}; give a function that cuts batches, or None")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -111,7 +111,7 @@ class ZeroBubbleConfig:
     zero_bubble_slice_positions: Literal["absolute", "from-zero"] | None = field(
         default=None, metadata={"metavar": "absolute|from-zero"}
     )
-    """With slices of a model that takes position ids (learned or multimodal ones): what those are that the loop gives it in every
+    """With slices of a model with learned positions: what those are that the loop gives it in every
     slice, absolute for positions in the whole sequence, as where they are cut with the batch, or from-zero where the loop counts
     the tokens of what it read. Default: found out in every slice from the values and the batch; on a GPU that waits for the
     device, and what could be both or is neither is refused."""
@@ -134,11 +134,11 @@ class ZeroBubbleConfig:
     second on."""
 
     zero_bubble_watchdog_seconds: float | None = None
-    """Watchdog timeout in seconds: if nothing is heard of a rank for longer than this, or it spends longer in one op or waiting for
-    one message, the rank that holds up the job is named, every rank logs what it is doing, and the job exits. The first iteration
-    may take longer. It watches from the first call of the schedule on; what the loop does between two calls may take as long as it
-    takes. 0 disables the watchdog. Default: half of the timeout of the process groups under zerobubble run, off in a loop that
-    calls install."""
+    """Watchdog timeout in seconds: if nothing is heard of a rank for longer than this, or it spends longer in one op or waiting
+    for one message, the rank that holds up the job is named, every rank logs what it is doing, and the job exits. The first
+    iteration may take longer. It watches from the first call of the schedule on; what the loop does between two calls may take as
+    long as it takes. 0 disables the watchdog. Default: half of the timeout of the process groups under zerobubble run, off in a
+    loop that calls install."""
 
     zero_bubble_torch_attention: bool = False
     """In a training loop of your own: replace megatron-core's own attention, which keeps the scores of every query and key, by

@@ -182,16 +182,6 @@ def define_missing_te_gemm() -> None:
         moe_utils.te_general_gemm = None
 
 
-def mark_missing_te_of_mla() -> None:
-    """Record in megatron-core's MLA that Transformer Engine is not installed. Call it before such a layer is built.
-
-    Before 0.17 the module takes Transformer Engine for installed whenever it can import its own wrappers, whose classes are mocks
-    without it, and fails when it asks whether a linear is one of them.
-    """
-    from megatron.core.transformer import multi_latent_attention as mla
-
-    if not isinstance(mla.TELinear, type):
-        mla.HAVE_TE = False
 
 
 _CORE = "megatron.core."

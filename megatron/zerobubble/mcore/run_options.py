@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, field
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.flags.loop_options import Cut, CutDimensions, MicrobatchLengths, Seeds, TokensOf
+from megatron.zerobubble.flags.loop_options import Cut, MicrobatchLengths, Seeds, TokensOf
 from megatron.zerobubble.flags.virtual_stages import CHUNKS
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.mcore.microbatches.ready import READY
@@ -27,7 +27,7 @@ class RunOptions:
     """As parsed, or as `install` got them by keywords."""
     lengths: MicrobatchLengths | None = None
     """Of microbatches of the loop's data; None: all have the sequence length of the schedule's call."""
-    cut: Cut | CutDimensions | None = None
+    cut: Cut | None = None
     """With slices: cuts a batch of the loop's data, or what `cut_batch` cannot know of it; None: `cut_batch` alone."""
     seeds: Seeds = field(default_factory=Seeds)
     """Of first weights that are drawn by name (`named_weights`), and of dropout masks by layer and sample (`layout_dropout`)."""

@@ -25,7 +25,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
 from megatron.zerobubble.errors import ExecutionError
-from megatron.zerobubble.flags.loop_options import Cut, CutDimensions
+from megatron.zerobubble.flags.loop_options import Cut
 from megatron.zerobubble.mcore.compat import backward_step
 from megatron.zerobubble.mcore.ddp.final_gradients import FinalGradients
 from megatron.zerobubble.mcore.model.aux_loss_scale import set_auxiliary_scales
@@ -61,7 +61,7 @@ class Iteration:
     """Per microbatch of the plan, its tokens and squared lengths; empty: all are equal."""
     parts: Sequence[tuple[SlicePart, ...]] = ()
     """Per microbatch of the plan, its slices; empty: microbatches are not cut."""
-    cut: Cut | CutDimensions | None = None
+    cut: Cut | None = None
     """As in `SliceOptions`."""
     forward_only: bool
     collect_non_loss_data: bool

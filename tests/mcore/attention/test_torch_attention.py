@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from torch import Tensor
@@ -21,6 +21,7 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.attention import attention_kernels
 from megatron.zerobubble.mcore.attention.torch_attention import TorchDotProductAttention, use_torch_attention
 from megatron.zerobubble.profiling.activation_memory import MemoryMeter
+from megatron.zerobubble.training.models.layer_specs import local_layer
 from tests.support.layer_stack import world_of_one
 from tests.support.tolerances import OTHER_ORDER
 
@@ -45,13 +46,11 @@ def _pair(mask_type: AttnMaskType = CAUSAL, layer_number: int = 1, **changes: An
     return tuple(kind(config, layer_number, mask_type, "self") for kind in (TorchDotProductAttention, DotProductAttention))
 
 
-def _inputs(
-    *, length: int = 12, batch: int = 2, groups: int = HEADS, value_size: int = HEAD_SIZE, dtype: torch.dtype = torch.float32
-) -> list[Tensor]:
+def _inputs(*, length: int = 12, batch: int = 2, groups: int = HEADS, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """Queries, keys and values, [s, b, heads, head size]."""
     generator = torch.Generator().manual_seed(length)
-    sizes = (HEADS, HEAD_SIZE), (groups, HEAD_SIZE), (groups, value_size)
-    return [torch.randn(length, batch, *size, generator=generator).to(dtype).requires_grad_() for size in sizes]
+    shapes = ((length, batch, heads, HEAD_SIZE) for heads in (HEADS, groups, groups))
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
 
 
 def _results(module: Any, inputs: list[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
@@ -72,13 +71,12 @@ def _assert_equal(found: list[Tensor], expected: list[Tensor], tolerance: float 
 
 
 CAUSAL_TYPES = (CAUSAL, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
-NUMBERS = st.sampled_from([-1, 0, 1, 3, 11])
 
 
 @pytest.mark.claims(
     "Layers",
-    "torch's attention in place of megatron-core's own: causal, GQA, any boolean mask, padding, windows, packed sequences "
-    "(`cu_seqlens`, with padding between), dropout, scales, bf16, values of another head size than keys; output and gradients",
+    "torch's attention in place of megatron-core's own: causal, GQA, any boolean mask, padding, packed sequences "
+    "(`cu_seqlens`), dropout, scales, bf16; output and gradients",
     "works, 4e-6 (fp32) of megatron-core's own; dropout draws the same mask",
 )
 @pytest.mark.parametrize("has_mask", [False, True])
@@ -92,23 +90,19 @@ def test_keys_are_seen_as_by_megatron_cores_own_under_one_mask_of_all_that_hides
     layer_number, scale = data.draw(st.integers(1, 3)), data.draw(st.sampled_from(["by size", "by layer", "given"]))
     queries = data.draw(st.sampled_from([1, keys]) if mask_type in CAUSAL_TYPES[:2] else st.integers(1, keys))
     changes = {"num_query_groups": groups, "apply_query_key_layer_scaling": scale == "by layer"}
-    window, freq = data.draw(st.none() | st.tuples(NUMBERS, NUMBERS)), data.draw(st.sampled_from([None, 2, 3]))
     at_call = {"attn_mask_type": mask_type} if data.draw(st.booleans()) else {}
     made_for = AttnMaskType.no_mask if at_call else mask_type
-    ours, _ = _pair(made_for, layer_number, window_size=window, window_attn_skip_freq=freq, **changes)
+    ours, _ = _pair(made_for, layer_number, **changes)
     _, own = _pair(ARBITRARY, layer_number, **changes)
     if scale == "given":  # attention layers pass it on
         ours.softmax_scale = own.softmax_scale = 0.3
     ones = torch.ones(queries, keys, dtype=torch.bool)
     own_key = ones.triu(keys - queries) & ones.tril(keys - queries)
     mask = (torch.rand(batch, 1, queries, keys, generator=torch.Generator().manual_seed(3)) < 0.4) & ~own_key
-    before, after = window if window is not None and (freq is None or layer_number % freq) else (-1, -1)
-    if mask_type in CAUSAL_TYPES and (mask_type is not CAUSAL or not has_mask or (before, after) != (-1, -1)):
-        after = 0
     hidden = mask if has_mask else torch.zeros_like(mask)
-    if queries > 1:  # a single one sees all keys
-        hidden = hidden | (ones.tril(keys - queries - before - 1) if before >= 0 else ~ones)
-        hidden = hidden | (ones.triu(keys - queries + after + 1) if after >= 0 else ~ones)
+    is_causal = mask_type in CAUSAL_TYPES and not (mask_type is CAUSAL and has_mask)
+    if is_causal and queries > 1:  # a single one sees all keys
+        hidden = hidden | ones.triu(keys - queries + 1)
     inputs = _inputs(length=keys, batch=batch, groups=groups)
     inputs[0] = inputs[0][keys - queries :].detach().requires_grad_()
     _assert_equal(_results(ours, inputs, mask if has_mask else None, **at_call), _results(own, inputs, hidden))
@@ -143,22 +137,6 @@ def test_a_causal_mask_of_more_keys_than_queries_is_refused() -> None:
         _pair()[0](query[-5:], *others, None)
 
 
-@pytest.mark.parametrize("value_size", [5, 13])
-@pytest.mark.parametrize("groups", [4, 2])
-def test_values_of_another_size_than_keys(value_size: int, groups: int) -> None:
-    """Multi-latent attention has them. megatron-core's own module cannot lay them out, so the formula is the reference."""
-    module = TorchDotProductAttention(_config(), 1, CAUSAL, "self", k_channels=HEAD_SIZE, v_channels=value_size)
-    inputs = _inputs(groups=groups, value_size=value_size)
-    _assert_equal(_results(module, inputs, None), _results(_by_formula, inputs))
-
-
-def _by_formula(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    key, value = (each.repeat_interleave(HEADS // key.size(2), dim=2) for each in (key, value))
-    scores = torch.einsum("sbnd,tbnd->bnst", query, key) / query.size(-1) ** 0.5
-    weights = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), float("-inf")).softmax(-1)
-    return torch.einsum("bnst,tbne->sbne", weights, value).flatten(2)
-
-
 @pytest.mark.parametrize("groups", [4, 2])
 def test_bf16_within_its_rounding(groups: int) -> None:
     ours, own = _pair(bf16=True, params_dtype=torch.bfloat16, num_query_groups=groups)
@@ -173,10 +151,9 @@ def test_bf16_within_its_rounding(groups: int) -> None:
 # -- packed sequences ---------------------------------------------------------------------------------------------------
 
 
-def _packed(lengths: list[int], padded: list[int] | None = None, **others: Any) -> PackedSeqParams:
-    ends, starts = (None if each is None else torch.tensor([0, *each]).cumsum(0).int() for each in (lengths, padded))
-    both = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "cu_seqlens_q_padded": starts, "cu_seqlens_kv_padded": starts}
-    return PackedSeqParams(qkv_format="thd", **both | others)
+def _packed(lengths: list[int], **others: Any) -> PackedSeqParams:
+    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    return PackedSeqParams(qkv_format="thd", **{"cu_seqlens_q": ends, "cu_seqlens_kv": ends} | others)
 
 
 @pytest.mark.parametrize("groups", [4, 2])
@@ -191,27 +168,13 @@ def test_packed_sequences_attend_to_themselves(lengths: list[int], groups: int) 
     _assert_equal(found, expected)
 
 
-def test_packed_sequences_with_padding_between() -> None:
-    ours, _ = _pair()
-    inputs = [each.detach().squeeze(1).requires_grad_() for each in _inputs(batch=1)]
-    found = _results(ours, inputs, None, packed_seq_params=_packed([3, 4], padded=[5, 6]))
-    used = torch.tensor([0, 1, 2, 5, 6, 7, 8])
-    output = found[0].new_zeros(12, HEADS * HEAD_SIZE)
-    compact = [each.detach()[used].requires_grad_() for each in inputs]
-    output[used] = ours(*compact, None, packed_seq_params=_packed([3, 4])).detach()
-    assert torch.equal(found[0], output)
-    for gradient in found[1:]:
-        unused = gradient.clone()
-        unused[used] = 0
-        assert not unused.any()
-        assert gradient[used].any()
-
-
-def test_packed_sequences_need_to_be_described() -> None:
+def test_packed_sequences_without_gaps_are_described() -> None:
     ours, _ = _pair()
     packed = [each.detach().squeeze(1) for each in _inputs(batch=1)]
     with pytest.raises(ConfigError, match="need cu_seqlens_q"):
         ours(*packed, None, packed_seq_params=PackedSeqParams(qkv_format="thd"))
+    with pytest.raises(ConfigError, match="with padding in between, or with other keys than queries"):
+        ours(*packed, None, packed_seq_params=_packed([3, 4], cu_seqlens_q_padded=torch.tensor([0, 5, 11])))
 
 
 # -- dropout ------------------------------------------------------------------------------------------------------------
@@ -341,8 +304,7 @@ def test_a_backend_that_has_no_kernel_here() -> None:
     [
         ({}, True),
         ({"dtype": torch.float32}, False),
-        ({"sizes": (192, 128)}, False),
-        ({"sizes": (512, 512)}, False),
+        ({"head_size": 512}, False),
         ({"has_mask": True}, False),
         ({"backend": AttnBackend.fused}, False),
         ({"backend": AttnBackend.unfused, "has_mask": True}, True),
@@ -352,9 +314,9 @@ def test_a_backend_that_has_no_kernel_here() -> None:
 )
 def test_where_a_gpus_kernels_take_fewer_heads_of_keys(changes: dict[str, Any], knows: bool) -> None:
     """By torch's documentation: on CUDA flash attention and the plain operations. No GPU was asked."""
-    usual = {"device_type": "cuda", "dtype": torch.bfloat16, "sizes": (128, 128), "has_mask": False, "backend": AttnBackend.auto}
+    usual = {"device_type": "cuda", "dtype": torch.bfloat16, "head_size": 128, "has_mask": False, "backend": AttnBackend.auto}
     given: dict[str, Any] = usual | changes
-    assert attention_kernels._knows_groups(given.pop("device_type"), given.pop("dtype"), given.pop("sizes"), **given) is knows
+    assert attention_kernels._knows_groups(given.pop("device_type"), given.pop("dtype"), given.pop("head_size"), **given) is knows
 
 
 @pytest.mark.parametrize("groups", [2, 1])
@@ -375,7 +337,12 @@ def test_where_no_kernel_takes_fewer_heads_of_keys_they_are_repeated(groups: int
     assert heads == [(HEADS, HEADS, False)]
 
 
-@pytest.mark.claims("Layers", "softmax offsets, `qk_clip`, an attention bias, with torch's attention", "rejected")
+@pytest.mark.claims(
+    "Layers",
+    "softmax offsets, `qk_clip`, an attention bias, windows, padding between packed sequences, context parallelism with torch's "
+    "attention; multi-latent attention in local layers",
+    "rejected",
+)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -383,6 +350,11 @@ def test_where_no_kernel_takes_fewer_heads_of_keys_they_are_repeated(groups: int
         ({"softmax_type": "learnable"}, "softmax_type learnable is not supported"),
         ({"attention_backend": AttnBackend.local}, "attention_backend local is megatron-core's own"),
         ({"qk_clip": True}, "the largest score"),
+        ({"window_size": (7, 0)}, r"window_size \(7, 0\) is not supported by torch's attention: choose attention_backend local"),
+        (
+            {"context_parallel_size": 2},
+            "needs whole sequences, and context_parallel_size is 2: choose Transformer Engine's layers",
+        ),
     ],
     ids=str,
 )
@@ -400,6 +372,19 @@ def test_a_bias_or_a_float_mask_in_a_call_is_refused() -> None:
 
 
 # -- choosing it --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("backend", "expected"), [("auto", TorchDotProductAttention), ("local", DotProductAttention)])
+def test_the_attention_backend_chooses_the_attention_of_a_local_layer(backend: str, expected: type) -> None:
+    layer = local_layer(_config(attention_backend=AttnBackend[backend]), has_experts=False)
+    assert layer.submodules.self_attention.submodules.core_attention is expected
+
+
+def test_multi_latent_attention_of_local_layers_is_refused() -> None:
+    """megatron-core's own spec ends in a TypeError of its attention."""
+    config = MLATransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, transformer_impl="local")
+    with pytest.raises(ConfigError, match="multi-latent attention needs Transformer Engine's layers"):
+        local_layer(config, has_experts=False)
 
 
 def test_the_modules_of_a_built_model_are_replaced() -> None:

@@ -6,7 +6,7 @@ Both sides run megatron-core's own layer specs and Transformer Engine's own modu
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,10 +24,13 @@ from megatron.zerobubble.wgrad.store import WeightGradStore
 from tests.mcore.test_warm_up import _first_uses
 from tests.optimizer.support import Scenario, compare
 from tests.support.comparisons import assert_near
+from tests.support.comparisons import compare as compare_cases
+from tests.support.mtp import MtpCase, MtpTrainer
 from tests.support.ranks import RankPool
 from tests.support.tolerances import OTHER_ORDER
-from tests.support.transformer_engine import chosen_version
+from tests.support.transformer_engine import NEWEST, chosen_version
 from tests.support.transformer_engine.gpt import EngineCase, EngineMlaCase, EngineMoeCase, EngineTrainer, compare_engine
+from tests.support.unequal import UnequalCase, UnequalTrainer
 
 pytestmark = pytest.mark.claims(
     "Long runs",
@@ -162,6 +165,71 @@ def test_multi_latent_attention(engine_ranks: RankPool, case: EngineMlaCase) -> 
     assert counts.keys() >= {"TELinear", "TERowParallelLinear"}
 
 
+@dataclass(frozen=True)
+class UnequalEngineCase(UnequalCase, EngineCase):
+    """With microbatches of lengths of their own."""
+
+
+class _UnequalTrainer(UnequalTrainer, EngineTrainer, trains=UnequalEngineCase):
+    case: UnequalEngineCase
+
+
+@dataclass(frozen=True)
+class MtpEngineCase(MtpCase, EngineCase):
+    """With layers of multi-token prediction."""
+
+
+class _MtpTrainer(MtpTrainer, EngineTrainer, trains=MtpEngineCase):
+    case: MtpEngineCase
+
+    def _config_changes(self) -> dict[str, Any]:
+        return EngineTrainer._config_changes(self) | MtpTrainer._config_changes(self)
+
+
+RING = pytest.mark.skipif(chosen_version() != NEWEST, reason=f"the double of fused attention has the signature of {NEWEST}")
+SHARED = [
+    EngineCase("zb-h1", 2, 4, num_layers=4, context_parallel=2, dtype=BF16, llama=True, fuses=True, adam_eps=1.0),
+    replace(ZBV, context_parallel=2, dtype=BF16, per_token_loss=True, recompute="full", overlap_grad_reduce=True, adam_eps=1.0),
+    UnequalEngineCase("zbv", 2, 6, num_chunks=2, num_layers=4, context_parallel=2, multiple=4, dtype=BF16, adam_eps=1.0),
+]
+
+
+@RING
+@pytest.mark.claims(
+    "Parallelism",
+    "context parallelism 2 with Transformer Engine's layers, its own ring of keys and values in Python: ZB-H1, ZBV; grouped "
+    "queries, full recomputation, per-token loss, overlapped reduction, microbatches of unequal length; its group is used "
+    "before the first transfer; optimistic steps that are redone",
+    "works, 4e-6 of the model without a pipeline on ranks that share sequences as well; its kernels are **not run**",
+)
+@pytest.mark.parametrize("case", SHARED, ids=str)
+@pytest.mark.sampled(0.34)
+def test_ranks_that_share_sequences(engine_ranks: RankPool, case: EngineCase) -> None:
+    """Gradients are summed over two ranks instead of four: 4e-6."""
+    for difference, _, left in engine_ranks.run(compare_engine, case):
+        assert_near([difference], case, OTHER_ORDER)
+        assert not left
+
+
+@RING
+@pytest.mark.claims(
+    "Layers",
+    "multi-token prediction in Transformer Engine's layers with context parallelism 2, ZB-H2",
+    "works, 4e-6 of stock 1F1B",
+)
+def test_mtp_layers_look_over_the_ends_of_parts_as_in_stock_1f1b(engine_ranks: RankPool) -> None:
+    case = MtpEngineCase("zb-h2", 2, 4, num_layers=4, num_mtp_layers=1, context_parallel=2, dtype=BF16, adam_eps=1.0)
+    assert_near(engine_ranks.run(compare_cases, case, replace(case, schedule="stock")), case, OTHER_ORDER)
+
+
+@RING
+def test_ranks_that_share_sequences_open_no_group_inside_passes(engine_ranks: RankPool) -> None:
+    for order, at_start, inside in engine_ranks.run(_first_uses, replace(SHARED[0], schedule="zbv", num_chunks=2)):
+        assert order[0] == "cp"
+        assert inside
+        assert inside <= at_start
+
+
 FP8 = [
     replace(ZB_H2, dtype=BF16, fp8="hybrid", fp8_history=4, fuses=True),
     replace(ZBV, dtype=BF16, fp8="e4m3", fuses=True),
@@ -203,6 +271,15 @@ def test_reductions_of_magnitudes_open_no_group_inside_passes(engine_ranks: Rank
 
 OPTIMISTIC = [
     Scenario("clipped", replace(ZBV, dropout=0.1, clip_grad=1e3, fuses=True), spikes={(3, 1): 1e4}, redone=(3,)),
+    pytest.param(
+        Scenario(
+            "clipped, shared sequences",
+            replace(ZBV, context_parallel=2, dtype=BF16, clip_grad=1e3, fuses=True),
+            spikes={(3, 1): 1e4},
+            redone=(3,),
+        ),
+        marks=RING,
+    ),
     Scenario(
         "clipped, delayed scales",
         replace(ZB_H2, dtype=BF16, fp8="hybrid", fp8_history=4, clip_grad=1e3, fuses=True),

@@ -15,11 +15,9 @@ from megatron.zerobubble.mcore.slices.batches import SlicedBatches
 from megatron.zerobubble.mcore.slices.current_slice import CurrentSlice
 from megatron.zerobubble.mcore.slices.positions import PositionIds
 from megatron.zerobubble.mcore.slices.slice_options import SliceOptions
-from tests.mcore.slices.test_slices import LOSS, check
-from tests.support.comparisons import compare
+from tests.mcore.slices.test_slices import check
 from tests.support.ranks import RankPool
-from tests.support.sliced import SlicedMtpPositionsCase, SlicedPositionsCase
-from tests.support.tolerances import OTHER_ORDER
+from tests.support.sliced import SlicedPositionsCase
 
 ZB_H1 = SlicedPositionsCase("zb-h1", 2, 2, num_layers=4, num_slices=2, num_steps=1)
 ZBV = replace(ZB_H1, schedule="zbv", num_chunks=2, num_slices=3)
@@ -34,15 +32,12 @@ CASES: list[Any] = [
     replace(ZBV, positions="none", counts_up=True, tensor_parallel=2),
     replace(ZB_H1, positions="plain"),
     replace(ZBV, positions="plain", batch="tuple", counts_up=True),
-    replace(ZB_H1, multimodal=True),
-    replace(ZBV, multimodal=True, batch="position_ids", copies=True),
-    replace(ZBV, multimodal=True, positions="none"),
 ]
 
 
 @pytest.mark.claims(
     "Layers",
-    "slices of microbatches with learned or multimodal position ids that the batch has, under a name or in a tuple, also with "
+    "slices of microbatches with learned position ids that the batch has, under a name or in a tuple, also with "
     "several beginnings per row, or that the loop counts",
     "works, losses and gradients within 1e-6 of whole microbatches",
 )
@@ -50,24 +45,6 @@ CASES: list[Any] = [
 @pytest.mark.sampled(0.25)
 def test_positions_are_those_of_whole_sequences(four_ranks: RankPool, case: Any) -> None:
     check(four_ranks, case)
-
-
-MTP = SlicedMtpPositionsCase("zb-h1", 2, 2, num_layers=4, num_slices=4, num_steps=1)
-AHEAD: list[Any] = [
-    MTP,
-    replace(MTP, batch="position_ids", copies=True, num_mtp_layers=1),
-    replace(MTP, positions="none", num_mtp_layers=1),
-    replace(MTP, schedule="zbv", num_chunks=2, positions="plain"),
-]
-
-
-@pytest.mark.parametrize("case", AHEAD, ids=str)
-@pytest.mark.sampled(0.25)
-def test_mtp_layers_have_the_positions_behind_a_slice(four_ranks: RankPool, case: Any) -> None:
-    """Beside the same pipeline without slices, whose two embeddings have gradients of their own."""
-    for rank, found in enumerate(four_ranks.run(compare, case, replace(case, num_slices=1))):
-        assert found.losses <= LOSS, (rank, found)
-        assert found.gradients <= OTHER_ORDER, (rank, found)
 
 
 COUNT = torch.arange(8).expand(2, 8)
@@ -120,18 +97,11 @@ def test_positions_of_neither_kind_are_refused(alone: None) -> None:
     assert torch.equal(torch.cat(found, dim=1), RESTART // 2)
 
 
-def test_copies_that_could_be_both_are_what_they_were_before(alone: None) -> None:
+def test_copies_that_could_be_both_are_refused(alone: None) -> None:
     batch = {"tokens": TOKENS, "positions": RESTART}
     with pytest.raises(ConfigError, match="and also in the batch"):
         absolute(batch, lambda part, _: part["positions"].clone())
-    slices = CurrentSlice()
-    positions = PositionIds(slices)
-    for whole, copies in ((COUNT % 6, True), (RESTART, True), (RESTART, False)):
-        batches = SlicedBatches(iter([{"tokens": TOKENS, "positions": whole}]), slices)
-        for part in SliceOptions(lengths=(4, 4)).parts(8, 2):
-            with slices.running(0, 0, part):
-                own = next(batches)["positions"]
-                assert torch.equal(positions.absolute(own.clone() if copies else own), own)
+    assert torch.equal(torch.cat(absolute(batch, lambda part, _: part["positions"]), dim=1), RESTART)
 
 
 @pytest.mark.parametrize("kind", [dict, tuple])

@@ -41,7 +41,6 @@ from tests.support.stock import (
     train,
     train_hybrid,
     train_mtp,
-    train_shared,
     with_flags,
 )
 from tests.support.tolerances import after_steps
@@ -101,11 +100,6 @@ def _hybrid(stock: str, pattern: str, options: dict[str, Any]) -> Any:
     "works, 4e-6",
 )
 @pytest.mark.claims(
-    "Parallelism",
-    "context parallelism in a loop of your own with `install` and `core_attention(config)` in the layer spec",
-    "works, bit for bit",
-)
-@pytest.mark.claims(
     "Your own script",
     "in a loop of your own: a `HybridModel`, ZB-H1, ZBV and ZB-W with tied embeddings, V-Min in bf16, uneven stages with experts "
     "(megatron-core 0.18.2 and 0.19.2)",
@@ -137,8 +131,6 @@ def _hybrid(stock: str, pattern: str, options: dict[str, Any]) -> Any:
         (train_mtp, f"{CHUNKS} {TIED}", "", {"schedule": "zbv"}),
         (train_mtp, f"{W} {TIED}", "", {"schedule": "zb-w"}),
         (train_mtp, CHUNKS, "", {"schedule": "v-half"}),
-        (train_shared, f"{TWO} --overlap-grad-reduce --use-distributed-optimizer", "", OPTIMISTIC),
-        (train_shared, f"{CHUNKS} --calculate-per-token-loss", "", {"schedule": "zbv"}),
         (_train_batched, f"{FOUR} --clip-grad 0.5", f"{BATCHED} --enable-optimizer-post-validation", {}),
         (_train_batched, CHUNKS, "--zero-bubble-v-schedule --zero-bubble-batch-p2p-comm", {}),
         _hybrid(f"{TWO} --overlap-grad-reduce", "*-*E-|*", {"schedule": "zb-h1"}),

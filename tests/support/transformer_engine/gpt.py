@@ -1,4 +1,4 @@
-"""The small GPT of `tests.support.gpt`, `moe` and `mla` with megatron-core's own Transformer Engine layer specs.
+"""The small GPT of `tests.support.gpt` and `moe`, and with multi-latent attention (MLA), of Transformer Engine's layers.
 
 Runs inside the ranks of a pool that `install` prepared. The reference is the same model without a pipeline, with weight gradients
 that Transformer Engine computes in its backward.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -15,6 +16,7 @@ from unittest import mock
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.transformer import MLATransformerConfig
 from torch.nn import functional
 
 from megatron.zerobubble.mcore.model.transformer_engine import fused_operations, is_fused
@@ -22,9 +24,9 @@ from megatron.zerobubble.mcore.model.wgrad_split import deferring_modules
 from megatron.zerobubble.training.models.layer_specs import stage_layers
 from megatron.zerobubble.wgrad.deferring import DeferringModule, WgradKey
 from tests.support.comparisons import Difference, difference, unpipelined
-from tests.support.gpt import Case, Trainer
-from tests.support.mla import MlaCase, MlaTrainer
+from tests.support.gpt import Case, Tensors, Trainer
 from tests.support.moe import MoeCase, MoeTrainer
+from tests.support.transformer_engine import attention
 
 __all__ = ["EngineCase", "EngineMlaCase", "EngineMoeCase", "compare_engine"]
 
@@ -63,8 +65,12 @@ class EngineMoeCase(MoeCase):
 
 
 @dataclass(frozen=True)
-class EngineMlaCase(MlaCase):
-    fuses: bool = False
+class EngineMlaCase(EngineCase):
+    """With multi-latent attention, whose values have another head size than its queries, 12."""
+
+    q_lora_rank: int | None = 24
+    qk_layernorm: bool = False
+    rope_type: str = "yarn"
 
 
 ENGINE = {"transformer_impl": "transformer_engine"}
@@ -72,6 +78,12 @@ ENGINE = {"transformer_impl": "transformer_engine"}
 
 class EngineTrainer(Trainer, trains=EngineCase):
     case: EngineCase
+
+    def __init__(self, case: EngineCase, initial: Tensors | None = None, **options: Any) -> None:
+        self._ring = ExitStack()
+        if case.context_parallel > 1:
+            self._ring.enter_context(attention.enabled())
+        super().__init__(case, initial, **options)
 
     def _config_changes(self) -> dict[str, Any]:
         case = self.case
@@ -93,8 +105,9 @@ class EngineTrainer(Trainer, trains=EngineCase):
         return stage_layers(self.config, vp_stage=vp_stage)
 
     def close(self) -> None:
-        """Also forget the scales of FP8."""
+        """Also forget the scales of FP8, and leave fused attention."""
         _forget_scales(self.case)
+        self._ring.close()
         super().close()
 
 
@@ -106,11 +119,29 @@ def _forget_scales(case: Any) -> None:
         FP8GlobalStateManager.reset()
 
 
-class EngineMlaTrainer(MlaTrainer, trains=EngineMlaCase):
+class EngineMlaTrainer(EngineTrainer, trains=EngineMlaCase):
     case: EngineMlaCase
 
+    config_type = MLATransformerConfig
+
     def _config_changes(self) -> dict[str, Any]:
-        return super()._config_changes() | ENGINE | {"gradient_accumulation_fusion": self.case.fuses}
+        case = self.case
+        return super()._config_changes() | {
+            "multi_latent_attention": True,
+            "q_lora_rank": case.q_lora_rank,
+            "kv_lora_rank": 16,
+            "qk_head_dim": 8,
+            "qk_pos_emb_head_dim": 4,
+            "v_head_dim": 6,
+            "qk_layernorm": case.qk_layernorm,
+            "rope_type": case.rope_type,
+            "rotary_scaling_factor": 4.0,
+            "original_max_position_embeddings": 8,
+            "mscale_all_dim": 0.5,
+        }
+
+    def _model_options(self, vp_stage: int | None) -> dict[str, Any]:
+        return {"position_embedding_type": "rope"}
 
 
 class EngineMoeTrainer(MoeTrainer, trains=EngineMoeCase):

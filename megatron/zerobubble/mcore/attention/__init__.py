@@ -1,1 +1,1 @@
-"""Attention without Transformer Engine: torch's fused kernels, context parallelism, multi-latent attention."""
+"""Attention without Transformer Engine, by torch's fused kernels."""

@@ -6,23 +6,22 @@ Shapes as in `mcore.attention.torch_attention`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.mcore.attention.attention_masks import MaskRule, once_per_tensor
+from megatron.zerobubble.mcore.attention.attention_masks import mask_options, once_per_tensor
 
-__all__ = ["AttentionOptions", "attend", "attend_packed", "wants_equal_sizes"]
+__all__ = ["AttentionOptions", "attend", "attend_packed"]
 
 _KERNELS = {
     AttnBackend.flash: [SDPBackend.FLASH_ATTENTION],
@@ -36,8 +35,8 @@ _KERNELS = {
 class AttentionOptions:
     """How attention is computed, beside its tensors."""
 
-    rule: MaskRule
-    """Which keys a query sees."""
+    mask_type: AttnMaskType
+    """Which keys a query sees where no mask says it."""
     scale: float
     """Factor of the scores."""
     dropout: float
@@ -54,41 +53,35 @@ def attend(
     Args:
         query: [s, b, n, d].
         key: [s, b, g, d].
-        value: [s, b, g, e].
+        value: [s, b, g, d].
         attention: how.
         attention_mask: True where a query must not see a key, broadcast to [b, n, s, s]; or None.
 
     Returns:
-        [s, b, n * e].
+        [s, b, n * d].
 
     Raises:
         ConfigError: none of these kernels can do it.
     """
     query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
-    num_heads, key_size, value_size = query.size(1), query.size(3), value.size(3)
-    if key_size != value_size and wants_equal_sizes(query.device, attention.backend):  # zeros change no score and no weight
-        if value_size < key_size:
-            value = functional.pad(value, (0, key_size - value_size))
-        else:
-            query, key = (functional.pad(each, (0, value_size - key_size)) for each in (query, key))
-    options = attention.rule.options(query, key, attention_mask)
+    num_heads, head_size = query.size(1), query.size(3)
+    options = mask_options(attention.mask_type, query, key, attention_mask)
     options |= {"scale": attention.scale, "dropout_p": attention.dropout}
     if num_heads != key.size(1):
-        sizes = query.size(3), value.size(3)
         has_entries = "attn_mask" in options and not isinstance(options["attn_mask"], CausalBias)
-        if _knows_groups(query.device.type, query.dtype, sizes, has_mask=has_entries, backend=attention.backend):
+        if _knows_groups(query.device.type, query.dtype, head_size, has_mask=has_entries, backend=attention.backend):
             options["enable_gqa"] = True
         else:
             key, value = (each.repeat_interleave(num_heads // each.size(1), dim=1) for each in (key, value))
     value = _apart(value, query, key)
     with _kernels(attention.backend):
         try:
-            heads_bnse = functional.scaled_dot_product_attention(query, key, value, **options)
+            heads_bnsd = functional.scaled_dot_product_attention(query, key, value, **options)
         except RuntimeError as error:
             if "No available kernel" not in str(error) and "No viable backend" not in str(error):
                 raise
-            raise ConfigError(_no_kernel(attention.backend, query, value_size, options)) from error
-    return heads_bnse[..., :value_size].permute(2, 0, 1, 3).flatten(start_dim=2)
+            raise ConfigError(_no_kernel(attention.backend, query, options)) from error
+    return heads_bnsd.permute(2, 0, 1, 3).flatten(start_dim=2)
 
 
 def _apart(value: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -105,19 +98,14 @@ def _apart(value: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return value.clone()
 
 
-def wants_equal_sizes(device: torch.device, backend: AttnBackend) -> bool:
-    """Whether queries and values need one head size: flash kernels need it, and on the CPU all but the unfused one are flash."""
-    return backend is AttnBackend.flash or (backend is AttnBackend.auto and device.type == "cpu")
-
-
-def _knows_groups(device_type: str, dtype: torch.dtype, sizes: tuple[int, int], *, has_mask: bool, backend: AttnBackend) -> bool:
+def _knows_groups(device_type: str, dtype: torch.dtype, head_size: int, *, has_mask: bool, backend: AttnBackend) -> bool:
     """Whether a kernel that may run takes fewer heads of keys than of queries. If none does, torch keeps the scores, silently.
 
     On CUDA only flash attention surely takes them, where it can run. Not run on a GPU.
     """
     if device_type != "cuda" or backend is AttnBackend.unfused:
         return True
-    can_be_flash = dtype in (torch.float16, torch.bfloat16) and sizes[0] == sizes[1] <= 256 and not has_mask
+    can_be_flash = dtype in (torch.float16, torch.bfloat16) and head_size <= 256 and not has_mask
     return can_be_flash and backend is not AttnBackend.fused
 
 
@@ -125,16 +113,16 @@ def _kernels(backend: AttnBackend) -> AbstractContextManager[None]:
     return nullcontext() if backend is AttnBackend.auto else sdpa_kernel(_KERNELS[backend])
 
 
-def _no_kernel(backend: AttnBackend, query: Tensor, value_size: int, options: dict[str, Any]) -> str:
+def _no_kernel(backend: AttnBackend, query: Tensor, options: dict[str, Any]) -> str:
     mask = "a mask" if "attn_mask" in options else "no mask"
     return (
-        f"--attention-backend {backend.name} has no kernel for this attention on {query.device.type}: {query.dtype}, head sizes "
-        f"{query.size(3)} and {value_size}, dropout {options['dropout_p']:g}, {mask}; choose auto"
+        f"--attention-backend {backend.name} has no kernel for this attention on {query.device.type}: {query.dtype}, head size "
+        f"{query.size(3)}, dropout {options['dropout_p']:g}, {mask}; choose auto"
     )
 
 
 def attend_packed(query: Tensor, key: Tensor, value: Tensor, attention: AttentionOptions, packed: PackedSeqParams) -> Tensor:
-    """The attention of sequences that are packed into one, each to itself. Queries between sequences get zeros.
+    """The attention of sequences that are packed into one, each to itself. Queries behind the last one get zeros.
 
     One call of torch's attention per sequence: its kernels for packed sequences need a GPU and half precision, and have no
     dropout. The first layer of a microbatch reads the lengths, on a GPU with a synchronization of the host.
@@ -142,39 +130,31 @@ def attend_packed(query: Tensor, key: Tensor, value: Tensor, attention: Attentio
     Args:
         query: [t, n, d].
         key: [t, g, d].
-        value: [t, g, e].
+        value: [t, g, d].
         attention: how each sequence attends to itself.
-        packed: where each sequence begins and, with padding between them, how long it is.
+        packed: where each sequence begins.
 
     Returns:
-        [t, n * e].
+        [t, n * d].
     """
+    contexts, end = [], 0
+    for tokens in _sequences(packed):
+        own_query, own_key, own_value = (each[tokens].unsqueeze(1) for each in (query, key, value))
+        contexts.append(attend(own_query, own_key, own_value, attention).squeeze(1))
+        end = tokens.stop
+    rest = query.new_zeros(query.size(0) - end, query.size(1) * value.size(2))
+    return torch.cat([*contexts, rest])
+
+
+def _sequences(packed: PackedSeqParams) -> list[slice]:
+    """The tokens of each sequence that has some."""
     if packed.cu_seqlens_q is None:
         raise ConfigError("packed sequences in thd format need cu_seqlens_q, where each sequence begins")
-    pieces, end = [], 0
-    for queries, keys in _spans(packed):
-        own_query, own_key, own_value = query[queries].unsqueeze(1), key[keys].unsqueeze(1), value[keys].unsqueeze(1)
-        context = attend(own_query, own_key, own_value, attention).squeeze(1)
-        pieces += [context.new_zeros(queries.start - end, context.size(1)), context]
-        end = queries.stop
-    width = query.size(1) * value.size(2)
-    return torch.cat([*pieces, query.new_zeros(query.size(0) - end, width)])
-
-
-def _spans(packed: PackedSeqParams) -> Iterator[tuple[slice, slice]]:
-    """Where the queries and the keys of each sequence are. Sequences without queries are left out."""
-    queries = _sides(packed.cu_seqlens_q, packed.cu_seqlens_q_padded)
-    keys = queries
-    if packed.cu_seqlens_kv is not None:
-        keys = _sides(packed.cu_seqlens_kv, packed.cu_seqlens_kv_padded)
-    for each, beside in zip(queries, keys, strict=True):
-        if each.stop > each.start:
-            yield each, beside
-
-
-def _sides(lengths: Tensor, padded: Tensor | None) -> list[slice]:
-    """The tokens of each sequence, from sums of lengths: without padding, and with padding if there is some."""
-    ends = once_per_tensor(lengths, "list", Tensor.tolist)
-    begins = ends if padded is None else once_per_tensor(padded, "list", Tensor.tolist)
-    sizes = (end - begin for begin, end in itertools.pairwise(ends))
-    return [slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=False)]
+    begins = once_per_tensor(packed.cu_seqlens_q, "list", Tensor.tolist)
+    others = (packed.cu_seqlens_kv, packed.cu_seqlens_q_padded, packed.cu_seqlens_kv_padded)
+    if any(each is not None and once_per_tensor(each, "list", Tensor.tolist) != begins for each in others):
+        raise ConfigError(
+            "packed sequences with padding in between, or with other keys than queries, are not supported by torch's attention: "
+            "pack them without, or choose Transformer Engine's layers"
+        )
+    return [slice(begin, end) for begin, end in itertools.pairwise(begins) if end > begin]

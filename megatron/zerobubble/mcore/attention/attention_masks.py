@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,63 +18,50 @@ from torch.nn.attention.bias import causal_lower_right
 
 from megatron.zerobubble.errors import ConfigError
 
-__all__ = ["MaskRule", "hidden_lower_right", "once_per_tensor"]
+__all__ = ["hidden_lower_right", "mask_options", "once_per_tensor"]
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
 
 
-@dataclass(frozen=True)
-class MaskRule:
-    """A mask type and a window of keys around each query."""
+def mask_options(mask_type: AttnMaskType, query: Tensor, key: Tensor, attention_mask: Tensor | None = None) -> dict[str, Any]:
+    """The keywords of `torch.nn.functional.scaled_dot_product_attention`.
 
-    mask_type: AttnMaskType
-    window: tuple[int, int] | None = None
-    """Number of keys before and after its own position that a query sees; -1 for all. None: no window."""
-
-    def options(self, query: Tensor, key: Tensor, attention_mask: Tensor | None = None) -> dict[str, Any]:
-        """The keywords of `torch.nn.functional.scaled_dot_product_attention`.
-
-        Args:
-            query: [b, n, queries, d].
-            key: [b, g, keys, d].
-            attention_mask: True where a query must not see a key, broadcast to [b, n, queries, keys].
-        """
-        num_queries, num_keys = query.size(2), key.size(2)
-        masks = []
-        if attention_mask is not None:
-            if attention_mask.dtype is not torch.bool:
-                raise ConfigError(
-                    f"an attention mask of {attention_mask.dtype} is not supported: give a boolean one, True where a query must "
-                    "not see a key"
-                )
-            masks.append(once_per_tensor(attention_mask, query.dtype, lambda mask: _additive(mask, query.dtype)))
-        is_causal = self._is_causal(num_queries, num_keys, has_mask=attention_mask is not None)
-        if self.window is not None and num_queries > 1:
-            before, after = self.window
-            after = 0 if self.mask_type in _CAUSAL else after
-            masks.append(_window(num_queries, num_keys, before, after, query.dtype, query.device))
-        elif is_causal and not masks and num_queries != num_keys and query.is_cuda:
-            return {"attn_mask": causal_lower_right(num_queries, num_keys)}  # no entries
-        elif is_causal and num_queries != num_keys:
-            masks.append(_lower_right(num_queries, num_keys, query.dtype, query.device))
-        elif is_causal and masks:
-            masks.append(_window(num_queries, num_keys, -1, 0, query.dtype, query.device))
-        elif is_causal:
-            return {"is_causal": True}
-        return {"attn_mask": sum(masks[1:], start=masks[0])} if masks else {}
-
-    def _is_causal(self, num_queries: int, num_keys: int, *, has_mask: bool) -> bool:
-        """Whether a query sees no key after its own position, beside what a mask says. A single query sees all keys."""
-        if num_queries == 1 or self.mask_type not in _CAUSAL:
-            return False
-        if self.mask_type is AttnMaskType.causal_bottom_right:
-            return True
-        if num_queries != num_keys:
+    Args:
+        mask_type: which keys a query sees, beside what a mask says.
+        query: [b, n, queries, d].
+        key: [b, g, keys, d].
+        attention_mask: True where a query must not see a key, broadcast to [b, n, queries, keys].
+    """
+    num_queries, num_keys = query.size(2), key.size(2)
+    masks = []
+    if attention_mask is not None:
+        if attention_mask.dtype is not torch.bool:
             raise ConfigError(
-                f"a {self.mask_type.name} mask needs as many keys as queries, not {num_keys} and {num_queries}: use "
-                "causal_bottom_right, or give a mask"
+                f"an attention mask of {attention_mask.dtype} is not supported: give a boolean one, True where a query must not "
+                "see a key"
             )
-        return not has_mask or self.mask_type is AttnMaskType.padding_causal
+        masks.append(once_per_tensor(attention_mask, query.dtype, lambda mask: _additive(mask, query.dtype)))
+    if _is_causal(mask_type, num_queries, num_keys, has_mask=attention_mask is not None):
+        if not masks and num_queries == num_keys:
+            return {"is_causal": True}
+        if not masks and query.is_cuda:
+            return {"attn_mask": causal_lower_right(num_queries, num_keys)}  # no entries
+        masks.append(_lower_right(num_queries, num_keys, query.dtype, query.device))
+    return {"attn_mask": sum(masks[1:], start=masks[0])} if masks else {}
+
+
+def _is_causal(mask_type: AttnMaskType, num_queries: int, num_keys: int, *, has_mask: bool) -> bool:
+    """Whether a query sees no key after its own position, beside what a mask says. A single query sees all keys."""
+    if num_queries == 1 or mask_type not in _CAUSAL:
+        return False
+    if mask_type is AttnMaskType.causal_bottom_right:
+        return True
+    if num_queries != num_keys:
+        raise ConfigError(
+            f"a {mask_type.name} mask needs as many keys as queries, not {num_keys} and {num_queries}: use causal_bottom_right, "
+            "or give a mask"
+        )
+    return not has_mask or mask_type is AttnMaskType.padding_causal
 
 
 def once_per_tensor(tensor: Tensor, key: object, make: Callable[[Tensor], Any]) -> Any:
@@ -91,19 +77,6 @@ def once_per_tensor(tensor: Tensor, key: object, make: Callable[[Tensor], Any]) 
 def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where a query sees a key, and -inf where `hidden` is True."""
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
-
-
-@functools.lru_cache(maxsize=2)
-def _window(num_queries: int, num_keys: int, before: int, after: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The mask to add, [queries, keys], of a window around each query. The last query is at the position of the last key."""
-    ones = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
-    shift = num_keys - num_queries
-    hidden = torch.zeros_like(ones)
-    if before >= 0:
-        hidden |= ones.tril(shift - before - 1)
-    if after >= 0:
-        hidden |= ones.triu(shift + after + 1)
-    return _additive(hidden, dtype)
 
 
 def hidden_lower_right(num_queries: int, num_keys: int, device: torch.device) -> Tensor:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["WHOLE", "SequenceParts", "by_rank", "in_order", "slices"]
+__all__ = ["WHOLE", "SequenceParts", "slices"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,35 +49,3 @@ def slices(tensor: Tensor, parts: SequenceParts, *, dim: int) -> Tensor:
         return tensor
     length = tensor.shape[dim] // (2 * parts.size)
     return torch.cat([tensor.narrow(dim, number * length, length) for number in parts.numbers], dim=dim)
-
-
-def in_order(gathered: Tensor, size: int) -> Tensor:
-    """A whole sequence from the slices of all ranks; undoes `slices`.
-
-    Args:
-        gathered: [S, ...], what the ranks of a group hold, one behind the other, as an all-gather returns it.
-        size: number of ranks.
-
-    Returns:
-        [S, ...], the tokens in their order: a copy, or the tensor itself without context parallelism.
-    """
-    if size == 1:
-        return gathered
-    each = gathered.unflatten(0, (size, 2, -1))  # [n, 2, S / 2n, ...]
-    return torch.cat([each[:, 0], each[:, 1].flip(0)]).flatten(0, 1)
-
-
-def by_rank(ordered: Tensor, size: int) -> Tensor:
-    """The slices of all ranks, one behind the other, from a whole sequence; undoes `in_order`.
-
-    Args:
-        ordered: [S, ...], the tokens in their order.
-        size: number of ranks.
-
-    Returns:
-        [S, ...], as a reduce-scatter takes it.
-    """
-    if size == 1:
-        return ordered
-    each = ordered.unflatten(0, (2, size, -1))  # [2, n, S / 2n, ...]
-    return torch.stack([each[0], each[1].flip(0)], dim=1).flatten(0, 2)

@@ -5,14 +5,13 @@ and keeps them for the backward pass. torch's kernels keep one number per query 
 backward pass: what a layer keeps then grows with the sequence length, not with its square.
 
 Shapes: ``s`` sequence, ``t`` tokens of all packed sequences, ``b`` microbatch, ``n`` heads per tensor-parallel rank, ``g`` key
-and value heads per rank, ``d`` head size of queries and keys, ``e`` head size of values.
+and value heads per rank, ``d`` head size.
 """
 
 from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from typing import ClassVar
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -21,12 +20,10 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.attention.attention_kernels import AttentionOptions, attend, attend_packed
-from megatron.zerobubble.mcore.attention.attention_masks import MaskRule
 
 __all__ = ["TorchDotProductAttention", "use_torch_attention"]
 
@@ -45,17 +42,12 @@ class TorchDotProductAttention(MegatronModule):
         attention_type: `self` or `cross`; makes no difference.
         attention_dropout: dropout probability; `config.attention_dropout` if None.
         softmax_scale: factor of the scores; 1 / sqrt(head size) if None.
-        cp_comm_type: how context-parallel ranks communicate.
+        cp_comm_type: how context-parallel ranks communicate; there are none.
         pg_collection: process groups.
-        k_channels: head size of queries and keys; `config.kv_channels` if None. Multi-latent attention passes its own.
-        v_channels: head size of values. Makes no difference: the values have it.
 
     Raises:
         ConfigError: the model needs something that torch's attention does not have.
     """
-
-    shares_sequences: ClassVar[bool] = False
-    """Whether context-parallel ranks may share a sequence."""
 
     def __init__(
         self,
@@ -67,18 +59,14 @@ class TorchDotProductAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
-        k_channels: int | None = None,
-        v_channels: int | None = None,
     ) -> None:
-        _check(config, shares_sequences=self.shares_sequences)
+        _check(config)
         super().__init__(config=config)
         self.layer_number = max(1, layer_number)
         self.attn_mask_type = attn_mask_type
         self.attention_type = attention_type
         self.dropout_probability = config.attention_dropout if attention_dropout is None else attention_dropout
-        self.softmax_scale = 1 / math.sqrt(k_channels or config.kv_channels) if softmax_scale is None else softmax_scale
-        in_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
-        self.window = tuple(config.window_size) if in_window else None
+        self.softmax_scale = 1 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
 
     def forward(
         self,
@@ -95,15 +83,15 @@ class TorchDotProductAttention(MegatronModule):
         Args:
             query: [s, b, n, d]; packed [t, n, d].
             key: [s, b, g, d]; packed [t, g, d].
-            value: [s, b, g, e]; packed [t, g, e].
+            value: [s, b, g, d]; packed [t, g, d].
             attention_mask: boolean, True where a query must not see a key, [b or 1, 1, s, s]. It alone decides, as in
-                megatron-core's module, except for a window. None for the mask of the mask type.
+                megatron-core's module. None for the mask of the mask type.
             attn_mask_type: in place of the constructor's.
             attention_bias: must be None.
             packed_seq_params: where each sequence begins, in `thd` format; None if sequences are not packed.
 
         Returns:
-            [s, b, n * e]; packed [t, n * e].
+            [s, b, n * d]; packed [t, n * d].
 
         Raises:
             ConfigError: a mask, a bias or a format that is not supported, or `config.attention_backend` has no kernel for it.
@@ -111,7 +99,7 @@ class TorchDotProductAttention(MegatronModule):
         if attention_bias is not None:
             raise ConfigError("an attention bias is not supported by torch's attention here; give a mask, or no bias")
         attention = AttentionOptions(
-            rule=MaskRule(attn_mask_type or self.attn_mask_type, window=self.window),
+            mask_type=attn_mask_type or self.attn_mask_type,
             scale=self.softmax_scale,
             dropout=self.dropout_probability if self.training else 0.0,
             backend=self.config.attention_backend,
@@ -171,7 +159,7 @@ def _torch_twin(own: DotProductAttention) -> TorchDotProductAttention:
     return twin.train(own.training)
 
 
-def _check(config: TransformerConfig, *, shares_sequences: bool) -> None:
+def _check(config: TransformerConfig) -> None:
     if config.attention_backend is AttnBackend.local:
         raise ConfigError(
             "attention_backend local is megatron-core's own DotProductAttention, not torch's attention: choose auto, flash, "
@@ -187,8 +175,13 @@ def _check(config: TransformerConfig, *, shares_sequences: bool) -> None:
             "qk_clip and log_max_attention_logit need the largest score, which torch's attention does not give: leave them out, "
             "or choose Transformer Engine's layers"
         )
-    if config.context_parallel_size > 1 and not shares_sequences:
+    if config.window_size is not None:
         raise ConfigError(
-            f"TorchDotProductAttention needs whole sequences, and context_parallel_size is {config.context_parallel_size}: "
-            "choose ContextParallelAttention, or Transformer Engine's layers"
+            f"window_size {config.window_size} is not supported by torch's attention: choose attention_backend local, or "
+            "Transformer Engine's layers"
+        )
+    if config.context_parallel_size > 1:
+        raise ConfigError(
+            f"torch's attention needs whole sequences, and context_parallel_size is {config.context_parallel_size}: choose "
+            "Transformer Engine's layers"
         )

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
-
-from megatron.zerobubble.mcore.attention.sequence_parts import SequenceParts, slices
 
 
 def own_positions(pos_emb: Tensor, seq_dim: int, cp_group: Any) -> Tensor:
-    """The rows of a rank's two slices, as megatron-core's `get_pos_emb_on_this_cp_rank` returns them.
+    """The part of a sequence that a context-parallel rank has, as megatron-core's `get_pos_emb_on_this_cp_rank` returns it: of
+    2n parts for n ranks one from the front and one from the back, so that all ranks have the same work in causal attention.
 
     Args:
-        pos_emb: embeddings of a whole sequence.
+        pos_emb: embeddings, or anything else, of a whole sequence.
         seq_dim: the dimension of positions.
         cp_group: the context-parallel group.
     """
-    return slices(pos_emb, SequenceParts(rank=cp_group.rank(), size=cp_group.size()), dim=seq_dim)
+    parts = pos_emb.chunk(2 * cp_group.size(), dim=seq_dim)
+    return torch.cat([parts[cp_group.rank()], parts[-1 - cp_group.rank()]], dim=seq_dim)

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron.zerobubble.errors import ExecutionError
@@ -123,14 +122,9 @@ class CurrentSlice:
         """Number of Fs and Bs that have begun."""
         self.batch: Any = None
         """The slice's part of the last batch that the forward step has read; None before it reads one."""
-        self.whole_batch: Any = None
-        """That batch of the whole microbatch."""
-        self.placed: dict[int, Tensor] = {}
-        """By identity, in the current pass: position ids that are known to be those of the whole sequence."""
         self._of: tuple[int, int] = (0, 0)
         self._kept: dict[tuple[int, int], dict[int, Kept]] = {}
         """By (chunk, microbatch): what the slices of a microbatch share in each module, by the module's identity."""
-        self._seen: set[str] = set()
         self.key_bytes: dict[int, int] = {}
         """By chunk: the bytes of keys and values of the last microbatch of which all were allocated."""
 
@@ -142,14 +136,7 @@ class CurrentSlice:
         try:
             yield
         finally:
-            self.part = self.batch = self.whole_batch = None
-            self.placed.clear()
-
-    def is_first(self, what: str) -> bool:
-        """Whether this is asked of `what` for the first time, on the first rank."""
-        is_first = what not in self._seen and (not dist.is_initialized() or dist.get_rank() == 0)
-        self._seen.add(what)
-        return is_first
+            self.part = self.batch = None
 
     def keys(self, attention: object, key: Tensor, value: Tensor) -> PrefixKeys:
         """The buffer of an attention for the microbatch that runs now; allocated in the F of its first slice."""

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding, RotaryEmbedding
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch import Tensor, nn
 
 from megatron.zerobubble.errors import ConfigError
@@ -47,68 +47,29 @@ class PositionIds:
 
     def __init__(self, slices: CurrentSlice, counted: str | None = None) -> None:
         self._slices, self._counted = slices, counted
-        self._are_read: set[bool] = set()
-        """What was decided so far where only one of both fitted."""
 
-    def absolute(self, position_ids: Tensor, tokens: Tensor | None = None) -> Tensor:
+    def absolute(self, position_ids: Tensor, tokens: Tensor) -> Tensor:
         """The positions in the whole sequence.
 
         Args:
-            position_ids: [..., s], what a module is given.
+            position_ids: [b, s], what an embedding is given.
             tokens: [b, s], the token ids that it is given with them.
 
         Raises:
             ConfigError: the positions are neither the loop's own count nor of its batch, or could be both.
         """
         part = self._slices.part
-        if part is None or not part.offset or id(position_ids) in self._slices.placed:
+        if part is None or not part.offset:
             return position_ids
         is_from_zero = self._counted == "from-zero" if self._counted else not self._is_read(position_ids, tokens, part)
-        found = position_ids + part.offset if is_from_zero else position_ids
-        self.place(found)
-        return found
+        return position_ids + part.offset if is_from_zero else position_ids
 
-    def place(self, position_ids: Tensor) -> None:
-        """Note that a tensor has positions in the whole sequence, until the current pass ends."""
-        self._slices.placed[id(position_ids)] = position_ids
-
-    def further(self, position_ids: Tensor, tokens: Tensor | None, at: int) -> Tensor | int:
-        """The position of token `at` of the whole sequence, behind the end of the slice, for each row.
-
-        Args:
-            position_ids: [b, s], what a model is given, of which `absolute` was asked before.
-            tokens: [b, s], as there.
-            at: number of the token.
-
-        Raises:
-            ConfigError: it is not known.
-        """
-        part = self._slices.part
-        assert part is not None
-        found, path = self._source(position_ids, tokens)
-        whole = dict(tensors_of(self._slices.whole_batch)).get(path)
-        of_batch = None
-        if found is not _Read.NO and whole is not None and whole.dim() and whole.size(-1) >= part.whole:
-            of_batch = whole[..., at].to(position_ids.device)
-        is_counted = self._counted == "from-zero"
-        if self._counted is None and found is not _Read.YES:
-            is_counted = _is_count(position_ids, part) and (not part.offset or id(position_ids) not in self._slices.placed)
-        if is_counted and not part.offset and of_batch is not None and not (of_batch == at).all():
-            if len(self._are_read) != 1:
-                raise ConfigError(_unknown(part, is_both=True))
-            is_counted = False in self._are_read
-        if is_counted:
-            return at
-        if of_batch is None:
-            raise ConfigError(_unknown(part, is_both=False))
-        return of_batch
-
-    def _is_read(self, position_ids: Tensor, tokens: Tensor | None, part: SlicePart) -> bool:
+    def _is_read(self, position_ids: Tensor, tokens: Tensor, part: SlicePart) -> bool:
         """Whether they are of the batch, not the loop's own count.
 
         Of tensor-parallel ranks, which come here together with the same positions, some may not have read it.
         """
-        found, _ = self._source(position_ids, tokens)
+        found = self._source(position_ids, tokens)
         size = parallel_state.get_tensor_model_parallel_world_size()
         is_counted = (found is not _Read.YES or size > 1) and _is_count(position_ids, part)
         if size > 1 and is_counted:
@@ -116,34 +77,28 @@ class PositionIds:
         elif size > 1 and parallel_state.get_tensor_model_parallel_rank() > 0 and self._slices.batch is None:
             found = _Read.YES
         if found is _Read.YES:
-            is_read = True
-        elif is_counted is not (found is _Read.MAYBE):
-            is_read = not is_counted
-        elif is_counted and len(self._are_read) == 1:
-            return next(iter(self._are_read))
-        else:
+            return True
+        if is_counted is (found is _Read.MAYBE):
             raise ConfigError(_unknown(part, is_both=is_counted))
-        self._are_read.add(is_read)
-        return is_read
+        return not is_counted
 
-    def _source(self, position_ids: Tensor, tokens: Tensor | None) -> tuple[_Read, tuple[str | int, ...]]:
-        """Whether they are of the slice's batch, and the path to that tensor in it."""
-        tensors = dict(tensors_of(self._slices.batch))
-        for path, each in tensors.items():
+    def _source(self, position_ids: Tensor, tokens: Tensor) -> _Read:
+        """Whether they are of the slice's batch."""
+        tensors = list(tensors_of(self._slices.batch))
+        for _, each in tensors:
             if each.data_ptr() == position_ids.data_ptr() and each.shape == position_ids.shape:
-                return _Read.YES, path
+                return _Read.YES
         storage = position_ids.untyped_storage().data_ptr()
-        is_named = any(path[-1:] == (name,) for path in tensors for name in POSITIONS)
-        for path, each in tensors.items():
-            key = path[-1] if path else None
+        is_named = any(key in POSITIONS for key, _ in tensors)
+        for key, each in tensors:
             if each.untyped_storage().data_ptr() == storage:
-                return _Read.MAYBE, path
+                return _Read.MAYBE
             could_be = key in POSITIONS if is_named else key not in _NOT_POSITIONS
             if not could_be or each.is_floating_point() or each.dtype is torch.bool:
                 continue
-            if _has_values(each, position_ids) and (tokens is None or not _has_values(each, tokens)):
-                return _Read.MAYBE, path
-        return _Read.NO, ()
+            if _has_values(each, position_ids) and not _has_values(each, tokens):
+                return _Read.MAYBE
+        return _Read.NO
 
 
 def _is_count(position_ids: Tensor, part: SlicePart) -> bool:
@@ -193,8 +148,6 @@ def count_from_slice(module: nn.Module, slices: CurrentSlice, positions: Positio
         module.forward = _Rotary(module, slices)
     elif isinstance(module, LanguageModelEmbedding) and module.add_position_embedding:
         module.forward = _Learned(module, positions)
-    elif isinstance(module, MultimodalRotaryEmbedding):
-        module.forward = _Multimodal(module, positions)
     else:
         return False
     return True
@@ -235,12 +188,3 @@ class _Learned(_Replaced):
 
     def __call__(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         return self._forward(input_ids, self._of.absolute(position_ids, input_ids), *args, **kwargs)
-
-
-class _Multimodal(_Replaced):
-    """Of rotary positions in time, height and width, [3, b, s]."""
-
-    _of: PositionIds
-
-    def __call__(self, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return self._forward(self._of.absolute(position_ids), *args, **kwargs)

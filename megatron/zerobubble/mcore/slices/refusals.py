@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.mcore.attention.context_parallel import ContextParallelAttention
 from megatron.zerobubble.mcore.attention.torch_attention import TorchDotProductAttention
 from megatron.zerobubble.mcore.slices.prefix_attention import is_transformer_engine
 
@@ -19,7 +19,7 @@ __all__ = ["check_attention", "check_sliced_config", "core_attentions"]
 _REFUSED = {
     "moe_expert_capacity_factor": "an expert would drop tokens by the counts of a slice",
     "moe_z_loss_coeff": "it is a mean over the tokens of a call, and would be one over those of a slice",
-    "mtp_use_repeated_layer": "its keys of several depths would share a buffer",
+    "mtp_num_layers": "they embed and predict tokens behind the end of a slice",
     "window_size": "a window over the keys of earlier slices is not tried",
     "tp_comm_overlap": "Transformer Engine's userbuffers have the length of whole sequences",
     "fp8": "scales would follow from the magnitudes of a slice",
@@ -64,8 +64,6 @@ def _refused(config: Any) -> Iterator[tuple[str, str]]:
     yield from ((name, why) for name, why in _REFUSED.items() if getattr(config, name, None))
     if config.num_moe_experts is not None:
         yield from _refused_balancing(config)
-    if getattr(config, "mtp_num_layers", None) and config.calculate_per_token_loss:
-        yield "calculate_per_token_loss with MTP layers", "a release may weigh their losses by the tokens of a call"
     if config.multi_latent_attention and config.apply_rope_fusion:
         yield "apply_rope_fusion with multi-latent attention", "its kernel takes tables of cosines that begin at position 0"
 
@@ -92,7 +90,7 @@ def core_attentions(chunk: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def check_attention(chunk: nn.Module) -> None:
-    """Check that every layer can hand on what a slice's tokens need of those before.
+    """Check that every layer can run a slice, and hand on what its tokens need of those before.
 
     Raises:
         ConfigError: a layer cannot; the message names it.
@@ -102,10 +100,11 @@ def check_attention(chunk: nn.Module) -> None:
             raise ConfigError(
                 f"slices: {name} is a {type(module).__name__}, whose state is not handed from slice to slice; leave slices out"
             )
+        if isinstance(module, MultimodalRotaryEmbedding):
+            raise ConfigError(f"slices: {name} has positions in time, height and width, which are not cut; leave slices out")
     for name, module in core_attentions(chunk):
         core = module.core_attention
-        known = isinstance(core, (TorchDotProductAttention, DotProductAttention)) or is_transformer_engine(core)
-        if not known or isinstance(core, ContextParallelAttention):
+        if not isinstance(core, (TorchDotProductAttention, DotProductAttention)) and not is_transformer_engine(core):
             raise ConfigError(
                 f"slices: {name} computes attention by a {type(core).__name__}; give TorchDotProductAttention, megatron-core's "
                 "DotProductAttention or Transformer Engine's"

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron.zerobubble.flags.loop_options import Cut, CutDimensions
+from megatron.zerobubble.flags.loop_options import Cut
 from megatron.zerobubble.mcore.slices.current_slice import SlicePart
 from megatron.zerobubble.plan.costs.slicing import TILE, CutRule, check_slice_lengths, unlike_lengths
 
@@ -19,8 +19,8 @@ class SliceOptions:
 
     lengths: tuple[int, ...] = ()
     """Tokens of each slice, for sequences of their sum; empty, and for other sequences: slices of equal work by operations."""
-    cut: Cut | CutDimensions | None = None
-    """Cuts what the data iterators return, or what `cut_batch` cannot know of it; None: `cut_batch` alone."""
+    cut: Cut | None = None
+    """Cuts what the data iterators return; None: `cut_batch`."""
     positions: str | None = None
     """What the loop's position ids are in every slice, see `PositionIds`; None: found out."""
     is_measured: bool = False

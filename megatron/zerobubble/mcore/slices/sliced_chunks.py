@@ -15,7 +15,6 @@ from megatron.zerobubble.mcore.slices.positions import PositionIds, count_from_s
 from megatron.zerobubble.mcore.slices.prefix_attention import attend_to_prefix
 from megatron.zerobubble.mcore.slices.refusals import check_attention, core_attentions
 from megatron.zerobubble.mcore.slices.router_losses import REPLACED, balance_microbatches
-from megatron.zerobubble.mcore.slices.tokens_ahead import TokensAhead
 
 __all__ = ["SlicedChunks"]
 
@@ -36,7 +35,6 @@ class SlicedChunks:
         """The slice that runs now."""
         self._replaced: list[Any] = []
         self._positions = PositionIds(self.current, positions)
-        self._ahead = TokensAhead(self.current, self._positions)
         for chunk in chunks:
             check_attention(chunk)
         for chunk in chunks:
@@ -44,7 +42,6 @@ class SlicedChunks:
                 attend_to_prefix(module.core_attention, self.current)
                 self._replaced.append(module.core_attention)
             _accumulate_always(chunk)
-            self._replaced += [module for module in chunk.modules() if self._ahead.install(module)]
             self._replaced += [module for module in chunk.modules() if balance_microbatches(module, self.current)]
             self._replaced += [module for module in chunk.modules() if count_from_slice(module, self.current, self._positions)]
 
@@ -54,7 +51,6 @@ class SlicedChunks:
             for name in ("forward", *REPLACED):
                 vars(module).pop(name, None)
         self._replaced.clear()
-        self._ahead.remove()
 
 
 def _accumulate_always(chunk: nn.Module) -> None:

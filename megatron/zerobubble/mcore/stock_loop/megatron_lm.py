@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.flags.loop_options import CutDimensions
 from megatron.zerobubble.mcore.slices.batches import cut_batch
 from megatron.zerobubble.mcore.slices.current_slice import SlicePart
 
@@ -87,8 +86,8 @@ def sliced_batches(
     return forward_step
 
 
-def cut_megatron_lm_batch(batch: Any, offset: int, length: int, dimensions: CutDimensions | None = None) -> Any:
-    """A `Cut` for the batches of Megatron-LM's datasets, with the `dimensions` of `cut_batch`."""
+def cut_megatron_lm_batch(batch: Any, offset: int, length: int) -> Any:
+    """A `Cut` for the batches of Megatron-LM's datasets."""
     whole = batch["tokens"].size(1)
     rest = _WithoutMask({name: value for name, value in batch.items() if name != _MASK})
-    return _WithoutMask(cut_batch(rest, SlicePart(-1, offset, length, whole), dimensions))
+    return _WithoutMask(cut_batch(rest, SlicePart(-1, offset, length, whole)))

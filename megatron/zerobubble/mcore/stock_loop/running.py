@@ -184,9 +184,9 @@ def start_forward_only(options: RunOptions, chunks: Sequence[nn.Module], *, usua
 
 def _with_cut(options: RunOptions) -> RunOptions:
     """The options, with what cuts the batches of Megatron-LM's loop where that runs."""
-    if options.flags.num_slices == 1 or callable(options.cut) or megatron_lm_args() is None:
+    if options.flags.num_slices == 1 or options.cut is not None or megatron_lm_args() is None:
         return options
-    return dataclasses.replace(options, cut=functools.partial(cut_megatron_lm_batch, dimensions=options.cut))
+    return dataclasses.replace(options, cut=cut_megatron_lm_batch)
 
 
 def _usual_tokens(config: Any, given: int) -> int | None:

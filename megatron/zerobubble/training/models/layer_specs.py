@@ -17,6 +17,8 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlockSubmodules,
     get_mtp_layer_spec,
@@ -26,8 +28,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron.zerobubble.mcore.attention.core_attention import core_attention
-from megatron.zerobubble.mcore.attention.latent_attention import LatentDotProductAttention, LatentSelfAttention
+from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.attention.torch_attention import TorchDotProductAttention
 
 __all__ = ["LocalNorm", "local_layer", "mtp_layers", "stage_layers"]
@@ -101,37 +102,27 @@ def local_layer(config: TransformerConfig, *, has_experts: bool) -> ModuleSpec:
     Args:
         config: the model.
         has_experts: whether the layer has experts in place of the MLP.
+
+    Raises:
+        ConfigError: multi-latent attention, which megatron-core's own modules do not train.
     """
+    if config.multi_latent_attention:
+        raise ConfigError(
+            "multi-latent attention needs Transformer Engine's layers, because megatron-core's own attention does not take its "
+            "head sizes: choose --transformer-impl transformer_engine"
+        )
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if has_experts else None,
         qk_layernorm=config.qk_layernorm,
-        multi_latent_attention=config.multi_latent_attention,
         normalization=config.normalization,
     )
     layer.submodules.input_layernorm = LocalNorm
     layer.submodules.pre_mlp_layernorm = LocalNorm
-    if config.multi_latent_attention:
-        _set_latent_attention(layer, config, has_experts=has_experts)
-        return layer
     if has_experts:  # the default map also renames a dense MLP's norm to Transformer Engine's name; MoE layers keep theirs
         layer.submodules.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = core_attention(config)
+    is_own = config.attention_backend is AttnBackend.local
+    attention.core_attention = DotProductAttention if is_own else TorchDotProductAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = LocalNorm
     return layer
-
-
-def _set_latent_attention(layer: ModuleSpec, config: TransformerConfig, *, has_experts: bool) -> None:
-    """Make a layer's multi-latent attention one that trains on megatron-core's own modules, and name norms in checkpoints as
-    Transformer Engine's layers do, which fuse them into the linears behind."""
-    layer.submodules.self_attention.module = LatentSelfAttention
-    attention = layer.submodules.self_attention.submodules
-    core = core_attention(config)
-    attention.core_attention = core if issubclass(core, TorchDotProductAttention) else LatentDotProductAttention
-    names = {} if has_experts else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.kv_layernorm = LocalNorm
-        for norm, linear in (("q_layernorm", "linear_q_up_proj"), ("kv_layernorm", "linear_kv_up_proj")):
-            names[f"self_attention.{norm}."] = f"self_attention.{linear}.layer_norm_"
-    layer.submodules.sharded_state_dict_keys_map = names
