@@ -238,9 +238,8 @@ def _report(found: _Compared, asked: _Asked, width: int) -> str:
         ratio = found.even_ms / simulation.makespan_ms
         lines.append(f"{ratio:.3f} times as fast as with the layers spread evenly ({found.even_ms:.3f} ms)")
     lines += [
-        f"lower bounds of this layout: {bounds(best.result.bound, simulation)}",
-        f"lower bounds of all layouts: {bounds(best.bound, simulation)}; "
-        f"{best.num_planned} planned, {best.num_ruled_out} ruled out by their bounds",
+        f"lower bounds of this layout: {bounds(best.result.bound, simulation)}; "
+        f"{best.num_planned} layouts planned, {best.num_ruled_out} ruled out by their bounds",
     ]
     lines += [
         f"  rank {rank}: {sum(passes):.3f} ms of F, B and W per microbatch, {peak / 2**30:.2f} GiB at most"
