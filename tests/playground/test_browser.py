@@ -21,12 +21,11 @@ from megatron.zerobubble.playground.recorded import read_trace
 from megatron.zerobubble.profiling.report import report, reports_to_json
 from tests.playground.pages import SMALL, Open, cells, drop
 from tests.profiling.support import as_recorded
-from tests.training.test_arguments import settings
 
 pytestmark = [
     pytest.mark.claims(
         "Planning and measuring",
-        "the playground in a browser: plans, comparisons with a baseline, exports that load again, traces against plans; "
+        "the playground in a browser: plans, comparisons with a baseline, exports that load again, traces of runs; "
         "keyboard, 1280 and 390 px, light and dark",
         "works, Chromium",
         also=("playground",),
@@ -110,21 +109,11 @@ def test_every_download_can_be_read_again(opened: Open, tmp_path: Path) -> None:
         assert plan == build_plan("zbv", num_ranks=4, num_microbatches=6)
         picture = ElementTree.parse(save(page, "SVG", tmp_path))
         assert len(list(picture.iter("{http://www.w3.org/2000/svg}title"))) == 4 * 6 * 6
-        with Image.open(save(page, "PNG", tmp_path)) as image:
-            assert image.width > 1600
-            assert len(image.convert("RGB").getcolors(1 << 24)) > 20
-            assert sum(image.convert("RGB").getpixel((2, 2))) > 600
-        page.click("#theme")
-        with Image.open(save(page, "PNG", tmp_path)) as image:
-            assert sum(image.convert("RGB").getpixel((2, 2))) < 200, "a picture has the colors of the page"
         (timeline,) = read_trace(json.loads(save(page, "Trace", tmp_path).read_text()))
         assert timeline.plan.ops == plan.ops
-        flags = page.locator(".flags").first.inner_text().replace("\\\n", " ").replace("zbv-p4", f"{tmp_path}/zbv-p4")
-        model = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --lr 1e-3 --train-iters 2 --mock-data "
-        assert settings(model + flags, base="").zero_bubble.plan == plan
 
 
-def test_files_are_opened_and_a_trace_is_compared_with_its_plan(opened: Open) -> None:
+def test_files_are_opened_and_the_schedules_are_planned_for_their_costs(opened: Open) -> None:
     run = as_recorded("zbv", 4, 6, iteration=9)
     plan = report(run).simulation
     with opened(f"{SMALL}&s=1f1b") as page:
@@ -135,14 +124,10 @@ def test_files_are_opened_and_a_trace_is_compared_with_its_plan(opened: Open) ->
         assert cells(page, "speed-up, synchronous optimizer")[1] != "\u2013", "1F1B has the costs of the run"
         page.select_option(".slot label:has-text('iteration') select", label="8")
         page.wait_for_selector(".panel:has-text('iteration 8 as it ran')")
-        page.wait_for_selector("#deviations-result:has-text('the plan has 4 stages and the trace 8')")
         text = run.plan.to_json(costs=plan.costs.to_json())
         page.set_input_files("#files", {"name": "plan-9.json", "mimeType": "application/json", "buffer": text.encode()})
-        page.wait_for_selector("#deviations-plan option:has-text('plan-9.json')", state="attached")
-        page.select_option(".slot label:has-text('iteration') select", label="9")
-        page.wait_for_selector("#deviations table")
-        assert page.locator("#deviations-plan option:checked").inner_text() == "C: plan-9.json"
-        assert "as planned" in page.locator("#deviations").inner_text()
+        page.wait_for_selector("#metrics th:has-text('plan-9.json')")
+        page.wait_for_selector("#notes:has-text('plan-9.json: opened.')")
         page.set_viewport_size({"width": 390, "height": 844})
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         drop(page, "report.json", reports_to_json([report(run)]))
@@ -211,7 +196,7 @@ def test_points_of_the_curve_can_be_chosen(opened: Open) -> None:
         (name,) = [info.name for info in known_schedules() if info.title == title]
         assert f"s=1f1b&s={name}" in page.url
         commands = page.locator(".panel").last.locator("pre.flags").all_text_contents()
-        assert len(commands) == 3
+        assert len(commands) == 2
         assert f"--zero-bubble-load-plan {name}-p2-m3.json" in commands[0]
 
 
@@ -259,8 +244,8 @@ def test_the_keyboard_and_a_screen_reader_see_what_the_mouse_sees(opened: Open) 
             ".map(e => e.outerHTML)"
         )
         assert unnamed == []
-        live = "#announcer[aria-live=polite], #verdict[role=status], #sums[role=status], #notes[role=alert]"
-        assert page.locator(live).count() == 4
+        live = "#announcer[aria-live=polite], #verdict[role=status], #notes[role=alert]"
+        assert page.locator(live).count() == 3
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -38,13 +38,8 @@ def slices_text(plan: Plan) -> str:
     return f"{plan.num_slices if fewest == plan.num_slices else f'{fewest} to {plan.num_slices}'} slices per microbatch"
 
 
-def lengths(simulation: Simulation, came: Simulation | None = None) -> list[str]:
-    """The unequal microbatches, slices and links of a plan, one line each; empty if all are equal.
-
-    Args:
-        simulation: of the plan.
-        came: of the schedule's own order with the data as it came, to compare with.
-    """
+def lengths(simulation: Simulation) -> list[str]:
+    """The unequal microbatches, slices and links of a plan, one line each; empty if all are equal."""
     costs, plan, lines = simulation.costs, simulation.plan, []
     if not costs.table.is_alike:
         tokens = [costs.tokens[plan.batch_index(i)] for i in range(plan.num_microbatches)] if costs.tokens else []
@@ -52,7 +47,7 @@ def lengths(simulation: Simulation, came: Simulation | None = None) -> list[str]
         lines.append(
             f"microbatches of {min(tokens)} to {max(tokens)} tokens{mean}" if tokens else "microbatches of unequal costs"
         )
-        lines[-1] += "" if came is not None else f", idle share {100 * simulation.idle_share:.2f} % of the makespan"
+        lines[-1] += f", idle share {100 * simulation.idle_share:.2f} % of the makespan"
         if plan.assignment:
             lines.append(f"in the order of the data: {_joined(plan.assignment)}")
         if tokens:
@@ -64,11 +59,6 @@ def lengths(simulation: Simulation, came: Simulation | None = None) -> list[str]
     if costs.links is not None:
         times = costs.links.neighbors
         lines.append(f"links of {min(times):.3f} to {max(times):.3f} ms per mean message between neighboring ranks")
-    if came is not None:
-        lines.append(
-            f"idle share {100 * simulation.idle_share:.2f} % of the makespan, {100 * came.idle_share:.2f} % in the schedule's "
-            "own order with the data as it came"
-        )
     return lines
 
 

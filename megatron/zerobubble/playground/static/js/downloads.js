@@ -1,10 +1,8 @@
-// What can be taken along of a plan: the plan, SVG, PNG, trace, and the commands that run it. The planner renders all but the
-// PNG, which is the SVG painted on a canvas, in the colors of the page. An SVG is light or dark as its reader prefers.
+// What can be taken along of a plan: the plan, SVG, trace, and the commands that run it. An SVG is light or dark as its reader
+// prefers.
 
 import { ask } from "./api.js";
 import { make } from "./dom.js";
-
-const MOST_PX = 8192;
 
 /** Buttons and commands for one plan: `shown` is {drawing, commands}; `fail` is called with an error message. */
 export function takeAlong(shown, fail) {
@@ -29,7 +27,6 @@ export function takeAlong(shown, fail) {
         { class: "row", role: "group", "aria-label": "Download" },
         button("Plan", async () => save(`${stem}.json`, plan, "application/json")),
         button("SVG", () => saveFrom(plan, "svg")),
-        button("PNG", () => savePng(plan, stem)),
         button("Trace", () => saveFrom(plan, "trace")),
       ),
       ...(ways.length ? ways : shown.commands ? [none] : []),
@@ -48,34 +45,8 @@ async function saveFrom(plan, form) {
   save(file.name, file.text, file.media_type);
 }
 
-async function savePng(plan, stem) {
-  const { text } = await ask("export", { plan, form: "svg" });
-  const media = document.documentElement.dataset.theme === "dark" ? "@media all" : "@media not all";
-  const themed = text.replace("@media(prefers-color-scheme:dark)", media);
-  const address = URL.createObjectURL(new Blob([themed], { type: "image/svg+xml" }));
-  try {
-    const image = new Image();
-    image.src = address;
-    await image.decode();
-    const scale = Math.min(2, MOST_PX / Math.max(image.naturalWidth, image.naturalHeight));
-    const canvas = make("canvas", { width: Math.round(image.naturalWidth * scale), height: Math.round(image.naturalHeight * scale) });
-    const context = canvas.getContext("2d");
-    context.scale(scale, scale);
-    context.drawImage(image, 0, 0);
-    const blob = await new Promise((resolve) => canvas.toBlob(resolve, "image/png"));
-    if (!blob) throw new Error("the picture is too large for the browser; download the SVG");
-    saveBlob(`${stem}.png`, blob);
-  } finally {
-    URL.revokeObjectURL(address);
-  }
-}
-
 function save(name, text, type) {
-  saveBlob(name, new Blob([text], { type }));
-}
-
-function saveBlob(name, blob) {
-  const address = URL.createObjectURL(blob);
+  const address = URL.createObjectURL(new Blob([text], { type }));
   make("a", { href: address, download: name }).click();
   // The download begins after the click and needs the address until then.
   setTimeout(() => URL.revokeObjectURL(address), 10_000);
