@@ -61,44 +61,10 @@ def test_a_command_that_is_not_there(typed: str, meant: str, capsys: pytest.Capt
     assert f"there is no command '{typed}'; {expected}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "completed"),
-    [
-        (["p"], {"plan", "pareto", "playground"}),
-        (["plan", "--objective", ""], {"span", "makespan"}),
-        (["run", "--zero-bubble-v"], {"--zero-bubble-v-schedule", "--zero-bubble-v-schedule-mem-setup"}),
-        (["bench", "--contender-"], {"--contender-flags"}),
-        (["layout", "--layers", "READ"], {"README.md"}),
-    ],
-    ids=lambda each: " ".join(each) if isinstance(each, list) else "",
-)
-def test_bash_completes_commands_flags_and_files(
-    words: list[str], completed: set[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["completion", "bash"]) == 0
-    script = capsys.readouterr().out
-    call = f"COMP_WORDS=(zerobubble {shlex.join(words)}); COMP_CWORD={len(words)}; _shtab_zerobubble; echo ${{COMPREPLY[@]}}"
-    done = subprocess.run(["bash", "-c", f"{script}\n{call}"], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert set(done.stdout.split()) == completed
-
-
-def test_fish_completes_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", "fish"]) == 0
-    script = capsys.readouterr().out
-    assert "complete -c zerobubble" in script
-    assert all(re.search(rf"\b{name}\b", script) for name in (*plan.COMMANDS, "run", "bench"))
-
-
 @pytest.mark.parametrize("words", [["show"], ["export", "--torch-csv", "-"], ["import"]])
 def test_a_file_that_is_not_there_is_named(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([words[0], "nofile", *words[1:]]) == 2
     assert capsys.readouterr().err == "zerobubble: error: nofile: No such file or directory\n"
-
-
-def test_completion_names_the_extra_that_it_takes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(["completion", "zsh"]) == 2
-    assert "needs shtab, which is not installed: pip install '.[completion]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", plan.COMMANDS)

@@ -138,7 +138,7 @@ def check_zerobubble(name: str, words: list[str]) -> None:
         assert run_parser().parse_args(words).script.endswith(".py")
     elif name == "train":
         assert not unknown(train_parser(), words)
-    elif name in ("playground", "env", "checkpoint", "completion"):
+    elif name in ("playground", "env", "checkpoint"):
         build_parser().parse_known_args([name])
     else:
         build_parser().parse_args([name, *("-p=8" if word == "$row" else word for word in words)])

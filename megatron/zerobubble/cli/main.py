@@ -104,12 +104,11 @@ _WITH_OWN_PARSER = {
     "bench": ("megatron.zerobubble.cli.bench", "compare schedules on one training job: time, memory, losses"),
     "checkpoint": ("megatron.zerobubble.cli.checkpoint", "verify the files of a checkpoint"),
     "env": ("megatron.zerobubble.cli.env", "print versions, devices and variables, for a report about a problem"),
-    "completion": ("megatron.zerobubble.cli.completion", "print a script that completes these commands in your shell"),
 }
 """Command -> the module whose `main` runs it, imported only then, and what it is for."""
 _MEANINGS = plan.MEANINGS | {name: meaning for name, (_, meaning) in _WITH_OWN_PARSER.items()}
 _GROUPS = {
-    "Train": ("run", "train", "bench", "checkpoint", "env", "completion"),
+    "Train": ("run", "train", "bench", "checkpoint", "env"),
     "Plan": ("plan", "pareto", "layout", "compare", "show", "playground"),
     "Exchange": ("export", "import"),
 }
