@@ -66,16 +66,7 @@ def test_a_searched_plan_has_bounds_and_keeps_its_limit(capsys: pytest.CaptureFi
     assert "the smallest that works is 0.5" in capsys.readouterr().err
 
 
-def test_auto_chooses_the_best_and_pareto_never_rises(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["pareto", *SMALL, "--memory-limits", "1,0.5,2", "--json", "-"]) == 0
-    points = json.loads(capsys.readouterr().out)
-    assert [point["memory_limit"] for point in points] == [0.5, 1.0, 2.0]
-    times = [point["iteration_ms"] for point in points]
-    assert times == sorted(times, reverse=True)
-    assert times == [point["makespan_ms"] for point in points]
-    assert all(0 <= point["bound_bubble"] <= point["bubble"] < 1 for point in points)
-    for point in points:
-        assert max(point["peak_memory"]) <= point["memory_limit"] + 1e-9
+def test_auto_chooses_the_best(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--schedule", "auto", *SMALL, "--memory-limit", "0.1"]) == 2
     assert "the smallest that works is 0.5" in capsys.readouterr().err
     assert main(["plan", "--schedule", "auto", *SMALL, "--num-chunks", "2"]) == 2

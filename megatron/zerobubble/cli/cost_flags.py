@@ -1,5 +1,5 @@
-"""Costs as the flags of `zerobubble plan` and `zerobubble pareto` give them: scalars, or the file of --costs, which is read once;
-and lengths of microbatches and links of ranks that are not alike.
+"""Costs as the flags of `zerobubble plan` and `compare` give them: scalars, or the file of --costs, which is read once; and
+lengths of microbatches and links of ranks that are not alike.
 
 The file is a plan, its costs alone, or a run's `report.json`, of which the last iteration counts. Where it has costs by length, a
 list of lengths is planned with those.

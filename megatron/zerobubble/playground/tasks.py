@@ -60,7 +60,7 @@ def _pareto(body: str | bytes) -> Iterator[Event]:
     if not problem.memory_limits:
         raise ConfigError(f"memory_limits is empty; give 1 to {MAX_POINTS} numbers")
     asked = replace(problem, schedule=AUTO, num_chunks=None, max_pending_backward=None)
-    for limit, result, _ in pareto(asked, problem.memory_limits):
+    for limit, result in pareto(asked, problem.memory_limits):
         event: Event = {"event": "point", "memory_limit": limit}
         if isinstance(result, Result):
             plan, costs, metrics = result.simulation.plan, result.simulation.costs, result.metrics()
