@@ -36,7 +36,7 @@ def _with_1_kib_files() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))
 
 
-@pytest.mark.parametrize("option", ["--json", "--svg", "--trace"])
+@pytest.mark.parametrize("option", ["--json", "--svg"])
 @pytest.mark.sampled(0.25)
 def test_a_file_that_does_not_fit_leaves_the_old_one(option: str, tmp_path: Path) -> None:
     file = tmp_path / "plan"

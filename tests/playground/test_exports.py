@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
-import json
 import shlex
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
@@ -30,7 +29,6 @@ from megatron.zerobubble.playground.exports import Export, commands, export, ste
 from megatron.zerobubble.playground.models.model_problem import read_model
 from megatron.zerobubble.playground.models.presets import LAYERED, SHAPES
 from megatron.zerobubble.playground.opened_files import open_file
-from megatron.zerobubble.playground.recorded import read_trace
 
 
 def result(name: str, p: int = 4, m: int = 8) -> Result:
@@ -40,16 +38,13 @@ def result(name: str, p: int = 4, m: int = 8) -> Result:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zbv", "zb-interleaved"])
-def test_pictures_and_traces_hold_every_pass(name: str) -> None:
+def test_a_picture_holds_every_pass(name: str) -> None:
     simulation = result(name).simulation
     num_ops = sum(map(len, simulation.rows))
     svg = export(simulation, Export.SVG)
     titles = ElementTree.fromstring(svg.text).iter("{http://www.w3.org/2000/svg}title")
     assert sum(1 for _ in titles) == num_ops
-    trace = export(simulation, Export.TRACE)
-    (timeline,) = read_trace(json.loads(trace.text))
-    assert timeline.plan.ops == simulation.plan.ops
-    assert (svg.name, trace.name) == (f"{name}-p4-m8.svg", f"{name}-p4-m8.trace.json")
+    assert svg.name == f"{name}-p4-m8.svg"
 
 
 def test_a_name_out_of_a_file_does_not_become_a_file_s_name() -> None:

@@ -87,7 +87,7 @@ def test_a_task_answers_in_lines_and_the_last_one_has_a_user_s_mistake(server: S
         ("search", SMALL | {"num_ranks": 65}, "num_ranks is 65"),
         ("search", SMALL | {"memory_limit": 0.01}, "too small for any plan"),
         ("open", b"\x89PNG", "not JSON"),
-        ("export", {"plan": plan, "form": "exe"}, "choose one of svg, trace"),
+        ("export", {"plan": plan, "form": "exe"}, "choose one of svg, text"),
         ("pareto", SMALL, "memory_limits is empty"),
     ):
         status, _, answer = ask(server, f"/api/{task}", body)

@@ -23,7 +23,7 @@ from megatron.zerobubble.cli.cost_flags import (
 from megatron.zerobubble.cli.layouts import add_layout_flags, run_layout
 from megatron.zerobubble.cli.output_files import columns, has_colors, write_text
 from megatron.zerobubble.cli.parser import add_objective, add_search_flags
-from megatron.zerobubble.cli.plan_files import run_export, run_import, run_show, write_pictures
+from megatron.zerobubble.cli.plan_files import run_export, run_import, run_show, write_picture
 from megatron.zerobubble.cli.progress_bar import stoppable, track
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.flags.memory_limit import bytes_of
@@ -92,7 +92,6 @@ def add_commands(commands: Any) -> None:
     add_layout_flags(layout)
     for command in (plan, show, layout):
         command.add_argument("--svg", metavar="FILE", help="write the timeline as SVG")
-        command.add_argument("--trace", metavar="FILE", help="write the timeline as a Chrome trace")
         command.add_argument("--width", type=int, help="columns of the text timeline (default: the terminal's, else 160)")
     export = _command(commands, "export")
     export.add_argument("file", help="a plan in JSON; - reads standard input")
@@ -172,7 +171,7 @@ def run_plan(args: argparse.Namespace) -> None:
     text = simulation.plan.to_json(costs=simulation.costs.to_json(), metrics=result.metrics() | verdict)
     if args.json is not None:
         write_text(args.json, text)
-    write_pictures(args, simulation)
+    write_picture(args, simulation)
     if args.json != "-":
         print("\n".join(lines))
 

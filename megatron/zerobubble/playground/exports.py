@@ -10,7 +10,7 @@ from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.partition.layout import Layout
 from megatron.zerobubble.plan.registry import known_schedules
-from megatron.zerobubble.plan.render.plan_summary import plan_svg, plan_trace, title
+from megatron.zerobubble.plan.render.plan_summary import plan_svg, title
 from megatron.zerobubble.plan.simulate import Simulation
 from megatron.zerobubble.playground.drawing import text_of
 
@@ -23,7 +23,6 @@ class Export(enum.Enum):
     """File formats of an exported plan."""
 
     SVG = "svg"
-    TRACE = "trace"
     TEXT = "text"
     """Read by the page, for readers who cannot see a canvas."""
 
@@ -39,8 +38,6 @@ class TextFile(NamedTuple):
 def export(simulation: Simulation, form: Export) -> TextFile:
     """Export a simulated plan as a file."""
     stem = stem_of(simulation.plan)
-    if form is Export.TRACE:
-        return TextFile(f"{stem}.trace.json", "application/json", plan_trace(simulation))
     if form is Export.TEXT:
         return TextFile(f"{stem}.txt", "text/plain", text_of(simulation.rows))
     width = max(_SVG_WIDTH_PX, min(_SVG_MOST_PX, _PX_PER_PASS * max(map(len, simulation.rows))))

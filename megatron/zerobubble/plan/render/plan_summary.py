@@ -11,11 +11,9 @@ from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.objective import Objective, TimesAndBubble
 from megatron.zerobubble.plan.planner import Result
 from megatron.zerobubble.plan.registry import known_schedules
-from megatron.zerobubble.plan.render.chrome_trace import render_trace
 from megatron.zerobubble.plan.render.svg import Panel, render_svg
 from megatron.zerobubble.plan.render.text import render_text
-from megatron.zerobubble.plan.simulate import Simulation, memory_over_time
-from megatron.zerobubble.plan.timeline import Timeline
+from megatron.zerobubble.plan.simulate import Simulation
 from megatron.zerobubble.plan.validate import live_microbatches, pending_wgrads
 
 
@@ -80,13 +78,6 @@ def plan_svg(simulation: Simulation, name: str | None = None, *, width_px: int =
     ]
     panel = Panel.of_ops(simulation.rows, notes=notes)
     return render_svg([panel], title=headline(simulation.plan, name), subtitle=subtitle, width_px=width_px)
-
-
-def plan_trace(simulation: Simulation) -> str:
-    """The timeline of a plan as a Chrome trace, with arrows between ranks and the activation memory of each."""
-    plan, costs = simulation.plan, simulation.costs
-    memory = memory_over_time(simulation.rows, plan.num_microbatches, costs.reordered(plan.assignment))
-    return render_trace([Timeline.planned(simulation)], slots(plan, costs), memory)
 
 
 def _joined(values: Sequence[int]) -> str:

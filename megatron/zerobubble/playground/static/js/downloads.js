@@ -1,5 +1,4 @@
-// What can be taken along of a plan: the plan, SVG, trace, and the commands that run it. An SVG is light or dark as its reader
-// prefers.
+// What can be taken along of a plan: the plan, SVG, and the commands that run it. An SVG is light or dark as its reader prefers.
 
 import { ask } from "./api.js";
 import { make } from "./dom.js";
@@ -26,8 +25,7 @@ export function takeAlong(shown, fail) {
         "div",
         { class: "row", role: "group", "aria-label": "Download" },
         button("Plan", async () => save(`${stem}.json`, plan, "application/json")),
-        button("SVG", () => saveFrom(plan, "svg")),
-        button("Trace", () => saveFrom(plan, "trace")),
+        button("SVG", () => saveSvg(plan)),
       ),
       ...(ways.length ? ways : shown.commands ? [none] : []),
     ),
@@ -40,8 +38,8 @@ export async function copy(text) {
   await navigator.clipboard.writeText(text);
 }
 
-async function saveFrom(plan, form) {
-  const file = await ask("export", { plan, form });
+async function saveSvg(plan) {
+  const file = await ask("export", { plan, form: "svg" });
   save(file.name, file.text, file.media_type);
 }
 
