@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.zerobubble.cli.cost_flags import (
-    FlagsRequest,
     add_all_to_all_flag,
     add_slice_flags,
     add_step_flags,
@@ -30,6 +29,7 @@ from megatron.zerobubble.flags.memory_limit import bytes_of
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.anytime import best, with_defaults
 from megatron.zerobubble.plan.communication import num_messages
+from megatron.zerobubble.plan.plan_request import PlanRequest
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.registry import known_schedules, schedule_info
 from megatron.zerobubble.plan.render.plan_summary import summary
@@ -167,7 +167,7 @@ def run_plan(args: argparse.Namespace) -> None:
     lines, verdict = [summary(result, columns(args.width), is_colored=has_colors())], {}
     if args.schedule == AUTO:
         verdict = {"verdict": result.verdict(request.objective)}
-    lines += [*verdict.values(), *request.source]
+    lines += verdict.values()
     text = simulation.plan.to_json(costs=simulation.costs.to_json(), metrics=result.metrics() | verdict)
     if args.json is not None:
         write_text(args.json, text)
@@ -181,7 +181,7 @@ def run_compare(args: argparse.Namespace) -> None:
     words = [word.strip() for word in args.schedules.split(",")]
     rows: list[dict[str, Any]] = []
     request = read_request(args, more_slices=tuple(n for word in words for n in _contender(word, ())[2]))
-    objective, chosen = request.objective, dict[str, FlagsRequest]()
+    objective, chosen = request.objective, dict[str, PlanRequest]()
     for word in words:
         name, chunks, slices = _contender(word, request.num_slices)
         chosen[word] = replace(request, schedule=name, num_chunks=chunks, num_slices=slices)
@@ -220,7 +220,6 @@ def run_compare(args: argparse.Namespace) -> None:
         )
         print(f"{'schedule':24} {'ms':>12} {'speed-up':>9} {'bubble':>9} {'memory':>7} {'messages':>9}")
         print("\n".join(map(_compared, rows)))
-        print("".join(f"{line}\n" for line in request.source), end="")
 
 
 def _contender(word: str, num_slices: tuple[int, ...]) -> tuple[str, int | None, tuple[int, ...]]:

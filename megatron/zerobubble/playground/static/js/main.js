@@ -140,8 +140,8 @@ class Playground {
     byId("find").addEventListener("keydown", (event) => event.key === "Enter" && this.found !== null && this.timelines.nextOf(this.found));
     window.addEventListener("hashchange", () => this.again());
     byId("link").addEventListener("click", () =>
-      copy(link(this.choices.published)).then(
-        () => this.notify(`The link is copied. ${whereItOpens(this.choices.published)}`, "good"),
+      copy(location.href).then(
+        () => this.notify(`The link is copied. ${isOwn() ? HERE : "It opens for everybody who reaches this site."}`, "good"),
         (error) => this.notify(error.message),
       ),
     );
@@ -402,19 +402,10 @@ class Playground {
   }
 }
 
+const HERE = "It opens on this machine while this playground runs; behind # it fits any other playground's address.";
+
 /** Whether only this machine can open the page. */
 const isOwn = () => /^(localhost$|127\.|\[::1\])/.test(location.hostname) || location.protocol === "file:";
-
-/** An address that restores what is chosen: this page's, or the published one's where this is for this machine only. */
-function link(published) {
-  return published && isOwn() ? new URL(location.hash, published).href : location.href;
-}
-
-/** Who can open it. */
-function whereItOpens(published) {
-  if (published && isOwn()) return `It opens for everybody, on ${published}`;
-  return isOwn() ? "It opens on this machine while this playground runs; behind # it fits any other playground's address." : "It opens for everybody who reaches this site.";
-}
 
 /** A plan's schedule as its paper calls it, with the number of virtual stages where that is a choice. */
 function titleOf({ title, placement, num_chunks: v }) {
