@@ -34,6 +34,7 @@ def ready(page: Page) -> None:
 
 def test_words_are_explained_on_hover_focus_and_touch(opened: Open) -> None:
     with opened(SMALL, has_touch=True) as page:
+        ready(page)
         page.locator("#legend .word").first.hover()
         assert page.locator("#word").inner_text().startswith("Forward: a stage computes")
         page.locator("#verdict").hover()
