@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron.zerobubble.playground.choices import PUBLISHED
-
 PACKAGE = Path(__file__).parents[1] / "megatron" / "zerobubble"
 FILES = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.py")}
 SHARED_FILES = {
@@ -198,11 +196,6 @@ def test_what_others_read_of_the_repository_is_current() -> None:
     (hooks,) = (each["hooks"] for each in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"])
     lint = (ROOT / "Makefile").read_text().partition("\nlint:")[2].partition("\n\n")[0]
     assert {hook["entry"].split()[0].rpartition("/")[2] for hook in hooks} == set(re.findall(r"\$\(BIN\)/([\w-]+)", lint))
-
-
-def test_the_playground_knows_where_its_page_is_published() -> None:
-    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text()).get("site_url")
-    assert (site and f"{site.rstrip('/')}/playground-app/index.html") == PUBLISHED
 
 
 def test_the_readme_is_short() -> None:

@@ -24,8 +24,7 @@ from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 
 pytestmark = pytest.mark.claims(
     "Planning and measuring",
-    "`zerobubble layout`: the memory of every rank counted op by op; partitions of small models against all "
-    "partitions; the bound over all layouts against all assignments of layers and against exact optima",
+    "`zerobubble layout`: the memory of every rank counted op by op; partitions of small models against all partitions",
     "works",
     also=("plan/partition",),
 )
@@ -58,11 +57,11 @@ def test_the_layout_its_plan_and_its_gap(layers: str, tmp_path: Path, capsys: py
     assert f'--pipeline-model-parallel-layout "{layout["text"]}"' in out
     assert list(StageLayers.parse(layout["text"]).per_stage) == layout["per_stage"]
     assert sum(layout["per_stage"]) == 6
-    assert "lower bounds of all layouts: makespan" in out
+    assert "lower bounds of this layout: makespan" in out
     assert "rank 1: " in out
     assert Plan.from_json(target.read_text()).placement.name == layout["placement"]
     assert max(body["metrics"]["peak_bytes"]) <= 6 * 2**30 * (1 + 1e-9)
-    assert 0 <= body["metrics"]["all_layouts_makespan_gap"] < 0.5
+    assert -1e-9 <= body["metrics"]["makespan_gap"] < 0.5
     assert main(["show", str(target)]) == 0
 
 
@@ -113,7 +112,7 @@ def test_no_empty_stages(layers: str, capsys: pytest.CaptureFixture[str]) -> Non
     ("words", "message"),
     [
         (["--memory", "70 apples"], "--memory is '70 apples'; give a size above 0 such as 70GiB"),
-        (["--memory", "1GiB"], "no layout of 6 layers on 2 ranks fits devices of 1.00 GiB"),
+        (["--memory", "1GiB"], "no layout that was tried fits devices of 1.00 GiB"),
         (["--schedule", "zbw"], "unknown schedule 'zbw'"),
     ],
 )

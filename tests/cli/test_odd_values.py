@@ -194,7 +194,7 @@ def test_any_file_is_taken_or_refused_in_one_line(folder: Path, seed: int) -> No
         name, sizes = random.choice(["zbv", "zb-h1", "1f1b"]), random.choice([[], ["--bytes-per-token", "1000"]])
         planned = code_and_errors("plan", "--schedule", name, *LENGTHS, "--links", "links.json", *sizes, "--json", "again.json")
         measured = code_and_errors("plan", "--schedule", "zbv", *LENGTHS, "--costs", "seen.json")
-        shown = code_and_errors("show", "changed.json", "--svg", "plan.svg", "--trace", "trace.json")
+        shown = code_and_errors("show", "changed.json", "--svg", "plan.svg")
         exported = code_and_errors("export", "changed.json", "--torch-csv", "table.csv")
         if planned[0] == 0:
             assert code_and_errors("show", "again.json") == (0, ""), "what is planned can be shown"

@@ -66,16 +66,7 @@ def test_a_searched_plan_has_bounds_and_keeps_its_limit(capsys: pytest.CaptureFi
     assert "the smallest that works is 0.5" in capsys.readouterr().err
 
 
-def test_auto_chooses_the_best_and_pareto_never_rises(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["pareto", *SMALL, "--memory-limits", "1,0.5,2", "--json", "-"]) == 0
-    points = json.loads(capsys.readouterr().out)
-    assert [point["memory_limit"] for point in points] == [0.5, 1.0, 2.0]
-    times = [point["iteration_ms"] for point in points]
-    assert times == sorted(times, reverse=True)
-    assert times == [point["makespan_ms"] for point in points]
-    assert all(0 <= point["bound_bubble"] <= point["bubble"] < 1 for point in points)
-    for point in points:
-        assert max(point["peak_memory"]) <= point["memory_limit"] + 1e-9
+def test_auto_chooses_the_best(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--schedule", "auto", *SMALL, "--memory-limit", "0.1"]) == 2
     assert "the smallest that works is 0.5" in capsys.readouterr().err
     assert main(["plan", "--schedule", "auto", *SMALL, "--num-chunks", "2"]) == 2
@@ -176,14 +167,10 @@ def test_lengths_are_assigned_and_shown(tmp_path: Path, capsys: pytest.CaptureFi
     assert f"in the order of the data: {' '.join(map(str, body['assignment']))}\n" in out
     assert main([*UNEQUAL, "512,4096,700,1800,1024,96", "--attention-share", "0.1"]) == 0
     assert capsys.readouterr().out == out
-    svg, trace = tmp_path / "plan.svg", tmp_path / "trace.json"
-    assert main(["show", str(target), "--svg", str(svg), "--trace", str(trace)]) == 0
+    svg = tmp_path / "plan.svg"
+    assert main(["show", str(target), "--svg", str(svg)]) == 0
     assert capsys.readouterr().out == out
     assert "microbatches of 96 to 4096 tokens (mean 1371), idle share " in svg.read_text()
-    passes = [event for event in json.loads(trace.read_text())["traceEvents"] if "microbatch" in event.get("args", {})]
-    longest = body["assignment"].index(1)
-    of_longest = [event["args"] for event in passes if event["args"]["microbatch"] == longest]
-    assert [(args["data_microbatch"], args["tokens"]) for args in of_longest] == [(1, 4096)] * 12
     assert svg.read_text().count("(microbatch 1 of the data, 4096 tokens)") == 12
 
 

@@ -17,9 +17,11 @@ from megatron.zerobubble.plan.deadlock import stuck_ranks
 from megatron.zerobubble.plan.dependencies import requirements, result_of
 from megatron.zerobubble.plan.ir import FORMATS, Op, Placement, Plan
 from megatron.zerobubble.plan.registry import build_plan
-from megatron.zerobubble.plan.render.plan_summary import plan_svg, plan_trace
+from megatron.zerobubble.plan.render.chrome_trace import render_trace
+from megatron.zerobubble.plan.render.plan_summary import plan_svg
 from megatron.zerobubble.plan.render.text import render_text
 from megatron.zerobubble.plan.simulate import lengths_ms, simulate
+from megatron.zerobubble.plan.timeline import Timeline
 from megatron.zerobubble.plan.torch_csv import from_torch_csv, to_torch_csv
 from megatron.zerobubble.plan.transforms import first_microbatches, forward_only, split_fused
 from megatron.zerobubble.plan.validate import validate
@@ -175,7 +177,7 @@ def test_pictures_show_a_pair_as_one_box_or_two_halves() -> None:
     assert render_text(simulation.rows).splitlines()[1] == "rank 0  F- F- .. F+B-- B- W- B- W- W-"
     svg = plan_svg(simulation)
     assert svg.count("height='13'") == 2
-    (timeline,) = read_trace(parse_json(plan_trace(simulation), "the trace", PlanError))
+    (timeline,) = read_trace(parse_json(render_trace([Timeline.planned(simulation)]), "the trace", PlanError))
     assert timeline.plan.launches == SMALL.launches
 
 

@@ -131,7 +131,14 @@ def test_of_equally_fast_schedules_auto_takes_the_one_of_fewer_messages(
 
 
 def test_the_curve_is_searched_until_more_memory_gains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    budgets: list[float] = []
+
+    def searched(request: PlanRequest, budget: float) -> Result:
+        budgets.append(budget)
+        return make_plan(request.with_options(budget=budget))
+
     monkeypatch.setattr(anytime, "budgets_of", lambda request: (BUDGET,))
+    monkeypatch.setattr(anytime, "searched", searched)
     options = SearchOptions(objective=Objective.SPAN)
     request = PlanRequest(schedule=AUTO, num_ranks=4, num_microbatches=8, stages=slow_links, options=options)
     points = list(anytime.pareto(request, [0.01, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0]))
@@ -139,10 +146,11 @@ def test_the_curve_is_searched_until_more_memory_gains_nothing(monkeypatch: pyte
     found = [point.found for point in points if isinstance(point.found, Result)]
     at = [Objective.SPAN.of(each.simulation) for each in found]
     assert at == sorted(at, reverse=True)
-    stop = [point.is_searched for point in points].index(False)
+    assert budgets.pop(0) == BUDGET, "of the limit that is too small"
+    stop = budgets.index(0.0)
     assert at[stop - 2] == at[stop - 1] == at[stop], "after the first limit that gained nothing"
     assert max(found[stop - 1].simulation.peak_memory) <= points[stop - 2].limit
-    assert [point.is_searched for point in points] == [True] * stop + [False] * (len(points) - stop)
+    assert budgets == [BUDGET] * stop + [0.0] * (len(points) - stop)
     for point, each in zip(points, found, strict=True):
         assert max(each.simulation.peak_memory) <= point.limit + 1e-9
 

@@ -17,16 +17,14 @@ from megatron.zerobubble.plan.registry import build_plan, known_schedules
 from megatron.zerobubble.plan.render.chrome_trace import render_trace
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.validate import validate
-from megatron.zerobubble.playground.recorded import read_trace
 from megatron.zerobubble.profiling.report import report, reports_to_json
 from tests.playground.pages import SMALL, Open, cells, drop
 from tests.profiling.support import as_recorded
-from tests.training.test_arguments import settings
 
 pytestmark = [
     pytest.mark.claims(
         "Planning and measuring",
-        "the playground in a browser: plans, comparisons with a baseline, exports that load again, traces against plans; "
+        "the playground in a browser: plans, comparisons with a baseline, exports that load again, traces of runs; "
         "keyboard, 1280 and 390 px, light and dark",
         "works, Chromium",
         also=("playground",),
@@ -88,19 +86,13 @@ def test_the_form_plans_and_the_link_restores_it_in_another_page(opened: Open) -
         assert page.locator(".panel").count() == 3, "the other page is another page"
 
 
-@pytest.mark.parametrize("published", [None, "https://docs.example.org/playground-app/index.html"])
-def test_a_copied_link_opens_where_it_says(opened: Open, published: str | None) -> None:
-    """On the published page where there is one, and else where this page is."""
+def test_a_copied_link_opens_where_it_says(opened: Open) -> None:
     with opened(f"{SMALL}&s=zbv", permissions=["clipboard-read", "clipboard-write"]) as page:
-        page.route("**/choices.json", lambda route: route.fulfill(json=route.fetch().json() | {"published": published}))
-        page.reload()
         page.wait_for_selector("main[aria-busy=false]")
         page.click("#link")
-        said = page.locator("#notes .good").inner_text()
-        copied = page.evaluate("navigator.clipboard.readText()")
-        assert copied.partition("#")[2] == page.url.partition("#")[2] != ""
-        assert copied.partition("#")[0] == (published or page.url.partition("#")[0])
-        assert (f"for everybody, on {published}" if published else "on this machine while this playground runs") in said
+        assert "on this machine while this playground runs" in page.locator("#notes .good").inner_text()
+        assert page.evaluate("navigator.clipboard.readText()") == page.url
+        assert page.url.partition("#")[2]
 
 
 def test_every_download_can_be_read_again(opened: Open, tmp_path: Path) -> None:
@@ -110,21 +102,9 @@ def test_every_download_can_be_read_again(opened: Open, tmp_path: Path) -> None:
         assert plan == build_plan("zbv", num_ranks=4, num_microbatches=6)
         picture = ElementTree.parse(save(page, "SVG", tmp_path))
         assert len(list(picture.iter("{http://www.w3.org/2000/svg}title"))) == 4 * 6 * 6
-        with Image.open(save(page, "PNG", tmp_path)) as image:
-            assert image.width > 1600
-            assert len(image.convert("RGB").getcolors(1 << 24)) > 20
-            assert sum(image.convert("RGB").getpixel((2, 2))) > 600
-        page.click("#theme")
-        with Image.open(save(page, "PNG", tmp_path)) as image:
-            assert sum(image.convert("RGB").getpixel((2, 2))) < 200, "a picture has the colors of the page"
-        (timeline,) = read_trace(json.loads(save(page, "Trace", tmp_path).read_text()))
-        assert timeline.plan.ops == plan.ops
-        flags = page.locator(".flags").first.inner_text().replace("\\\n", " ").replace("zbv-p4", f"{tmp_path}/zbv-p4")
-        model = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --lr 1e-3 --train-iters 2 --mock-data "
-        assert settings(model + flags, base="").zero_bubble.plan == plan
 
 
-def test_files_are_opened_and_a_trace_is_compared_with_its_plan(opened: Open) -> None:
+def test_files_are_opened_and_the_schedules_are_planned_for_their_costs(opened: Open) -> None:
     run = as_recorded("zbv", 4, 6, iteration=9)
     plan = report(run).simulation
     with opened(f"{SMALL}&s=1f1b") as page:
@@ -135,14 +115,10 @@ def test_files_are_opened_and_a_trace_is_compared_with_its_plan(opened: Open) ->
         assert cells(page, "speed-up, synchronous optimizer")[1] != "\u2013", "1F1B has the costs of the run"
         page.select_option(".slot label:has-text('iteration') select", label="8")
         page.wait_for_selector(".panel:has-text('iteration 8 as it ran')")
-        page.wait_for_selector("#deviations-result:has-text('the plan has 4 stages and the trace 8')")
         text = run.plan.to_json(costs=plan.costs.to_json())
         page.set_input_files("#files", {"name": "plan-9.json", "mimeType": "application/json", "buffer": text.encode()})
-        page.wait_for_selector("#deviations-plan option:has-text('plan-9.json')", state="attached")
-        page.select_option(".slot label:has-text('iteration') select", label="9")
-        page.wait_for_selector("#deviations table")
-        assert page.locator("#deviations-plan option:checked").inner_text() == "C: plan-9.json"
-        assert "as planned" in page.locator("#deviations").inner_text()
+        page.wait_for_selector("#metrics th:has-text('plan-9.json')")
+        page.wait_for_selector("#notes:has-text('plan-9.json: opened.')")
         page.set_viewport_size({"width": 390, "height": 844})
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         drop(page, "report.json", reports_to_json([report(run)]))
@@ -211,7 +187,7 @@ def test_points_of_the_curve_can_be_chosen(opened: Open) -> None:
         (name,) = [info.name for info in known_schedules() if info.title == title]
         assert f"s=1f1b&s={name}" in page.url
         commands = page.locator(".panel").last.locator("pre.flags").all_text_contents()
-        assert len(commands) == 3
+        assert len(commands) == 2
         assert f"--zero-bubble-load-plan {name}-p2-m3.json" in commands[0]
 
 
@@ -259,8 +235,8 @@ def test_the_keyboard_and_a_screen_reader_see_what_the_mouse_sees(opened: Open) 
             ".map(e => e.outerHTML)"
         )
         assert unnamed == []
-        live = "#announcer[aria-live=polite], #verdict[role=status], #sums[role=status], #notes[role=alert]"
-        assert page.locator(live).count() == 4
+        live = "#announcer[aria-live=polite], #verdict[role=status], #notes[role=alert]"
+        assert page.locator(live).count() == 3
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -5,31 +5,30 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
-import json
 import shlex
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from megatron.zerobubble import install
-from megatron.zerobubble.overlay import add_flags, flags_of
+from megatron.zerobubble.overlay import add_flags
+from megatron.zerobubble.plan.anytime import best
 from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.lengths_and_links import LengthsAndLinks
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
+from megatron.zerobubble.plan.plan_request import PlanRequest
 from megatron.zerobubble.plan.planner import Result
-from megatron.zerobubble.plan.registry import build_plan, initial_plan, known_schedules
+from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.playground.drawing import draw_plan
-from megatron.zerobubble.playground.exports import Export, commands, export, flags, stem_of
+from megatron.zerobubble.playground.exports import Export, commands, export, stem_of
 from megatron.zerobubble.playground.models.model_problem import read_model
 from megatron.zerobubble.playground.models.presets import LAYERED, SHAPES
-from megatron.zerobubble.playground.recorded import read_trace
-
-NAMES = [info.name for info in known_schedules()]
+from megatron.zerobubble.playground.opened_files import open_file
 
 
 def result(name: str, p: int = 4, m: int = 8) -> Result:
@@ -38,37 +37,14 @@ def result(name: str, p: int = 4, m: int = 8) -> Result:
     return Result(simulate(plan, costs), lower_bound(plan.placement, m, costs))
 
 
-@pytest.mark.parametrize(
-    ("name", "objective"), [*((name, Objective.SPAN) for name in NAMES), ("zb-interleaved", Objective.MAKESPAN)]
-)
-def test_pretrain_gpt_takes_the_flags_and_runs_the_plan(
-    name: str, objective: Objective, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn = draw_plan(result(name))
-    plan = Plan.from_json(drawn["plan"])
-    monkeypatch.chdir(tmp_path)
-    Path(f"{stem_of(plan)}.json").write_text(drawn["plan"])
-    parser = argparse.ArgumentParser()
-    add_flags(parser)
-    args, others = parser.parse_known_args(" ".join(flags(plan, objective)).split())
-    chosen = flags_of(args)
-    spec = chosen.schedule_spec(num_ranks=4, num_chunks=plan.placement.num_chunks, memory_limit=None)
-    assert initial_plan(spec, 8) == plan
-    assert chosen.enable_optimizer_post_validation is (objective is Objective.SPAN)
-    assert others[others.index("--global-batch-size") + 1] == "8"
-
-
 @pytest.mark.parametrize("name", ["1f1b", "zbv", "zb-interleaved"])
-def test_pictures_and_traces_hold_every_pass(name: str) -> None:
+def test_a_picture_holds_every_pass(name: str) -> None:
     simulation = result(name).simulation
     num_ops = sum(map(len, simulation.rows))
     svg = export(simulation, Export.SVG)
     titles = ElementTree.fromstring(svg.text).iter("{http://www.w3.org/2000/svg}title")
     assert sum(1 for _ in titles) == num_ops
-    trace = export(simulation, Export.TRACE)
-    (timeline,) = read_trace(json.loads(trace.text))
-    assert timeline.plan.ops == simulation.plan.ops
-    assert (svg.name, trace.name) == (f"{name}-p4-m8.svg", f"{name}-p4-m8.trace.json")
+    assert svg.name == f"{name}-p4-m8.svg"
 
 
 def test_a_name_out_of_a_file_does_not_become_a_file_s_name() -> None:
@@ -111,7 +87,9 @@ def test_the_calls_and_commands_are_taken_by_what_they_are_for(name: str, object
     ours = before.split("megatron.zerobubble.run")[1].split()
     taken = parser.parse_args(ours)
     assert (taken.zero_bubble_load_plan, bool(taken.zero_bubble_overlap_moe)) == (f"{stem_of(plan)}.json", bool(share))
+    assert taken.enable_optimizer_post_validation is (objective is Objective.SPAN)
     assert "--pipeline-model-parallel-size 4" in after
+    assert "--global-batch-size 8" in after
     assert ("--num-virtual-stages-per-pipeline-rank 2" in after) is (plan.placement.num_chunks == 2)
 
 
@@ -123,13 +101,34 @@ def test_a_layout_other_than_megatron_s_own_is_in_the_flags(name: str, schedule:
     given = {"preset": name} if name in LAYERED else SHAPES[name]["model"]
     layout = read_model({**given, "is_balanced": 1}, {}).layout(plan.placement)
     ways = commands(plan, Objective.MAKESPAN, layout=layout)
-    words = shlex.split(ways["pretrain_gpt.py"].replace("\\\n", ""))
-    assert words.count("--pipeline-model-parallel-layout") == 1
-    given_layers = words[words.index("--pipeline-model-parallel-layout") + 1]
-    assert StageLayers.parse(given_layers.replace("m", "")).per_stage == layout.per_stage
+    words = shlex.split(ways["zerobubble run"].replace("\\\n", ""))
+    text = words[words.index("--pipeline-model-parallel-layout") + 1]
+    assert StageLayers.parse(text.replace("m", "")).per_stage == layout.per_stage
+    assert text.count("m") == layout.model.num_mtp_layers
     assert "--num-virtual-stages" not in "".join(ways.values())
     assert ("model chunks" in ways["a loop of your own"]) is (chunks == 2)
     even = replace(
         layout, model=replace(layout.model, layers=layout.model.layers[:16]), per_stage=(16 // (8 * chunks),) * 8 * chunks
     )
     assert "layout" not in "".join(commands(plan, Objective.MAKESPAN, layout=even).values())
+
+
+TOKENS = (512, 4096, 700, 1800, 1024, 96)
+
+
+@pytest.mark.parametrize("num_slices", [1, 4])
+def test_a_plan_for_unequal_microbatches_is_drawn_with_the_data_in_its_slots(num_slices: int) -> None:
+    asked = PlanRequest(
+        schedule="zbv", num_ranks=2, num_microbatches=6, num_slices=(num_slices,), lengths=LengthsAndLinks(TOKENS, 0.1)
+    )
+    simulation = best(asked).simulation
+    plan = simulation.plan
+    text = plan.to_json(costs=simulation.costs.to_json())
+    (drawn,) = open_file(text.encode())["drawings"]
+    assert drawn["slots"] == {"indices": list(plan.assignment), "tokens": [TOKENS[index] for index in plan.assignment]}
+    assert "microbatches of 96 to 4096 tokens (mean 1371), idle share " in drawn["lengths"][0]
+    assert drawn["metrics"]["idle_share"] == pytest.approx(simulation.idle_share)
+    assert max(slice for rank in drawn["ranks"] for slice in rank["slices"]) == num_slices - 1
+    assert commands(plan, Objective.MAKESPAN, simulation.costs) == {}
+    first = plan.assignment[0]
+    assert f"(microbatch {first} of the data, {TOKENS[first]} tokens)" in export(simulation, Export.SVG).text

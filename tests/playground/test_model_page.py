@@ -7,23 +7,20 @@ import json
 import pytest
 
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.render.chrome_trace import render_trace
 from megatron.zerobubble.playground.models.presets import layered
 from tests.playground.pages import SMALL, Open, cells, drop
-from tests.playground.test_file_verdicts import with_memory
 from tests.profiling.support import as_recorded
 
 pytestmark = [
     pytest.mark.claims(
         "Planning and measuring",
         "a model in the playground: published times, estimates from sizes and a GPU with their error, layers of a file, memory "
-        "in GiB, a sentence about each opened file, hostile files as text",
+        "in GiB, hostile files as text",
         "works, Chromium",
-        also=(
-            "playground/test_models.py",
-            "playground/test_file_verdicts.py",
-        ),
+        also=("playground/test_models.py",),
     ),
     pytest.mark.sampled(0.3, group="pages in a browser"),
 ]
@@ -119,35 +116,35 @@ def test_layers_of_a_file_are_a_model(opened: Open) -> None:
         assert page.input_value("#model > select") == "layers of a file"
 
 
-def test_a_report_with_memory_is_planned_in_gib(opened: Open) -> None:
-    text, measured = with_memory()
-    with opened("p=4&m=9&effort=drawn&s=1f1b&s=zbv") as page:
-        drop(page, "report.json", text)
-        page.wait_for_selector("#metrics tr:has-text('memory of the fullest rank')")
+def test_all_to_alls_are_hidden_where_there_are_some_and_the_link_restores_them(opened: Open) -> None:
+    makespan = "iteration time with the synchronous optimizer"
+    with opened("p=4&m=8&effort=drawn&s=zbv") as page:
         page.wait_for_selector("main[aria-busy=false]")
-        most = max(each.state_bytes + each.workspace_bytes + each.measured_bytes for each in measured) / 2**30
-        assert cells(page, "memory of the fullest rank") == ["\u2013", f"{most:.2f} GiB"]
-        page.fill("[name=gib]", "5")
-        page.wait_for_selector("#metrics .bad:has-text('does not fit 5.00 GiB')")
+        exposed = cells(page, makespan)[0]
+        page.fill("[name=ep]", "0.4")
+        page.wait_for_selector(".panel .lengths:has-text('all-to-alls of a rank: ')")
+        page.wait_for_selector("main[aria-busy=false]")
+        hidden = cells(page, makespan)[0]
+        assert float(hidden.split()[0]) < float(exposed.split()[0])
+        page.locator(".take-along summary").click()
+        assert "--zero-bubble-overlap-moe" in page.locator(".take-along").inner_text()
         reached = page.locator("#metrics").inner_text()
         with opened(page.url.partition("#")[2]) as other:
             other.wait_for_selector("main[aria-busy=false]")
             assert other.locator("#metrics").inner_text() == reached
-
-
-def test_a_report_of_a_cpu_is_compared_with_no_gpu(opened: Open) -> None:
-    with opened("p=4&m=9&effort=drawn&s=1f1b&s=zbv") as page:
-        drop(page, "report.json", with_memory(is_cpu=True)[0])
-        page.wait_for_selector("#metrics tr:has-text('memory of the fullest rank')")
+            assert other.input_value("[name=ep]") == "0.4"
+        costs = CostModel.uniform(Placement.v(4)).to_json()
+        drop(page, "costs.json", json.dumps(costs | {"all_to_all": [0.3, 0.5], "wgrad_beside": 1.0}))
+        page.wait_for_selector("#notes:has-text('all-to-alls take different shares of F and of B, so their mean counts')")
         page.wait_for_selector("main[aria-busy=false]")
-        assert page.locator("[name=gib]").is_hidden()
-        assert not page.locator("text=/GPU [0-9.]+ GiB/").count()
-        fields = [page.locator(f"[name={name}]") for name in "fbwac"]
-        assert [field.is_disabled() for field in fields] == [True] * 4 + [False], "the table of stages is in force"
-        with opened(page.url.partition("#")[2]) as other:
-            other.wait_for_selector("main[aria-busy=false]")
-            assert other.locator("[name=gib]").is_hidden()
-            assert other.locator("#metrics").inner_text() == page.locator("#metrics").inner_text()
+        assert page.input_value("[name=ep]") == "0.4"
+        assert cells(page, makespan)[0] == hidden
+        page.select_option("#model > select", "Llama-3-8B")
+        page.wait_for_selector("[name=ep]:disabled")  # a dense model
+        page.wait_for_selector("main[aria-busy=false]")
+        page.wait_for_function("() => !document.querySelector('.panel .lengths')")
+        page.select_option("#model > select", "DeepSeek-V3")
+        page.wait_for_selector("[name=ep]:enabled")
 
 
 EVIL = "<img src=x onerror=window.harmed=1>"
@@ -170,7 +167,6 @@ def test_nothing_out_of_a_file_becomes_markup(opened: Open) -> None:
         "layers": layers | {"layers": [EVIL]},
         "kinds": layers | {"kinds": {EVIL: 3}},
         "unknown": {EVIL: EVIL, "format": EVIL},
-        "links": {"latency_ms": EVIL},
         "costs": {"costs": {"forward_ms": EVIL}},
     }
     with opened(SMALL) as page:
@@ -178,7 +174,6 @@ def test_nothing_out_of_a_file_becomes_markup(opened: Open) -> None:
             drop(page, f"{EVIL}{name}.json", json.dumps(body))
             page.wait_for_function("name => document.querySelector('#notes').textContent.includes(name)", arg=f"{name}.json")
             assert EVIL in page.locator("#notes").inner_text()
-        page.wait_for_selector("#deviations:not([hidden])")
         page.evaluate(
             "name => (location.hash = `p=4&m=6&effort=drawn&model=${encodeURIComponent(JSON.stringify({preset: name}))}`)", EVIL
         )

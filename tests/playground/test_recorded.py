@@ -1,4 +1,4 @@
-"""Traces that are read back, compared with their plan, and refused."""
+"""Traces, reports and other files that are read back, and refused."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 
-from megatron.zerobubble.errors import ConfigError, PlanError, UserError
+from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.render.chrome_trace import render_trace
-from megatron.zerobubble.plan.simulate import TimedOp, simulate
-from megatron.zerobubble.plan.timeline import RankTimeline, Timeline
-from megatron.zerobubble.playground.deviations import compare
 from megatron.zerobubble.playground.drawing import draw_recorded
+from megatron.zerobubble.playground.models.presets import layered
 from megatron.zerobubble.playground.opened_files import open_file
 from megatron.zerobubble.playground.recorded import read_trace
 from megatron.zerobubble.profiling.report import report, reports_to_json
@@ -61,6 +59,14 @@ def test_a_report_gives_its_costs() -> None:
     answer = open_file(reports_to_json([seen]).encode())
     assert answer["costs"] == seen.simulation.costs.to_json()
     assert (answer["kind"], answer["num_ranks"], answer["num_microbatches"], answer["schedule"]) == ("costs", 4, 6, "zbv")
+
+
+def test_a_comparison_gives_its_costs_and_a_layer_file_its_layers() -> None:
+    bench = {"contenders": [], "num_ranks": 4, "num_microbatches": 6, "costs": COSTS}
+    opened = open_file(json.dumps(bench).encode())
+    assert (opened["kind"], opened["from"], opened["costs"]) == ("costs", "a comparison", COSTS)
+    opened = open_file(json.dumps(layered("Kimi-K2").to_json()).encode())
+    assert (opened["kind"], opened["num_layers"], opened["layers"]) == ("model", 61, layered("Kimi-K2").to_json())
 
 
 Change = Callable[[dict[str, Any]], Any]
@@ -133,41 +139,3 @@ PLAN = json.loads(build_plan("zbv", num_ranks=4, num_microbatches=6).to_json())
 def test_a_file_that_is_nothing_we_know_is_refused(body: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         open_file(json.dumps(copy.deepcopy(body)).encode())
-
-
-def _later(run: Timeline, rank: int, step: int, by_ms: float) -> Timeline:
-    """The same run with one pass that takes longer, and everything after it on its rank as much later."""
-    row = enumerate(run.ranks[rank].ops)
-    ops = [TimedOp(op, start + by_ms * (at > step), end + by_ms * (at >= step)) for at, (op, start, end) in row]
-    ranks = list(run.ranks)
-    ranks[rank] = RankTimeline(ops=tuple(ops))
-    return replace(run, ranks=tuple(ranks))
-
-
-def test_a_pass_that_took_longer_is_where_reality_left_the_plan() -> None:
-    run = as_recorded("zbv", 4, 6)
-    planned = simulate(run.plan, CostModel.uniform(run.plan.placement, comm_ms=0.25))
-    same = compare(planned, run)
-    assert same.largest == ()
-    assert [rank.first_other_step for rank in same.ranks] == [None] * 4
-    found = compare(planned, _later(run, 2, 5, 3.5))
-    (largest,) = found.largest
-    assert (largest.rank, largest.step, largest.op) == (2, 5, run.plan.ops[2][5])
-    assert (largest.longer_pass_ms, largest.longer_wait_ms) == pytest.approx((3.5, 0.0))
-    assert [rank.longer_passes_ms for rank in found.ranks] == pytest.approx([0, 0, 3.5, 0])
-
-
-def test_another_order_and_another_run_are_named() -> None:
-    run = as_recorded("zbv", 4, 6)
-    planned = simulate(run.plan, CostModel.uniform(run.plan.placement))
-    row = list(run.ranks[1].ops)
-    row[-1], row[-2] = row[-2]._replace(op=row[-1].op), row[-1]._replace(op=row[-2].op)
-    row.sort(key=lambda timed: timed.start_ms)
-    swapped = replace(run, ranks=(run.ranks[0], RankTimeline(ops=tuple(row)), *run.ranks[2:]))
-    assert compare(planned, swapped).ranks[1].first_other_step == len(row) - 2
-    other = build_plan("zbv", num_ranks=4, num_microbatches=7)
-    with pytest.raises(PlanError, match="the plan has 7 microbatches and the trace 6"):
-        compare(simulate(other, CostModel.uniform(other.placement)), run)
-    fused = build_plan("1f1b-v", num_ranks=4, num_microbatches=6)
-    with pytest.raises(PlanError, match="do not have the same passes"):
-        compare(simulate(fused, CostModel.uniform(fused.placement)), run)

@@ -1,5 +1,5 @@
-"""Costs as the flags of `zerobubble plan` and `zerobubble pareto` give them: scalars, or the file of --costs, which is read once;
-and lengths of microbatches and links of ranks that are not alike.
+"""Costs as the flags of `zerobubble plan` and `compare` give them: scalars, or the file of --costs, which is read once; and
+lengths of microbatches and links of ranks that are not alike.
 
 The file is a plan, its costs alone, or a run's `report.json`, of which the last iteration counts. Where it has costs by length, a
 list of lengths is planned with those.
@@ -8,7 +8,7 @@ list of lengths is planned with those.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from megatron.zerobubble.cli.parser import workers_of
@@ -18,7 +18,7 @@ from megatron.zerobubble.messages import parse_json, quoted, shown
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.cost_table import check_tokens
 from megatron.zerobubble.plan.costs.length_model import LengthModel
-from megatron.zerobubble.plan.costs.lengths_and_links import LengthsAndLinks, with_sizes
+from megatron.zerobubble.plan.costs.lengths_and_links import LengthsAndLinks
 from megatron.zerobubble.plan.costs.links import Links
 from megatron.zerobubble.plan.costs.slicing import NUMBERS_OF_SLICES
 from megatron.zerobubble.plan.costs.step_costs import STEP_TIMES
@@ -104,23 +104,7 @@ def add_unequal_flags(command: argparse.ArgumentParser) -> None:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class FlagsRequest(PlanRequest):
-    """What the flags ask for."""
-
-    file: str | None
-    """The file of --costs, if it was given."""
-
-    @property
-    def source(self) -> list[str]:
-        """A line about measured costs by length, if they count."""
-        model, tokens = self.lengths.model, self.lengths.tokens
-        if model is None or not tokens:
-            return []
-        return [f"costs by length as measured in {shown(self.file)}: {model.text(max(tokens))}"]
-
-
-def read_request(args: argparse.Namespace, *, more_slices: tuple[int, ...] = ()) -> FlagsRequest:
+def read_request(args: argparse.Namespace, *, more_slices: tuple[int, ...] = ()) -> PlanRequest:
     """Read the flags of a planning command; the number of microbatches follows from the lengths if it is not given.
 
     Args:
@@ -157,7 +141,7 @@ def read_request(args: argparse.Namespace, *, more_slices: tuple[int, ...] = ())
             overhead_ms=args.pass_overhead_ms,
         )
     pending = getattr(args, "max_pending_backward", None)
-    return FlagsRequest(
+    return PlanRequest(
         schedule=getattr(args, "schedule", AUTO),
         num_ranks=args.num_ranks,
         num_microbatches=num_microbatches,
@@ -178,7 +162,6 @@ def read_request(args: argparse.Namespace, *, more_slices: tuple[int, ...] = ())
         all_to_all=args.all_to_all,
         stages=of_file,
         lengths=lengths,
-        file=args.costs,
     )
 
 
@@ -285,5 +268,11 @@ def _read_links(args: argparse.Namespace, tokens: tuple[int, ...]) -> Links:
             f"{args.links} has links of {links.num_ranks} ranks and --num-ranks is {args.num_ranks}; "
             "give one row and one column per rank"
         )
-    remedy = "give --bytes-per-token with --microbatch-tokens, or message_bytes in the file"
-    return with_sizes(links, tokens, args.bytes_per_token, source=args.links, remedy=remedy)
+    if args.bytes_per_token > 0 and tokens:
+        links = replace(links, message_bytes=tuple(args.bytes_per_token * count for count in tokens))
+    if links.gigabytes_per_s and not any(links.message_bytes):
+        raise ConfigError(
+            f"{args.links} has gigabytes_per_s and messages of 0 bytes; give --bytes-per-token with --microbatch-tokens, or "
+            "message_bytes in the file"
+        )
+    return links

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from megatron.zerobubble.cli.output_files import columns, has_colors, write_text
 from megatron.zerobubble.cli.parser import Parser, add_objective, add_search_flags, workers_of
-from megatron.zerobubble.cli.plan_files import write_pictures
+from megatron.zerobubble.cli.plan_files import write_picture
 from megatron.zerobubble.cli.progress_bar import stoppable
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.files import read_given
@@ -128,7 +128,7 @@ def run_layout(args: argparse.Namespace) -> None:
         own, ours = json.loads(_to_json(found.best)), json.loads(_to_json(found.ours))
         more = {"even_makespan_ms": found.even_ms, "with_zerobubble": ours, "assumed": asked.assumed}
         write_text(args.json, json.dumps(own | more))
-    write_pictures(args, found.best.result.simulation)
+    write_picture(args, found.best.result.simulation)
     if args.json != "-":
         print(_report(found, asked, columns(args.width)))
 
@@ -238,9 +238,8 @@ def _report(found: _Compared, asked: _Asked, width: int) -> str:
         ratio = found.even_ms / simulation.makespan_ms
         lines.append(f"{ratio:.3f} times as fast as with the layers spread evenly ({found.even_ms:.3f} ms)")
     lines += [
-        f"lower bounds of this layout: {bounds(best.result.bound, simulation)}",
-        f"lower bounds of all layouts: {bounds(best.bound, simulation)}; "
-        f"{best.num_planned} planned, {best.num_ruled_out} ruled out by their bounds",
+        f"lower bounds of this layout: {bounds(best.result.bound, simulation)}; "
+        f"{best.num_planned} layouts planned, {best.num_ruled_out} ruled out by their bounds",
     ]
     lines += [
         f"  rank {rank}: {sum(passes):.3f} ms of F, B and W per microbatch, {peak / 2**30:.2f} GiB at most"

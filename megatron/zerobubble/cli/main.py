@@ -109,7 +109,7 @@ _WITH_OWN_PARSER = {
 _MEANINGS = plan.MEANINGS | {name: meaning for name, (_, meaning) in _WITH_OWN_PARSER.items()}
 _GROUPS = {
     "Train": ("run", "train", "bench", "checkpoint", "env"),
-    "Plan": ("plan", "pareto", "layout", "compare", "show", "playground"),
+    "Plan": ("plan", "layout", "compare", "show", "playground"),
     "Exchange": ("export", "import"),
 }
 """Commands as --help lists them."""

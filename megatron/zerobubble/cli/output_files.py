@@ -15,7 +15,7 @@ from megatron.zerobubble.flags.targets import Target, check_targets
 
 __all__ = ["check_outputs", "columns", "has_colors", "write_text", "write_whole"]
 
-_OUTPUTS = ("json", "svg", "trace", "png", "save_layers", "torch_csv")
+_OUTPUTS = ("json", "svg", "save_layers", "torch_csv")
 """Flags of the planning commands that name a file to write."""
 
 _DESCRIPTORS = ("/dev/std", "/dev/fd/", "/proc/")

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.zerobubble.cli.cost_flags import (
-    FlagsRequest,
     add_all_to_all_flag,
     add_slice_flags,
     add_step_flags,
@@ -23,13 +22,14 @@ from megatron.zerobubble.cli.cost_flags import (
 from megatron.zerobubble.cli.layouts import add_layout_flags, run_layout
 from megatron.zerobubble.cli.output_files import columns, has_colors, write_text
 from megatron.zerobubble.cli.parser import add_objective, add_search_flags
-from megatron.zerobubble.cli.plan_files import run_export, run_import, run_show, write_pictures
+from megatron.zerobubble.cli.plan_files import run_export, run_import, run_show, write_picture
 from megatron.zerobubble.cli.progress_bar import stoppable, track
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.flags.memory_limit import bytes_of
 from megatron.zerobubble.messages import quoted
-from megatron.zerobubble.plan.anytime import best, pareto, with_defaults
+from megatron.zerobubble.plan.anytime import best, with_defaults
 from megatron.zerobubble.plan.communication import num_messages
+from megatron.zerobubble.plan.plan_request import PlanRequest
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.registry import known_schedules, schedule_info
 from megatron.zerobubble.plan.render.plan_summary import summary
@@ -39,9 +39,6 @@ EXAMPLES = {
     "plan": """
   zerobubble plan -p 8 -m 24 --memory-limit 0.8 --forward-ms 18.5 --backward-ms 18.1 --wgrad-ms 9.3 --effort fast
   zerobubble plan --schedule zbv -p 4 --microbatch-tokens 512,4096,700,1800,1024,96 --attention-share 0.1""",
-    "pareto": """
-  zerobubble pareto -p 8 -m 24 --effort fast
-  zerobubble pareto -p 4 -m 16 --memory-limits 0.5,1,1.5 --comm-ms 0.1 --json -""",
     "layout": """
   zerobubble layout --layers layers.json --schedule auto -p 8 -m 32 --memory 70GiB
   zerobubble layout --schedule interleaved-1f1b --memory 70GiB -- /path/to/Megatron-LM/pretrain_gpt.py ITS FLAGS""",
@@ -62,7 +59,7 @@ EXAMPLES = {
 
 
 def add_commands(commands: Any) -> None:
-    """Add `plan`, `pareto`, `show`, `compare`, `export` and `import` to the sub-parsers of a command line."""
+    """Add `plan`, `show`, `compare`, `export` and `import` to the sub-parsers of a command line."""
     schedules = "\n".join(f"  {info.name:17} {info.description} ({info.reference})" for info in known_schedules())
     schedules += f"\n  {AUTO:17} the best of these within the memory limit"
     plan = _command(commands, "plan", f"schedules:\n{schedules}\n\n")
@@ -73,12 +70,6 @@ def add_commands(commands: Any) -> None:
     )
     plan.add_argument(
         "--memory-limit", type=_share, help="most activation memory per rank; 1.0 is 1F1B's rank 0, the default of auto"
-    )
-    pareto = _command(commands, "pareto")
-    pareto.add_argument(
-        "--memory-limits",
-        default="0.5,0.625,0.75,1.0,1.25,1.5,2.0",
-        help="limits to plan for, separated by commas (default %(default)s)",
     )
     compare = _command(commands, "compare")
     compare.add_argument(
@@ -93,7 +84,7 @@ def add_commands(commands: Any) -> None:
         type=_share,
         help="most activation memory per rank; a base that exceeds it has none; without it and --effort, hand-written schedules",
     )
-    for command in (plan, pareto, compare):
+    for command in (plan, compare):
         _add_problem(command)
     show = _command(commands, "show")
     show.add_argument("file", help="a plan in JSON; - reads standard input")
@@ -101,7 +92,6 @@ def add_commands(commands: Any) -> None:
     add_layout_flags(layout)
     for command in (plan, show, layout):
         command.add_argument("--svg", metavar="FILE", help="write the timeline as SVG")
-        command.add_argument("--trace", metavar="FILE", help="write the timeline as a Chrome trace")
         command.add_argument("--width", type=int, help="columns of the text timeline (default: the terminal's, else 160)")
     export = _command(commands, "export")
     export.add_argument("file", help="a plan in JSON; - reads standard input")
@@ -177,47 +167,13 @@ def run_plan(args: argparse.Namespace) -> None:
     lines, verdict = [summary(result, columns(args.width), is_colored=has_colors())], {}
     if args.schedule == AUTO:
         verdict = {"verdict": result.verdict(request.objective)}
-    lines += [*verdict.values(), *request.source]
+    lines += verdict.values()
     text = simulation.plan.to_json(costs=simulation.costs.to_json(), metrics=result.metrics() | verdict)
     if args.json is not None:
         write_text(args.json, text)
-    write_pictures(args, simulation)
+    write_picture(args, simulation)
     if args.json != "-":
         print("\n".join(lines))
-
-
-def run_pareto(args: argparse.Namespace) -> None:
-    """`pareto`: the best plan for each memory limit. A plan that fits a limit fits any larger one, so the curve never rises."""
-    try:
-        limits = sorted({float(word) for word in args.memory_limits.split(",")})
-    except ValueError:
-        raise PlanError(f"--memory-limits is {quoted(args.memory_limits)}; give numbers separated by commas") from None
-    request = replace(read_request(args), effort=Effort(args.effort or Effort.DEFAULT))
-    objective, points, first_drawn = request.objective, list[dict[str, Any]](), None
-    for limit, found, is_searched in pareto(request, track(limits, "memory limits")):
-        if isinstance(found, ConfigError):
-            raise found
-        if not is_searched and first_drawn is None:
-            first_drawn = limit
-        of_objective = {
-            "objective": objective.value,
-            "iteration_ms": objective.of(found.simulation),
-            "bubble": objective.bubble_of(found.simulation),
-            "bound_bubble": objective.bubble_of(found.bound),
-        }
-        points.append({"memory_limit": limit, "schedule": found.name} | of_objective | found.metrics())
-    if args.json is not None:
-        write_text(args.json, json.dumps(points))
-    if args.json != "-":
-        print("memory  schedule           ms per iteration    bubble    bound")
-        for point in points:
-            print(
-                f"{point['memory_limit']:<6.3f}  {point['schedule']:17} {point['iteration_ms']:17.3f}"
-                f"  {100 * point['bubble']:6.2f} %  {100 * point['bound_bubble']:5.2f} %"
-            )
-        if first_drawn is not None:
-            print(f"from {first_drawn:g} on hand-written orders alone were tried, since more memory gained nothing before")
-        print("".join(f"{line}\n" for line in request.source), end="")
 
 
 def run_compare(args: argparse.Namespace) -> None:
@@ -225,7 +181,7 @@ def run_compare(args: argparse.Namespace) -> None:
     words = [word.strip() for word in args.schedules.split(",")]
     rows: list[dict[str, Any]] = []
     request = read_request(args, more_slices=tuple(n for word in words for n in _contender(word, ())[2]))
-    objective, chosen = request.objective, dict[str, FlagsRequest]()
+    objective, chosen = request.objective, dict[str, PlanRequest]()
     for word in words:
         name, chunks, slices = _contender(word, request.num_slices)
         chosen[word] = replace(request, schedule=name, num_chunks=chunks, num_slices=slices)
@@ -264,7 +220,6 @@ def run_compare(args: argparse.Namespace) -> None:
         )
         print(f"{'schedule':24} {'ms':>12} {'speed-up':>9} {'bubble':>9} {'memory':>7} {'messages':>9}")
         print("\n".join(map(_compared, rows)))
-        print("".join(f"{line}\n" for line in request.source), end="")
 
 
 def _contender(word: str, num_slices: tuple[int, ...]) -> tuple[str, int | None, tuple[int, ...]]:
@@ -301,7 +256,6 @@ MEANINGS = {
     "plan": "build a plan and show it",
     "layout": "the best --pipeline-model-parallel-layout for your schedule, 1F1B included, and its plan",
     "show": "show a plan file",
-    "pareto": "the best plan for each of several memory limits: bubble against memory",
     "compare": "several schedules for your times: speed-up, bubble, memory, messages",
     "export": "write a plan as an action table of torch",
     "import": "read a plan from an action table of torch",
@@ -311,7 +265,6 @@ COMMANDS = {
     "plan": run_plan,
     "layout": run_layout,
     "show": run_show,
-    "pareto": run_pareto,
     "compare": run_compare,
     "export": run_export,
     "import": run_import,

@@ -10,7 +10,7 @@ from megatron.zerobubble.files import read_given
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.planner import Result
-from megatron.zerobubble.plan.render.plan_summary import plan_svg, plan_trace, summary
+from megatron.zerobubble.plan.render.plan_summary import plan_svg, summary
 from megatron.zerobubble.plan.simulate import Simulation, read_plan
 from megatron.zerobubble.plan.torch_csv import from_torch_csv, to_torch_csv
 from megatron.zerobubble.plan.validate import validate
@@ -37,13 +37,11 @@ def run_show(args: argparse.Namespace) -> None:
     plan, costs = read_plan(read_given(args.file))
     validate(plan)
     result = Result.of(plan, costs or CostModel.uniform(plan.placement))
-    write_pictures(args, result.simulation)
+    write_picture(args, result.simulation)
     print(summary(result, columns(args.width), is_colored=has_colors()))
 
 
-def write_pictures(args: argparse.Namespace, simulation: Simulation) -> None:
-    """Write the timeline to the files of --svg and --trace."""
+def write_picture(args: argparse.Namespace, simulation: Simulation) -> None:
+    """Write the timeline to the file of --svg."""
     if args.svg is not None:
         write_whole(args.svg, plan_svg(simulation))
-    if args.trace is not None:
-        write_whole(args.trace, plan_trace(simulation))

@@ -47,8 +47,6 @@ class Point(NamedTuple):
     """In units of 1F1B on rank 0."""
     found: Result | ConfigError
     """The error if nothing fits."""
-    is_searched: bool
-    """Whether more than hand-written orders were tried."""
 
 
 def with_defaults(request: Request, *, effort: Effort | None = None) -> Request:
@@ -124,12 +122,11 @@ def pareto(request: PlanRequest, limits: Iterable[float]) -> Iterator[Point]:
             if share == 0.0 and gains:
                 share, found = 1.0, searched(asked, budget)
         except ConfigError as error:  # too little memory for any schedule
-            yield Point(limit, error, is_searched=True)
+            yield Point(limit, error)
             continue
-        is_searched = share > 0.0
         share = 1.0 if gains or max(found.simulation.peak_memory) > before else 0.0
         most, before = replace(found if most is None else best_of((most, found), objective), bound=found.bound), limit
-        yield Point(limit, most, is_searched)
+        yield Point(limit, most)
 
 
 def searched(request: PlanRequest, budget: float, progress: Progress | None = None) -> Result:

@@ -14,9 +14,6 @@ from megatron.zerobubble.playground.drawing import KINDS
 from megatron.zerobubble.playground.models.model_problem import offers
 from megatron.zerobubble.version import __version__
 
-PUBLISHED: str | None = None
-"""Address of the page on the published documentation, below `site_url` of mkdocs.yml; None: it is not published."""
-
 
 def choices(*, planner: str, num_searches: int | None) -> dict[str, Any]:
     """The choices of a page.
@@ -45,7 +42,6 @@ def choices(*, planner: str, num_searches: int | None) -> dict[str, Any]:
     return {
         "version": __version__,
         "planner": planner,
-        "published": PUBLISHED,
         "schedules": [*schedules, auto],
         "objectives": objectives,
         "auto_memory_limit": AUTO_MEMORY_LIMIT,

@@ -23,15 +23,15 @@ from megatron.zerobubble.plan.render.plan_summary import (
     iteration_times,
     lengths,
     measures,
+    slots,
     step_times,
     title,
 )
 from megatron.zerobubble.plan.render.svg import SPAN_COLORS
 from megatron.zerobubble.plan.render.text import chunks_of, extent, render_text
-from megatron.zerobubble.plan.simulate import Simulation, TimedOp, memory_over_time, seconds_of_pairs
+from megatron.zerobubble.plan.simulate import TimedOp, memory_over_time, seconds_of_pairs
 from megatron.zerobubble.plan.timeline import Timeline
 from megatron.zerobubble.plan.validate import live_microbatches, pending_wgrads
-from megatron.zerobubble.playground.length_fields import attention_share, drawn_slots
 from megatron.zerobubble.profiling.breakdown import rank_times
 from megatron.zerobubble.profiling.report import report
 
@@ -44,21 +44,17 @@ _TEXT_OPS = 2000
 _DIGITS = 5
 
 
-def draw_plan(result: Result, came: Simulation | None = None) -> Drawing:
-    """The drawing of a simulated plan.
-
-    Args:
-        result: the plan.
-        came: what it is compared with if its microbatches or links are unequal, see `as_it_came`.
-    """
+def draw_plan(result: Result) -> Drawing:
+    """The drawing of a simulated plan."""
     simulation, plan = result.simulation, result.simulation.plan
     drawing = _draw(plan, simulation.rows, simulation.costs)
+    idle = {} if simulation.costs.is_plain else {"idle_share": simulation.idle_share}
     return drawing | {
         "source": "plan",
         "headline": headline(plan, title(plan.schedule)),
         "measures": measures(simulation),
-        "lengths": lengths(simulation, came) + step_times(simulation) + all_to_alls(simulation),
-        "metrics": result.metrics() | _sent(plan) | _idle(simulation, came),
+        "lengths": lengths(simulation) + step_times(simulation) + all_to_alls(simulation),
+        "metrics": result.metrics() | _sent(plan) | idle,
         "plan": plan.to_json(costs=simulation.costs.to_json(), metrics=result.metrics()),
     }
 
@@ -126,9 +122,8 @@ def _draw(plan: Plan, rows: Sequence[Sequence[TimedOp]], costs: CostModel) -> Dr
             }
             for live, pending, time, peak in counts
         ],
-        "slots": drawn_slots(plan, costs),
+        "slots": _slots(plan, costs),
         "costs": costs.to_json(),
-        "attention_share": attention_share(costs),
     }
 
 
@@ -159,18 +154,11 @@ def _per_microbatch(every: CostTable) -> list[float]:
     return list(map(math.fsum, zip(*rows, strict=True)))
 
 
-def _idle(simulation: Simulation, came: Simulation | None) -> dict[str, Any]:
-    """The idle share of the makespan, if microbatches or links are unequal, and that of the data as it came."""
-    if simulation.costs.is_plain:
-        return {}
-    found: dict[str, Any] = {"idle_share": simulation.idle_share}
-    if came is not None:
-        found |= {
-            "came_idle_share": came.idle_share,
-            "came_makespan_ms": came.makespan_ms,
-            "came_peak_memory": max(came.peak_memory),
-        }
-    return found
+def _slots(plan: Plan, costs: CostModel) -> dict[str, list[int]] | None:
+    """Per slot of a plan the index of its microbatch in the data, and its tokens if they are known; None if all are equal."""
+    found = slots(plan, costs)
+    tokens = [slot["tokens"] for slot in found if "tokens" in slot]
+    return {"indices": [slot["data_microbatch"] for slot in found], "tokens": tokens} if found else None
 
 
 def _rank(row: Sequence[TimedOp], stair: Sequence[tuple[float, float]], begin: float) -> dict[str, Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.messages import parse_json, quoted, shown
 from megatron.zerobubble.plan.anytime import with_defaults
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.lengths_and_links import LengthsAndLinks
 from megatron.zerobubble.plan.costs.step_costs import STEP_TIMES
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.objective import DEFAULT_OBJECTIVE, Objective
@@ -18,7 +19,6 @@ from megatron.zerobubble.plan.plan_request import SCALARS, PlanRequest
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.registry import parse_max_pending_backward, schedule_info
 from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
-from megatron.zerobubble.playground.length_fields import KEYS, read_lengths
 from megatron.zerobubble.playground.limits import (
     MAX_MEMORY,
     MAX_MICROBATCHES,
@@ -31,7 +31,6 @@ from megatron.zerobubble.playground.limits import (
     number,
     whole,
 )
-from megatron.zerobubble.playground.models.measured import MeasuredMemory, read_measured
 from megatron.zerobubble.playground.models.model_problem import ModelProblem, read_model
 
 
@@ -45,8 +44,6 @@ class PageRequest(PlanRequest):
     """Memory limits of a Pareto front, ascending; empty if none is requested."""
     model: ModelProblem | None
     """A model in place of times, which then are only those that replace its estimates. With `stages` only its bytes count."""
-    run_memory: MeasuredMemory | None
-    """The memory of the run that `stages` were measured in."""
 
     def mean_costs(self, placement: Placement) -> CostModel:
         """The costs of the model or the table, of which consecutive stages are added up for placements with fewer."""
@@ -58,8 +55,6 @@ class PageRequest(PlanRequest):
 
     def memory(self, placement: Placement) -> dict[str, Any] | None:
         """What turns a plan's memory into bytes; None if nothing says that."""
-        if self.run_memory is not None and self.stages is not None:
-            return self.run_memory.memory(placement, self.stages.num_stages, self.num_microbatches)
         return None if self.model is None else self.model.memory(placement, self.num_microbatches)
 
     def layout(self, placement: Placement) -> Layout | None:
@@ -72,7 +67,7 @@ class PageRequest(PlanRequest):
         return None if given == placement.num_stages else given
 
 
-_KEYS = KEYS | {"memory_limit", "objective", "seed"} | {field.name for field in fields(PageRequest)} - {"lengths", "options"}
+_KEYS = {"memory_limit", "objective", "seed"} | {field.name for field in fields(PageRequest)} - {"lengths", "options"}
 
 
 def read_problem(body: str | bytes) -> PageRequest:
@@ -91,7 +86,6 @@ def read_problem(body: str | bytes) -> PageRequest:
     if name != AUTO:
         schedule_info(shown(name))
     num_microbatches = whole("num_microbatches", given.get("num_microbatches"), 1, MAX_MICROBATCHES)
-    lengths = read_lengths(given, num_ranks, num_microbatches)
     num_slices = _slices(given, num_microbatches)
     times = _times(given.get("times", {}), "times", SCALARS)
     model = None if given.get("model") is None else read_model(given["model"], times)
@@ -114,8 +108,7 @@ def read_problem(body: str | bytes) -> PageRequest:
         all_to_all=number("all_to_all", given.get("all_to_all", 0), 1.0),
         stages=None if given.get("stages") is None else read_stages(given["stages"]),
         model=model,
-        run_memory=None if given.get("run_memory") is None else read_measured(given["run_memory"]),
-        lengths=lengths if model is None or num_slices == 1 else replace(lengths, **model.shares),
+        lengths=LengthsAndLinks() if model is None or num_slices == 1 else LengthsAndLinks(**model.shares),
     )
     return with_defaults(request)
 

@@ -1,4 +1,4 @@
-"""Read a Chrome trace back into timelines: a trace of a run (`--zero-bubble-trace`), or a plan exported as one.
+"""Read a Chrome trace of a run (`--zero-bubble-trace`) back into timelines.
 
 Only complete events with the category of an op or an activity are read; all other events are ignored.
 """
@@ -41,9 +41,7 @@ def read_trace(body: Mapping[str, Any]) -> list[Timeline]:
     complete = [event for event in events if isinstance(event, dict) and event.get("ph") == "X"]
     ops = [event for event in complete if _category(event) in _KINDS]
     if not ops:
-        raise PlanError(
-            "the trace has no passes: give the trace.json of a run with --zero-bubble-trace, or one that the planner has exported"
-        )
+        raise PlanError("the trace has no passes: give the trace.json of a run with --zero-bubble-trace")
     spans = [event for event in complete if _category(event) in _ACTIVITIES]
     by_iteration: dict[int, tuple[list[Any], list[Any]]] = defaultdict(lambda: ([], []))
     for which, chosen in enumerate((ops, spans)):

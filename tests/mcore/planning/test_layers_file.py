@@ -23,6 +23,12 @@ from megatron.zerobubble.plan.partition.layout import Layout
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.profiling.report import RankMemory
 
+pytestmark = pytest.mark.claims(
+    "Planning and measuring",
+    "the layer file of a profiled run: equal layers, dense and MoE, patterns",
+    "works",
+)
+
 
 def layer(scale: float) -> LayerCosts:
     return LayerCosts(

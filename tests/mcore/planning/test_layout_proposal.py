@@ -88,8 +88,9 @@ def test_a_layout_of_all_schedules_is_proposed_with_its_gain() -> None:
     proposed = StageLayers.parse(found[2])
     assert proposed.num_layers == 16
     assert proposed.num_stages == 4 * int(found[3])
-    then, least = re.search(r"it would take (\S+) ms, .* no layout takes less than (\S+) ms", line).groups()  # type: ignore[union-attr]
-    assert float(least) <= float(then) < 0.9 * now
+    then = re.search(r"it would take (\S+) ms", line)
+    assert then is not None
+    assert float(then[1]) < 0.9 * now
 
 
 def test_other_chunks_are_named_with_what_they_would_take() -> None:
@@ -157,4 +158,4 @@ def test_the_best_layout_stays() -> None:
         {"forward_ms": ones, "backward_ms": ones, "wgrad_ms": ones, "activation": ones, "activation_after_backward": ones}
     )
     line = layout_proposal(plan, ("layer",) * 4, StageLayers.spread(4, plan.placement), costs, Objective.SPAN)
-    assert "and no layout was found that is 1 % faster; no layout takes less than 48.00 ms" in line
+    assert line.endswith("and no layout was found that is 1 % faster")

@@ -75,7 +75,7 @@ def test_memory_keeps_layers_away_from_a_full_rank() -> None:
 
 @pytest.mark.parametrize("memory", [None, 26.0])
 def test_a_heavy_head_is_worth_a_layout(memory: float | None) -> None:
-    """The best layout is faster than the even one with the same search, within its memory, and near the bound."""
+    """The best layout is faster than the even one with the same search, within its memory, and near its bound."""
     kinds = {"layer": layer(1.0, static=1.0), "embedding": layer(0.05), "head": layer(2.5, static=1.0)}
     model = Model(layers=("layer",) * 12, kinds=kinds, comm_ms=0.05)
     found = plan_layout(model, num_ranks=4, num_microbatches=8, memory_bytes=memory, options=MAKESPAN)
@@ -83,8 +83,7 @@ def test_a_heavy_head_is_worth_a_layout(memory: float | None) -> None:
     even = Layout(model=model, placement=Placement.linear(4), per_stage=(3, 3, 3, 3))
     _, other = plan_of_layout("zb", even, 8, memory, MAKESPAN)
     assert found.result.simulation.makespan_ms < 0.9 * other.simulation.makespan_ms
-    assert found.bound.makespan_ms <= found.result.bound.makespan_ms <= found.result.simulation.makespan_ms * (1 + 1e-9)
-    assert found.bound.makespan_gap(found.result.simulation.makespan_ms) < 0.15
+    assert -1e-9 <= found.result.bound.makespan_gap(found.result.simulation.makespan_ms) < 0.15
     assert memory is None or max(found.peak_bytes) <= memory * (1 + 1e-9)
     assert found.metrics()["peak_bytes"] == found.peak_bytes
 
@@ -120,7 +119,7 @@ def test_a_model_without_times_is_refused() -> None:
         ({"num_chunks": 2}, "auto chooses the number of chunks"),
         ({"schedule": "zbv", "num_chunks": 4}, r"schedule 'zbv' has 2 stage\(s\) per rank, not 4"),
         ({"num_ranks": 0}, "num_ranks is 0"),
-        ({"memory_bytes": 5.0}, "no layout of 10 layers on 2 ranks fits devices"),
+        ({"memory_bytes": 5.0}, "no layout that was tried fits devices of 0.00 GiB"),
     ],
 )
 def test_a_wrong_model_is_refused(changes: dict[str, object], message: str) -> None:
@@ -160,12 +159,3 @@ def test_times_too_small_to_plan_with_are_refused() -> None:
     model = Model(layers=("a",) * 4, kinds={"a": LayerCosts(forward_ms=1e-300)})
     with pytest.raises(ConfigError, match=r"^costs: the largest value of forward_ms, backward_ms, wgrad_ms is 4e-300"):
         plan_layout(model, num_ranks=2, num_microbatches=4, options=MAKESPAN)
-
-
-def test_the_bound_of_a_named_schedule_is_over_all_layouts() -> None:
-    """Embedding and head on one rank, as a V has them, cost more than what a linear layout needs."""
-    kinds = {"layer": layer(1.0), "embedding": layer(2.0), "head": layer(3.0)}
-    model = Model(layers=("layer",) * 3, kinds=kinds)
-    v, linear = (plan_layout(model, num_ranks=2, num_microbatches=16, schedule=name, options=MAKESPAN) for name in ("zbv", "zb"))
-    assert v.result.simulation.makespan_ms > linear.result.simulation.makespan_ms
-    assert v.bound.makespan_ms <= linear.result.simulation.makespan_ms

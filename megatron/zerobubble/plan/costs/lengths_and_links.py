@@ -1,14 +1,13 @@
 """Lengths of microbatches and links of ranks as a user gives them, beside the times of a microbatch of the mean length.
 
-The command line and the playground both plan from these: a list of lengths instead of costs of every microbatch, and a length
-and shares instead of costs of every slice.
+The command line plans from a list of lengths instead of costs of every microbatch, and it and the playground from a length and
+shares instead of costs of every slice.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.messages import quoted
@@ -17,26 +16,6 @@ from megatron.zerobubble.plan.costs.cost_table import COST_LISTS, CostTable
 from megatron.zerobubble.plan.costs.length_model import LengthModel, slices_of_sequence
 from megatron.zerobubble.plan.costs.links import Links
 from megatron.zerobubble.plan.costs.slicing import CutRule, work_of
-
-
-def with_sizes(links: Links, tokens: Sequence[int], per_token: float, *, source: str, remedy: str) -> Links:
-    """Links with the size of each microbatch's message, if bytes per token are given.
-
-    Args:
-        links: as read.
-        tokens: of every microbatch.
-        per_token: bytes of a message per token; 0: what `links` has.
-        source: name of the links, for the message.
-        remedy: what to give where a bandwidth has no sizes.
-
-    Raises:
-        ConfigError: a bandwidth, and messages of 0 bytes.
-    """
-    if per_token > 0 and tokens:
-        links = replace(links, message_bytes=tuple(per_token * count for count in tokens))
-    if links.gigabytes_per_s and not any(links.message_bytes):
-        raise ConfigError(f"{source} has gigabytes_per_s and messages of 0 bytes; {remedy}")
-    return links
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,12 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from megatron.zerobubble.errors import ConfigError, PlanError
-from megatron.zerobubble.plan.bounds.schedule_bound import TimeBound, lower_bound
+from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.partition.layer_costs import Model
 from megatron.zerobubble.plan.partition.layout import Layout, StageCosts
-from megatron.zerobubble.plan.partition.layout_bound import bound_over_layouts
 from megatron.zerobubble.plan.partition.partitions import partitions
 from megatron.zerobubble.plan.plan_request import PlanRequest
 from megatron.zerobubble.plan.planner import AUTO, Result, enough_memory, make_plan
@@ -49,15 +48,13 @@ _MOST_MOVES, _MOST_NEIGHBORS, _ROUNDS, _MOST_PLACEMENTS = 120, 12, 3, 2
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutResult:
-    """The best layout found, its plan, and how far it is from the best of all layouts."""
+    """The best layout found, and its plan."""
 
     layout: Layout
     stage_costs: StageCosts
     """Its costs in the planner's units."""
     result: Result
     """Its plan, with the lower bound of this layout."""
-    bound: TimeBound
-    """Lower bound over all layouts."""
     num_planned: int
     """Layouts that were planned."""
     num_ruled_out: int
@@ -69,15 +66,8 @@ class LayoutResult:
         return self.layout.peak_bytes(self.stage_costs, self.result.simulation.peak_memory)
 
     def metrics(self) -> dict[str, object]:
-        """The `metrics` object of the plan's JSON form, with the bound over all layouts."""
-        simulation = self.result.simulation
-        return self.result.metrics() | {
-            "all_layouts_bound_span_ms": self.bound.span_ms,
-            "all_layouts_bound_makespan_ms": self.bound.makespan_ms,
-            "all_layouts_span_gap": self.bound.gap(simulation.span_ms),
-            "all_layouts_makespan_gap": self.bound.makespan_gap(simulation.makespan_ms),
-            "peak_bytes": self.peak_bytes,
-        }
+        """The `metrics` object of the plan's JSON form, with the bytes of every rank."""
+        return self.result.metrics() | {"peak_bytes": self.peak_bytes}
 
 
 def plan_layout(
@@ -113,11 +103,10 @@ def plan_layout(
     families = _families(schedule, num_ranks, num_chunks)
     whole = Layout(model=model, placement=Placement.linear(1), per_stage=(model.num_layers,))
     whole.stage_costs(num_microbatches, None)  # refuses times and bytes whose sums are too large for costs
-    bound = bound_over_layouts(model, num_ranks, num_microbatches, memory_bytes)
     found = _Joint(model, num_microbatches, memory_bytes, options or SearchOptions(), allow_empty and not model.is_hybrid)
     for name, placement in families:
         found.add(name, placement)
-    return found.best(bound)
+    return found.best()
 
 
 def plan_of_layout(
@@ -239,15 +228,13 @@ class _Joint:
         bound = lower_bound(placement, self._m, stages.costs, stages.memory_limit)
         return _Candidate(schedule=schedule, layout=layout, bound_ms=self._options.objective.of(bound))
 
-    def best(self, bound: TimeBound) -> LayoutResult:
+    def best(self) -> LayoutResult:
         """Plan the candidates, with more effort for fewer of them."""
         planned = self._improved(self._round(sorted(self._candidates, key=_bound_of), _FIRST_SHARE, is_short=True))
         found: list[_Candidate] = []
         for share, keep in ((_SECOND_SHARE, _SECOND), (1.0, _THIRD)):
-            best = min(map(_time_of, found), default=math.inf)
-            if best > self._options.objective.of(bound) * (1 + 1e-8):
-                found += self._round(planned[:keep], share, best=best)
-                planned = sorted(found, key=_time_of)
+            found += self._round(planned[:keep], share, best=min(map(_time_of, found), default=math.inf))
+            planned = sorted(found, key=_time_of)
         chosen = next((one for one in planned if one.found is not None), None)
         if chosen is None or chosen.found is None:
             raise self._none_fits()
@@ -256,7 +243,6 @@ class _Joint:
             layout=chosen.layout,
             stage_costs=stages,
             result=result,
-            bound=bound,
             num_planned=self.num_planned,
             num_ruled_out=self.num_ruled_out,
         )

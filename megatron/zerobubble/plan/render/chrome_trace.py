@@ -3,19 +3,16 @@
 A rank is a process of the trace. Its first thread has the passes and the waits between them, a pair as one pass below the
 other, the second the optimizer and post-validation. Sends, receives, the communication of buckets, and exposed all-to-alls of
 experts overlap, so they are distributed over several threads such that no two events of a thread overlap. An arrow leads from
-every send to its receive. A plan has a counter of each rank's activation memory, and arrows from every op to the op on another
-rank that needs its result. Times are in microseconds.
+every send to its receive. Times are in microseconds.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.zerobubble.plan.communication import Message
-from megatron.zerobubble.plan.dependencies import requirements, result_of
-from megatron.zerobubble.plan.simulate import Stair
 from megatron.zerobubble.plan.timeline import Activity, RankTimeline, Span, Timeline
 
 Event = dict[str, Any]
@@ -25,14 +22,8 @@ _LANES = {Activity.SEND: 100, Activity.RECEIVE: 200, Activity.REDUCE: 300, Activ
 """The first thread id of each overlapping activity."""
 
 
-def render_trace(timelines: Sequence[Timeline], slots: Sequence[Mapping[str, int]] = (), memory: Sequence[Stair] = ()) -> str:
-    """JSON trace of iterations, recorded or simulated; time begins with the first event.
-
-    Args:
-        timelines: the iterations.
-        slots: per microbatch what the arguments of its ops have besides (`plan_summary.slots`); empty: nothing.
-        memory: of a plan, activation memory per rank over time (`simulate.memory_over_time`); empty: a recorded run.
-    """
+def render_trace(timelines: Sequence[Timeline]) -> str:
+    """JSON trace of iterations; time begins with the first event."""
     if not timelines:
         return _document([])
     num_ranks = timelines[0].plan.num_ranks
@@ -46,13 +37,11 @@ def render_trace(timelines: Sequence[Timeline], slots: Sequence[Mapping[str, int
         until = end
         events.append(_iteration(timeline, num_ranks, thread, begin))
         for rank, own in enumerate(timeline.ranks):
-            events += _passes(timeline.iteration, rank, own, begin, slots)
+            events += _passes(timeline.iteration, rank, own, begin)
             for activity in _LANES:
                 transfers, used = _transfers(timeline.iteration, rank, own, activity, begin)
                 lanes[rank][activity] = max(lanes[rank][activity], used)
                 events += transfers
-        if memory:
-            events += [*_dependencies(timeline, begin), *_counters(memory, begin)]
     for rank in range(num_ranks):
         events.append(_name("process", rank, 0, f"rank {rank}", rank))
         events.append(_name("thread", rank, _PASSES, "passes", _PASSES))
@@ -69,11 +58,11 @@ def _iteration(timeline: Timeline, pid: int, thread: int, begin: float) -> Event
     return _complete(text, "iteration", pid, thread, start - begin, end - start, schedule=timeline.plan.schedule, **measured)
 
 
-def _passes(iteration: int, rank: int, own: RankTimeline, begin: float, slots: Sequence[Mapping[str, int]]) -> list[Event]:
+def _passes(iteration: int, rank: int, own: RankTimeline, begin: float) -> list[Event]:
     """Events of the two threads without overlap: the passes, and the optimizer with post-validation."""
     events = []
     for op, start, end in own.ops:
-        args = {"stage": op.stage, "microbatch": op.microbatch, "iteration": iteration, **(slots[op.microbatch] if slots else {})}
+        args = {"stage": op.stage, "microbatch": op.microbatch, "iteration": iteration}
         if op.slice:
             args["slice"] = op.slice
         events.append(_complete(str(op), op.kind.value, rank, _PASSES, start - begin, end - start, **args))
@@ -103,25 +92,6 @@ def _transfers(iteration: int, rank: int, own: RankTimeline, activity: Activity,
         at_ms = span.start_ms if is_send else span.end_ms
         events.append(_arrow("transfer", f"{iteration}/{name}", rank, tid, at_ms - begin, is_begin=is_send))
     return events, len(busy_until)
-
-
-def _dependencies(timeline: Timeline, begin: float) -> Iterator[Event]:
-    """Arrows from ops to those that need their results on other ranks."""
-    done = {result_of(op): (rank, start, end) for rank, own in enumerate(timeline.ranks) for op, start, end in own.ops}
-    for rank, own in enumerate(timeline.ranks):
-        for op, start, _ in own.ops:
-            for need in requirements(op, timeline.plan.num_stages):
-                source, its_start, its_end = done[need]
-                if source != rank:
-                    within = its_end - 1e-3 * (its_end - its_start)  # at its end the next op begins
-                    yield _arrow("needs", f"{need} {op}", source, _PASSES, within - begin, is_begin=True)
-                    yield _arrow("needs", f"{need} {op}", rank, _PASSES, start - begin, is_begin=False)
-
-
-def _counters(memory: Sequence[Stair], begin: float) -> Iterator[Event]:
-    name = "activation memory (1.0 is 1F1B's rank 0)"
-    for rank, stair in enumerate(memory):
-        yield from ({"name": name, "ph": "C", "pid": rank, "ts": (at - begin) * 1e3, "args": {"": held}} for at, held in stair)
 
 
 def _arrow(name: str, identity: str, pid: int, tid: int, at_ms: float, *, is_begin: bool) -> Event:

@@ -11,11 +11,9 @@ from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.objective import Objective, TimesAndBubble
 from megatron.zerobubble.plan.planner import Result
 from megatron.zerobubble.plan.registry import known_schedules
-from megatron.zerobubble.plan.render.chrome_trace import render_trace
 from megatron.zerobubble.plan.render.svg import Panel, render_svg
 from megatron.zerobubble.plan.render.text import render_text
-from megatron.zerobubble.plan.simulate import Simulation, memory_over_time
-from megatron.zerobubble.plan.timeline import Timeline
+from megatron.zerobubble.plan.simulate import Simulation
 from megatron.zerobubble.plan.validate import live_microbatches, pending_wgrads
 
 
@@ -38,13 +36,8 @@ def slices_text(plan: Plan) -> str:
     return f"{plan.num_slices if fewest == plan.num_slices else f'{fewest} to {plan.num_slices}'} slices per microbatch"
 
 
-def lengths(simulation: Simulation, came: Simulation | None = None) -> list[str]:
-    """The unequal microbatches, slices and links of a plan, one line each; empty if all are equal.
-
-    Args:
-        simulation: of the plan.
-        came: of the schedule's own order with the data as it came, to compare with.
-    """
+def lengths(simulation: Simulation) -> list[str]:
+    """The unequal microbatches, slices and links of a plan, one line each; empty if all are equal."""
     costs, plan, lines = simulation.costs, simulation.plan, []
     if not costs.table.is_alike:
         tokens = [costs.tokens[plan.batch_index(i)] for i in range(plan.num_microbatches)] if costs.tokens else []
@@ -52,7 +45,7 @@ def lengths(simulation: Simulation, came: Simulation | None = None) -> list[str]
         lines.append(
             f"microbatches of {min(tokens)} to {max(tokens)} tokens{mean}" if tokens else "microbatches of unequal costs"
         )
-        lines[-1] += "" if came is not None else f", idle share {100 * simulation.idle_share:.2f} % of the makespan"
+        lines[-1] += f", idle share {100 * simulation.idle_share:.2f} % of the makespan"
         if plan.assignment:
             lines.append(f"in the order of the data: {_joined(plan.assignment)}")
         if tokens:
@@ -64,11 +57,6 @@ def lengths(simulation: Simulation, came: Simulation | None = None) -> list[str]
     if costs.links is not None:
         times = costs.links.neighbors
         lines.append(f"links of {min(times):.3f} to {max(times):.3f} ms per mean message between neighboring ranks")
-    if came is not None:
-        lines.append(
-            f"idle share {100 * simulation.idle_share:.2f} % of the makespan, {100 * came.idle_share:.2f} % in the schedule's "
-            "own order with the data as it came"
-        )
     return lines
 
 
@@ -90,13 +78,6 @@ def plan_svg(simulation: Simulation, name: str | None = None, *, width_px: int =
     ]
     panel = Panel.of_ops(simulation.rows, notes=notes)
     return render_svg([panel], title=headline(simulation.plan, name), subtitle=subtitle, width_px=width_px)
-
-
-def plan_trace(simulation: Simulation) -> str:
-    """The timeline of a plan as a Chrome trace, with arrows between ranks and the activation memory of each."""
-    plan, costs = simulation.plan, simulation.costs
-    memory = memory_over_time(simulation.rows, plan.num_microbatches, costs.reordered(plan.assignment))
-    return render_trace([Timeline.planned(simulation)], slots(plan, costs), memory)
 
 
 def _joined(values: Sequence[int]) -> str:

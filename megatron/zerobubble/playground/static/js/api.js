@@ -5,7 +5,7 @@ import { fromServer } from "./server.js";
 import { Workers } from "./workers.js";
 
 const TICK_MS = 400;
-const SEARCHES = new Set(["search", "pareto", "curve"]);
+const SEARCHES = new Set(["search", "pareto"]);
 let planner = null;
 
 /** The schedules, options, colors and limits that the page offers. */

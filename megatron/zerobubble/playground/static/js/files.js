@@ -3,14 +3,13 @@
 import { ask } from "./api.js";
 import { byId } from "./dom.js";
 
-/** Call `opened(answer, name, text)` for every file, or `fail` with the reason if the server rejects one. */
+/** Call `opened(answer, name)` for every file, or `fail` with the reason if the server rejects one. */
 export function acceptFiles({ mostBytes, opened, fail }) {
   const open = async (files) => {
     for (const file of files) {
       try {
         if (file.size > mostBytes) throw new Error(`it is larger than the maximum of ${mostBytes / 2 ** 20} MiB`);
-        const text = await file.text();
-        opened(await ask("open", text), file.name, text);
+        opened(await ask("open", await file.text()), file.name);
       } catch (error) {
         fail(`${file.name}: ${error.message}`);
       }

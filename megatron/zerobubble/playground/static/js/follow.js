@@ -74,17 +74,3 @@ export class Passes {
     return path;
   }
 }
-
-/** The time of every kind in a range of time, and what is idle of it: {name: ms, idle: ms}. */
-export function sums({ ranks }, names, [from, to]) {
-  const found = { idle: ranks.length * (to - from) };
-  for (const { starts, ends, kinds } of ranks) {
-    for (let i = 0; i < starts.length; i++) {
-      const inside = Math.min(to, ends[i]) - Math.max(from, starts[i]);
-      if (inside <= 0) continue;
-      found[names[kinds[i]]] = (found[names[kinds[i]]] ?? 0) + inside;
-      found.idle -= inside;
-    }
-  }
-  return found;
-}

@@ -1,23 +1,17 @@
 // The page: a form, up to three slots with a search each, and their results.
 
 import { ask, choices as askChoices } from "./api.js";
-import { Curve } from "./curve.js";
-import { Deviations } from "./deviations.js";
 import { byId, debounced, fill, make, seen } from "./dom.js";
 import { acceptFiles } from "./files.js";
 import { results, verdict } from "./metrics.js";
-import { FIGURES, ModelForm } from "./model.js";
-import { brief, roughly } from "./numbers.js";
+import { FIGURES, ModelForm, hasAllToAlls } from "./model.js";
+import { brief } from "./numbers.js";
 import { Pareto } from "./pareto.js";
-import { Playback } from "./playback.js";
-import { slide } from "./sliders.js";
 import { Slot } from "./slot.js";
 import { Stages, uniform } from "./stages.js";
-import { CHOICES, LISTS, MOST_SLOTS, NUMBERS, fromQuery, slot as slotConfig, toQuery } from "./state.js";
-import { firstStory, tell } from "./stories.js";
+import { CHOICES, MOST_SLOTS, NUMBERS, fromQuery, slot as slotConfig, toQuery } from "./state.js";
 import { copy, takeAlong } from "./downloads.js";
 import { Timelines } from "./timelines.js";
-import { Unequal, adopted, adoptedLinks } from "./unequal.js";
 
 const WAIT_MS = 250;
 
@@ -32,20 +26,14 @@ class Playground {
     this.waiting = new Set();
     this.runWaiting = debounced(() => this.runAll([...this.waiting]), WAIT_MS);
     const root = byId("timelines");
-    const parts = { root, legend: byId("legend"), tip: byId("tip"), announcer: byId("announcer"), summed: byId("sums"), tall: byId("tall") };
+    const parts = { root, legend: byId("legend"), tip: byId("tip"), announcer: byId("announcer"), tall: byId("tall") };
     this.timelines = new Timelines(parts, choices);
-    this.playback = new Playback({ button: byId("play"), time: byId("time") }, (share) => this.timelines.showUntil(share));
-    this.curve = new Curve(byId("curve"));
-    this.deviations = new Deviations(
-      { root: byId("deviations"), plans: byId("deviations-plan"), traces: byId("deviations-trace"), result: byId("deviations-result") },
-      (key, rank, step) => this.timelines.jump(key, rank, step),
-    );
     this.pareto = new Pareto(
       { root: byId("pareto"), button: byId("pareto-run"), status: byId("pareto-status") },
       { state: this.state, choose: (point) => this.choosePoint(point) },
     );
     this.stages = new Stages(
-      { box: byId("stages-table"), fill: byId("stages-fill"), clear: byId("stages-clear"), note: byId("stages-note"), device: byId("stages-device") },
+      { box: byId("stages-table"), fill: byId("stages-fill"), clear: byId("stages-clear"), note: byId("stages-note") },
       { state: this.state, usual: () => this.usualStages(), changed: () => this.changed() },
     );
     this.model = new ModelForm(byId("model"), choices.models, {
@@ -54,12 +42,6 @@ class Playground {
       adopted: () => this.render(),
       fail: (message) => this.notify(message),
     });
-    this.unequal = new Unequal(this.form, { state: this.state, drawnTokens: () => this.drawnTokens() });
-    this.sliders = [
-      slide(this.form.p, "pipeline ranks", () => choices.limits.ranks),
-      slide(this.form.m, "microbatches", () => choices.limits.microbatches),
-      slide(this.form.w, "W", () => Math.max(2 * this.state.f, this.state.w) || 1),
-    ];
     this.fillForm();
     this.listen();
     this.begin();
@@ -69,11 +51,6 @@ class Playground {
   begin() {
     for (const config of this.state.slots) this.addSlot(config);
     this.baseline = this.slots[this.state.baseline];
-    tell(byId("story"), this.state, this.choices.models.shapes, () => {
-      this.state.story = 0;
-      byId("story").hidden = true;
-      this.keepLink();
-    });
     this.keepLink();
     // The first picture as soon as possible: the other searches begin when it is there.
     const [first, ...rest] = this.slots;
@@ -110,15 +87,14 @@ class Playground {
   fillForm() {
     const { efforts, objectives } = this.choices;
     this.form.objective.replaceChildren(...objectives.map(({ name, label }) => make("option", { value: name }, label)));
-    this.form.effort.replaceChildren(...efforts.map((value) => make("option", { value }, value)));
-    this.estimate();
+    const names = { drawn: "hand-written schedule, no search" };
+    this.form.effort.replaceChildren(...efforts.map((value) => make("option", { value }, names[value] ?? value)));
     this.render();
   }
 
   /** Copy the state into the form. */
   render() {
-    for (const name of [...NUMBERS, ...CHOICES, ...LISTS]) fill(this.form[name], this.state[name]);
-    this.unequal.render();
+    for (const name of [...NUMBERS, ...CHOICES]) fill(this.form[name], this.state[name]);
     this.model.render();
     this.showSources();
     this.disable();
@@ -127,30 +103,13 @@ class Playground {
   /** Fields whose values are not in force are disabled: a table of costs per stage replaces those of a rank. */
   disable() {
     for (const name of ["f", "b", "w", "a"]) this.form[name].disabled = this.state.table !== null;
-    for (const follow of this.sliders) follow();
+    this.form.ep.disabled = !hasAllToAlls(this.state);
   }
 
   /** Say of each figure how sure it is. */
   showSources() {
     for (const badge of this.form.querySelectorAll("[data-source]")) badge.textContent = this.model.source(badge.dataset.source);
     byId("remark").textContent = this.model.remark;
-  }
-
-  /** Write beside each effort how long its searches take for the schedules and the size that are chosen now. */
-  estimate() {
-    const searched = this.slots.filter(({ isOpened, seconds }) => !isOpened && seconds);
-    for (const option of this.form.effort.options) {
-      const times = searched.map(({ seconds }) => seconds[option.value] ?? 0);
-      // Searches share the cores of the server.
-      const total = Math.max(0, ...times, times.reduce((sum, time) => sum + time, 0) / this.choices.num_searches);
-      if (option.value === "drawn") option.textContent = this.isUnequal ? "hand-written, microbatches assigned" : "hand-written schedule, no search";
-      else if (!searched.length) option.textContent = option.value;
-      else option.textContent = `${option.value}, ${total ? `about ${roughly(total)}` : "nothing to search"}`;
-    }
-  }
-
-  get isUnequal() {
-    return this.state.lengths !== "equal" || this.state.links !== "one";
   }
 
   listen() {
@@ -179,11 +138,10 @@ class Playground {
     });
     byId("find").addEventListener("input", () => this.timelines.light({ microbatch: this.found }));
     byId("find").addEventListener("keydown", (event) => event.key === "Enter" && this.found !== null && this.timelines.nextOf(this.found));
-    byId("learn").href = firstStory(this.choices.models.shapes);
     window.addEventListener("hashchange", () => this.again());
     byId("link").addEventListener("click", () =>
-      copy(link(this.choices.published)).then(
-        () => this.notify(`The link is copied. ${whereItOpens(this.choices.published)}`, "good"),
+      copy(location.href).then(
+        () => this.notify(`The link is copied. ${isOwn() ? HERE : "It opens for everybody who reaches this site."}`, "good"),
         (error) => this.notify(error.message),
       ),
     );
@@ -195,7 +153,7 @@ class Playground {
     this.listenToTheme();
     acceptFiles({
       mostBytes: this.choices.limits.body_bytes,
-      opened: (answer, name, text) => this.opened(answer, name, text),
+      opened: (answer, name) => this.opened(answer, name),
       fail: (message) => this.notify(message),
     });
   }
@@ -215,16 +173,8 @@ class Playground {
 
   /** Copy the form into the state after a field changed. A value that the browser rejects is left out until it is valid. */
   take(changed) {
-    this.state.lengths = this.form.lengths.value;
-    this.state.links = this.form.links.value;
-    for (const name of LISTS) {
-      this.state[name] = this.form[name].value;
-      seen(this.form[name]);
-    }
-    this.unequal.take();
     for (const name of NUMBERS) {
       const field = this.form[name];
-      if (field.closest("[hidden]") || field.readOnly) continue;
       if (!field.checkValidity()) return this.notify(`${field.closest("label").textContent.trim()}: ${field.validationMessage}`);
       this.state[name] = Number(field.value);
       seen(field);
@@ -236,7 +186,6 @@ class Playground {
     if (this.state.model && (changed === "p" || changed === "m")) this.model.estimate();
     this.model.render();
     this.showSources();
-    for (const follow of this.sliders) follow();
     return this.changed();
   }
 
@@ -263,7 +212,6 @@ class Playground {
       this.waiting.delete(slot);
       if (this.slots.includes(slot) && !slot.isOpened) slot.run(this.state);
     }
-    if (!this.rest.length) this.drawCurve(); // hand-written orders take no search
     this.updateBusy();
   }
 
@@ -280,7 +228,6 @@ class Playground {
         this.show();
         this.runRest();
       },
-      started: () => this.estimate(),
       removed: () => this.removeSlot(slot),
     });
     this.slots.push(slot);
@@ -297,7 +244,6 @@ class Playground {
     this.runRest();
     if (this.baseline === slot) this.baseline = this.slots[0];
     this.count();
-    this.estimate();
     this.keepLink();
     this.show();
   }
@@ -319,8 +265,8 @@ class Playground {
   show() {
     const shown = this.slots
       .filter(({ drawing }) => drawing)
-      .map(({ key, letter, name, drawing, commands, trace, limit, isOpened }) => {
-        return { key, letter: letter.textContent, name: isOpened ? name : titleOf(drawing), drawing, commands, trace, limit };
+      .map(({ key, letter, name, drawing, commands, limit, isOpened }) => {
+        return { key, letter: letter.textContent, name: isOpened ? name : titleOf(drawing), drawing, commands, limit };
       });
     const panels = shown.map(({ key, letter, drawing, commands, limit }) => ({
       key,
@@ -336,15 +282,6 @@ class Playground {
     if (byId("verdict").textContent !== sentence) byId("verdict").textContent = sentence;
     byId("metrics").replaceChildren(...this.mistakes(), ...(shown.length ? results(shown, base, this.state.objective, this.model.error) : []));
     this.offerBaselines(shown, base);
-    this.deviations.offer(shown);
-    if (!this.rest.length) this.drawCurve();
-  }
-
-  /** The speed-up over m of all schedules that are planned, against the baseline if it is. */
-  drawCurve() {
-    const planned = this.slots.filter((slot) => !slot.isOpened && slot !== this.baseline);
-    const configs = planned.map(({ config, letter }) => ({ ...config, letter: letter.textContent }));
-    this.curve.update(this.state, configs, this.baseline?.isOpened ? null : this.baseline?.config);
   }
 
   /** The microbatch that is looked for; null: none. */
@@ -385,29 +322,20 @@ class Playground {
     return uniform(this.state, Math.max(this.state.p, ...planned.map(({ drawing }) => drawing.costs.forward_ms.length)));
   }
 
-  /** The lengths of a plan on the page, as the data came; none if all are equal. */
-  drawnTokens() {
-    const { m } = this.state;
-    return this.slots.map(({ drawing }) => drawing?.costs.microbatches?.tokens ?? []).find(({ length }) => length === m) ?? [];
-  }
-
   /** Show a file that the server has read. */
-  opened(answer, name, text) {
+  opened(answer, name) {
     if (answer.kind === "costs") return this.adoptCosts(answer, name);
-    if (answer.kind === "links") return this.adoptLinks(answer, name);
     if (answer.kind === "model") {
       this.model.open(answer.layers);
-      return this.notify(`${name}: ${answer.verdict}.`, "good");
+      return this.notify(`${name}: ${answer.num_layers} layers.`, "good");
     }
-    const isTrace = answer.kind === "trace";
-    this.place().open({ name, drawings: answer.drawings, trace: isTrace ? text : null });
-    const { num_ranks, num_microbatches, costs, attention_share } = answer.drawings[answer.drawings.length - 1];
-    const given = { num_ranks, num_microbatches, costs, attention_share };
-    const said = `${name}: ${answer.verdict || "opened"}.`;
-    if (isTrace) {
+    this.place().open({ name, drawings: answer.drawings });
+    const { num_ranks, num_microbatches, costs } = answer.drawings[answer.drawings.length - 1];
+    const given = { num_ranks, num_microbatches, costs };
+    if (answer.kind === "trace") {
       this.adoptCosts(given, name); // so that the baseline is that of the run
-      this.notify(`${said} The schedules are planned for its costs.`, "good");
-    } else this.notify(said, "good", ["Plan for its costs", () => this.adoptCosts(given, name)]);
+      this.notify(`${name}: opened. The schedules are planned for its costs.`, "good");
+    } else this.notify(`${name}: opened.`, "good", ["Plan for its costs", () => this.adoptCosts(given, name)]);
     this.keepLink();
     return undefined;
   }
@@ -426,9 +354,9 @@ class Playground {
   }
 
   /** Plan with measured costs. */
-  adoptCosts({ costs, num_ranks: p, num_microbatches: m, attention_share: share, schedule, from, memory, verdict: said }, name) {
+  adoptCosts({ costs, num_ranks: p, num_microbatches: m, schedule, from }, name) {
     const { comm_ms: c, microbatches, links, all_to_all: [ofF, ofB] = [0, 0], wgrad_beside: _, ...kinds } = costs;
-    Object.assign(this.state, { model: null, own: "", ep: (ofF + ofB) / 2 }, p ? { p } : {}, m ? { m } : {}, adopted({ microbatches, links, comm_ms: brief(c) }, share, m));
+    Object.assign(this.state, { model: null, own: "", ep: (ofF + ofB) / 2, c: brief(c) }, p ? { p } : {}, m ? { m } : {});
     this.render();
     byId("stages").open = true;
     const isPlanned = this.slots.some((each) => !each.isOpened && each.config.schedule === schedule);
@@ -440,18 +368,10 @@ class Playground {
       if (info.num_chunks === null) target.config.chunks = kinds.forward_ms.length / this.state.p;
       target.render();
     }
-    const means = microbatches && !microbatches.tokens ? "; it has no lengths of its microbatches, so their means count" : "";
+    const means = microbatches || links ? "; its microbatches or links are unequal, so their means count" : "";
     const lost = ofF === ofB ? means : `${means}; all-to-alls take different shares of F and of B, so their mean counts`;
-    this.notify(`${name}: times of ${kinds.forward_ms.length} stages${from ? ` from ${from}` : ""}${lost}.${said ? ` ${said}.` : ""}`, "good");
-    this.stages.set(kinds, memory);
-  }
-
-  /** Plan for the links of a file, with the lengths in the form. */
-  adoptLinks({ links, num_ranks: p }, name) {
-    Object.assign(this.state, adoptedLinks(links));
-    this.render();
-    this.notify(`${name}: links of ${p} ranks.`, "good");
-    this.changed();
+    this.notify(`${name}: times of ${kinds.forward_ms.length} stages${from ? ` from ${from}` : ""}${lost}.`, "good");
+    this.stages.set(kinds);
   }
 
   /** Show the plan of a point of the Pareto front, and set the slot's options to those that lead to it. */
@@ -482,19 +402,10 @@ class Playground {
   }
 }
 
+const HERE = "It opens on this machine while this playground runs; behind # it fits any other playground's address.";
+
 /** Whether only this machine can open the page. */
 const isOwn = () => /^(localhost$|127\.|\[::1\])/.test(location.hostname) || location.protocol === "file:";
-
-/** An address that restores what is chosen: this page's, or the published one's where this is for this machine only. */
-function link(published) {
-  return published && isOwn() ? new URL(location.hash, published).href : location.href;
-}
-
-/** Who can open it. */
-function whereItOpens(published) {
-  if (published && isOwn()) return `It opens for everybody, on ${published}`;
-  return isOwn() ? "It opens on this machine while this playground runs; behind # it fits any other playground's address." : "It opens for everybody who reaches this site.";
-}
 
 /** A plan's schedule as its paper calls it, with the number of virtual stages where that is a choice. */
 function titleOf({ title, placement, num_chunks: v }) {

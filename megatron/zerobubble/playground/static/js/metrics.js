@@ -8,8 +8,8 @@ const TOLERANCE = 1e-6;
 const TIE = 1e-3;
 const UNEVEN = 1.2;
 
-/** Iteration time for an objective: of the plan that was made for it, if there was such a search, else of the plan on the page. */
-const time = (m, objective) => m.times_ms?.[objective] ?? m[`step_${objective}_ms`] ?? m[`${objective}_ms`];
+/** Iteration time of a plan, with what surrounds the passes where that is known. */
+const time = (m, objective) => m[`step_${objective}_ms`] ?? m[`${objective}_ms`];
 const peak = (m) => Math.max(...m.peak_memory);
 const times = (value) => `${value.toFixed(2)}×`;
 
@@ -33,8 +33,6 @@ const MORE = [
   ["span above its lower bound", ({ metrics: m }) => m.span_gap, percent, ""],
   ["bubble, lower bound", ({ metrics: m }, base, objective) => bubbles(m, objective)[1], percent, ""],
   ["idle share of the makespan", ({ metrics: m }) => m.idle_share, percent, "least"],
-  ["idle share in its own order with the data as it came", ({ metrics: m }) => m.came_idle_share, percent, ""],
-  ["speed-up over its own order with the data as it came", ({ metrics: m }) => m.came_makespan_ms / m.makespan_ms, times, ""],
   ["P2P messages per iteration", ({ metrics: m }) => m.num_messages, (value) => value.toLocaleString("en"), "least"],
   ["P2P messages relative to 1F1B", ({ metrics: m }) => m.relative_messages, times, ""],
 ];
@@ -150,14 +148,11 @@ function misfits(drawing) {
 
 /** What is not measured about a drawing. */
 export function caveats(drawing) {
-  const { derived_from: given, costs, memory_is_assumed: isAssumed, memory_limit: limit, metrics } = drawing;
+  const { derived_from: given, costs, memory_is_assumed: isAssumed } = drawing;
   const stages = costs.forward_ms.length;
   const found = imbalance(drawing);
   if (given) found.push(`costs of ${stages} stages, derived from those of ${given}: each is the sum of ${given / stages} consecutive ones`);
   if (isAssumed) found.push("activation memory is not in the trace; this assumes equal stages that keep all of it until W");
-  if (metrics.came_peak_memory > (limit ?? Infinity)) {
-    found.push(`its own order with the data as it came needs ${number(metrics.came_peak_memory)} of 1F1B's memory, more than the limit`);
-  }
   return found;
 }
 

@@ -171,6 +171,11 @@ export class ModelForm {
   }
 }
 
+/** Whether tokens may travel between experts: not in a dense model, nor where each rank has all experts. Unknown of a list of layers. */
+export function hasAllToAlls({ model }) {
+  return !model || Boolean(model.layers || model.preset) || (model.num_experts > 0 && model.expert_model_parallel_size > 1);
+}
+
 /** The part of a request that is about the model. */
 export function request({ p, m, model, own, ...state }) {
   const times = Object.fromEntries([...own].map((name) => [FIGURES[name], state[name]]));

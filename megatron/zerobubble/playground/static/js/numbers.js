@@ -30,20 +30,6 @@ function decimals(value, digits) {
   return Math.max(0, digits - 1 - Math.floor(Math.log10(rounded)));
 }
 
-/** A value with its sign. */
-export function signed(value, write = number) {
-  return `${value >= 0 ? "+" : "−"}${write(Math.abs(value))}`;
-}
-
-/** A duration in seconds, roughly. */
-export function roughly(seconds) {
-  if (seconds < 1.5) return "1 s";
-  if (seconds < 10) return `${Math.round(seconds)} s`;
-  if (seconds < 90) return `${5 * Math.round(seconds / 5)} s`;
-  if (seconds < 5400) return `${Math.round(seconds / 60)} min`;
-  return `${(seconds / 3600).toFixed(1)} h`;
-}
-
 /** The value that an input shows, without digits that nobody measures. */
 export function brief(value) {
   return Number(value.toPrecision(DIGITS));

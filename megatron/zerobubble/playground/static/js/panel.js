@@ -30,8 +30,6 @@ export class Panel {
     this.passes = make("canvas", { class: "passes", "aria-hidden": "true" });
     this.memory = make("canvas", { class: "memory", "aria-hidden": "true" });
     this.mark = make("div", { class: "mark", hidden: true });
-    this.cover = make("div", { class: "cover", hidden: true });
-    this.range = make("div", { class: "range", hidden: true });
     this.arrows = d3.create("svg").attr("class", "arrows").attr("aria-hidden", "true");
     this.chart = make(
       "div",
@@ -44,10 +42,8 @@ export class Panel {
       },
       this.passes,
       this.memory,
-      this.range,
       this.arrows.node(),
       this.mark,
-      this.cover,
     );
     this.chart.panel = this;
     this.emphasis = -1;
@@ -199,16 +195,6 @@ export class Panel {
     this.clipped(passes, view, rows, () => paintPasses(passes, this.drawing, view, ink, this.kinds, this.spans, this.lit(shown)));
     this.labels(passes, left, ink);
     this.paintHeld(view, ink, mostMemory, ticks);
-    const [from, to] = (shown.range?.panel === this ? shown.range.times : [0, 0]).map((time) => Math.max(left, Math.min(left + width, x(time))));
-    this.range.hidden = to <= from;
-    Object.assign(this.range.style, { left: `${from}px`, width: `${to - from}px` });
-    this.showUntil(shown.time);
-  }
-
-  /** Cover what is after a time; null: nothing. */
-  showUntil(time) {
-    this.cover.hidden = time === null;
-    if (time !== null) this.cover.style.left = `${Math.max(this.view.left, this.view.x(time))}px`;
   }
 
   /** Draw the chain of a pass, and arrows from what it needs and to what needs it; null: none. */

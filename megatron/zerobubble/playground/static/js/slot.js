@@ -5,19 +5,18 @@ import { make } from "./dom.js";
 import { problem } from "./state.js";
 
 const LEAST_LIMIT = 0.1;
-const MOST_LIMIT = 2.5; // for equal microbatches
+const MOST_LIMIT = 2.5;
 
 export class Slot {
-  /** Callbacks: `changed` after the options changed, `arrived` when there is something new to show, `started` when a search began, `removed` to remove the slot. */
-  constructor(key, choices, config, { changed, arrived, started, removed }) {
-    Object.assign(this, { key, choices, config, changed, arrived, started });
+  /** Callbacks: `changed` after the options changed, `arrived` when there is something new to show, `removed` to remove the slot. */
+  constructor(key, choices, config, { changed, arrived, removed }) {
+    Object.assign(this, { key, choices, config, changed, arrived });
     this.drawing = null;
     this.commands = null;
     this.error = "";
     this.verdict = "";
     this.controller = null;
     this.file = null;
-    this.seconds = null; // per effort, how long a search takes
     const names = choices.schedules.map(({ name, title, description }) => make("option", { value: name, title: description }, title));
     this.select = make("select", { "aria-label": "schedule", change: () => this.take() }, ...names);
     this.limited = make("input", { type: "checkbox", change: () => this.take() });
@@ -69,12 +68,7 @@ export class Slot {
   get limit() {
     if (this.isOpened) return null;
     if (this.config.limit !== null || this.config.schedule !== "auto") return this.config.limit;
-    return this.drawing?.memory_limit ?? this.choices.auto_memory_limit; // of unequal microbatches it depends on their lengths
-  }
-
-  /** The text of the trace that it shows, or null. */
-  get trace() {
-    return this.file?.trace ?? null;
+    return this.choices.auto_memory_limit;
   }
 
   get info() {
@@ -149,7 +143,7 @@ export class Slot {
     this.element.setAttribute("role", "group");
   }
 
-  /** Show a file instead of a search: {name, drawings, trace}; of several iterations the last one, until another is picked. */
+  /** Show a file instead of a search: {name, drawings}; of several iterations the last one, until another is picked. */
   open(file) {
     this.cancel();
     this.file = file;
@@ -185,18 +179,10 @@ export class Slot {
       let spent = 0;
       for await (const event of listen("search", problem(state, this.config), controller.signal)) {
         if (controller !== this.controller) return; // it was on its way when a newer search began
-        if (event.event === "started") {
-          this.seconds = event.seconds;
-          this.started();
-        }
         if (event.event === "best") {
           spent = event.spent;
           this.verdict = event.verdict;
           if (event.drawing) this.adopt(event);
-        }
-        if (event.event === "times") {
-          spent = event.spent;
-          this.drawing.metrics.times_ms = event.times_ms;
         }
         if (event.event === "stopped") this.verdict = event.message;
         this.progress(spent, event);

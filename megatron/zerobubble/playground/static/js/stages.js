@@ -7,7 +7,7 @@ import { TABLE_KINDS } from "./state.js";
 const HEADS = ["stage", "F ms", "B ms", "W ms", "M_B", "M_W"];
 
 export class Stages {
-  /** `parts`: {box, fill, clear, note, device}; `usual()` promises the costs of a new table. */
+  /** `parts`: {box, fill, clear, note}; `usual()` promises the costs of a new table. */
   constructor(parts, { state, usual, changed }) {
     Object.assign(this, parts);
     this.state = state;
@@ -17,10 +17,9 @@ export class Stages {
     this.render();
   }
 
-  /** Set the table, {kind: values}, or null for uniform costs; `held`: the memory of the run that it was measured in, if it is known. */
-  set(values, held = null) {
+  /** Set the table, {kind: values}, or null for uniform costs. */
+  set(values) {
     this.state.table = values;
-    this.state.held = held;
     this.render();
     this.changed();
   }
@@ -28,7 +27,6 @@ export class Stages {
   render() {
     const values = this.state.table;
     this.clear.disabled = !values;
-    this.device.hidden = !(values && this.state.held && !this.state.held.is_cpu);
     this.note.textContent = values ? `(${values.forward_ms.length} stages)` : "";
     if (!values) return this.box.replaceChildren();
     const rows = values.forward_ms.map((_, stage) => [

@@ -1,28 +1,24 @@
 // The state of the form, and its encoding in the hash of a link, which no server sees.
 
-import { FIGURES, request } from "./model.js";
-import { countOf, unequal } from "./unequal.js";
+import { FIGURES, hasAllToAlls, request } from "./model.js";
 
 export const MOST_SLOTS = 3;
 export const TABLE_KINDS = ["forward_ms", "backward_ms", "wgrad_ms", "activation", "activation_after_backward"];
 
 const TIMES = { p: 8, m: 24, f: 1, b: 1, w: 1, c: 0, a: 1 };
-const GPU = { gib: 79 }; // of an H100, in GiB
-const UNEQUAL = { share: 0, mean: 4096, cv: 0.6, seed: 0, node: 4, between: 1, bytes: 0, ep: 0 };
+const EXPERTS = { ep: 0 }; // share of all-to-alls in F and in B
 const STEP = { reduce: 0, gather: 0, optimizer: 0, snapshot: 0 }; // ms of a rank and iteration, around the passes
-const SCALARS = { ...TIMES, ...UNEQUAL, ...GPU, ...STEP };
+const SCALARS = { ...TIMES, ...EXPERTS, ...STEP };
 // The objective is that of a run without --enable-optimizer-post-validation.
-const WORDS = { objective: "makespan", effort: "fast", lengths: "equal", links: "one" };
-const TEXTS = { tokens: "", latency: "", bandwidth: "" };
+const WORDS = { objective: "makespan", effort: "fast" };
 
-/** The names of the form's fields that are numbers, choices and texts. */
+/** The names of the form's fields that are numbers and choices. */
 export const NUMBERS = Object.keys(SCALARS);
 export const CHOICES = Object.keys(WORDS);
-export const LISTS = Object.keys(TEXTS);
 
 /** The state of a new page. */
 export function defaults() {
-  return { ...SCALARS, ...WORDS, ...TEXTS, model: null, own: "", story: 0, table: null, held: null, baseline: 0, slots: [slot("1f1b"), slot("zbv")] };
+  return { ...SCALARS, ...WORDS, model: null, own: "", table: null, baseline: 0, slots: [slot("1f1b"), slot("zbv")] };
 }
 
 /** A schedule to plan. With `limit` null the memory limit is the schedule's own. */
@@ -37,16 +33,13 @@ export function toQuery(state) {
     const isEstimated = state.model && name in FIGURES && !state.own.includes(name);
     if (state[name] !== usual && !isEstimated) query.set(name, String(state[name]));
   }
-  for (const name of LISTS) if (state[name].trim()) query.set(name, packed(state[name]));
   for (const { schedule, limit, chunks, pending, slices } of state.slots) {
     query.append("s", [schedule, limit ?? "", chunks ?? "", pending, slices ?? ""].join("~").replace(/~+$/, ""));
   }
   if (state.model) query.set("model", JSON.stringify(state.model));
   if (state.model && state.own) query.set("own", state.own);
-  if (state.story) query.set("story", String(state.story));
   if (state.baseline) query.set("base", String(state.baseline));
   if (state.table) query.set("t", TABLE_KINDS.map((kind) => state.table[kind].join("_")).join("~"));
-  if (state.table && state.held) query.set("held", [state.held.microbatch_bytes, ...state.held.static_bytes, ...(state.held.is_cpu ? ["cpu"] : [])].join("_"));
   return query.toString();
 }
 
@@ -57,10 +50,6 @@ export function fromQuery(search, { schedules, objectives, efforts }) {
   for (const name of Object.keys(SCALARS)) state[name] = numberOr(query.get(name), state[name]);
   if (objectives.some(({ name }) => name === query.get("objective"))) state.objective = query.get("objective");
   if (efforts.includes(query.get("effort"))) state.effort = query.get("effort");
-  if (["log-normal", "list"].includes(query.get("lengths"))) state.lengths = query.get("lengths");
-  if (["nodes", "matrix"].includes(query.get("links"))) state.links = query.get("links");
-  for (const name of LISTS) state[name] = (query.get(name) ?? "").replaceAll("_", " ").replaceAll("~", "\n");
-  if (state.lengths === "list") state.m = countOf(state) || state.m;
   const known = new Set(schedules.map((schedule) => schedule.name));
   const slots = query.getAll("s").map((text) => text.split("~")).filter(([name]) => known.has(name));
   if (slots.length) {
@@ -74,9 +63,7 @@ export function fromQuery(search, { schedules, objectives, efforts }) {
   state.baseline = baseline in state.slots ? baseline : 0;
   state.model = readModel(query.get("model"));
   state.own = state.model ? (query.get("own") ?? "").replace(/[^fbwca]/g, "") : "";
-  state.story = numberOr(query.get("story"), 0);
   state.table = readTable(query.get("t"));
-  state.held = state.table && readHeld(query.get("held"));
   return state;
 }
 
@@ -92,12 +79,11 @@ export function problem(state, { schedule, limit, chunks, pending, slices }) {
     num_chunks: chunks,
     num_slices: slices ?? 1,
     max_pending_backward: pending || null,
-    ...unequal(state),
   };
+  if (state.ep && hasAllToAlls(state)) body.all_to_all = state.ep;
   const step = Object.keys(STEP).filter((name) => state[name]);
   if (step.length) body.step = Object.fromEntries(step.map((name) => [`${name}_ms`, state[name]]));
   if (state.model) Object.assign(body, { model: state.model, times: request(state).times });
-  if (state.table && state.held) body.run_memory = { ...state.held, device_gib: state.gib };
   if (state.table) return { ...body, stages: { ...state.table, comm_ms: state.c } };
   if (state.model) return body;
   const times = {
@@ -108,11 +94,6 @@ export function problem(state, { schedule, limit, chunks, pending, slices }) {
     activation_after_backward: state.a,
   };
   return { ...body, times };
-}
-
-/** A list or a matrix for an address: its numbers joined by _, its lines by ~. */
-function packed(text) {
-  return text.trim().split("\n").map((line) => line.trim().split(/[\s,;]+/).join("_")).join("~");
 }
 
 /** An object of numbers and names, or with layers; the planner checks the rest. */
@@ -131,14 +112,6 @@ function readTable(text) {
   const fits = lists.length === TABLE_KINDS.length && lists.every((list) => list.length === lists[0].length);
   if (!fits || lists.flat().some((value) => !Number.isFinite(value))) return null;
   return Object.fromEntries(TABLE_KINDS.map((kind, index) => [kind, lists[index]]));
-}
-
-/** The memory of a run: bytes of a microbatch, and of every rank besides. */
-function readHeld(text) {
-  const words = (text ?? "").split("_");
-  const isCpu = words.at(-1) === "cpu";
-  const [bytes, ...ranks] = (isCpu ? words.slice(0, -1) : words).map(Number);
-  return ranks.length && [bytes, ...ranks].every(Number.isFinite) ? { microbatch_bytes: bytes, static_bytes: ranks, is_cpu: isCpu } : null;
 }
 
 function numberOr(text, otherwise) {

@@ -1,8 +1,6 @@
 // Up to three timelines below each other on one time axis: zooming and panning apply to all of them.
 
 import { beforePaint, make } from "./dom.js";
-import { sums } from "./follow.js";
-import { milliseconds, percent } from "./numbers.js";
 import { Panel } from "./panel.js";
 import { word } from "./words.js";
 
@@ -11,13 +9,13 @@ const MOST_ZOOM = 4000;
 const ZOOM_STEP = 1.6;
 
 export class Timelines {
-  /** `parts`: elements {root, legend, tip, announcer, summed, tall}; `choices`: the colors. */
+  /** `parts`: elements {root, legend, tip, announcer, tall}; `choices`: the colors. */
   constructor(parts, choices) {
     Object.assign(this, parts);
     this.choices = choices;
     this.panels = [];
     this.selected = null;
-    this.shown = { microbatch: null, isCritical: false, range: null, time: null };
+    this.shown = { microbatch: null, isCritical: false };
     this.transform = d3.zoomIdentity;
     this.repaint = beforePaint(() => this.paint());
     this.zoom = d3
@@ -35,7 +33,6 @@ export class Timelines {
     this.root.addEventListener("pointerleave", () => this.choose(null));
     this.root.addEventListener("click", (event) => this.point(event));
     this.root.addEventListener("keydown", (event) => this.key(event));
-    this.root.addEventListener("pointerdown", (event) => this.selectRange(event));
     this.root.addEventListener("focusout", () => this.choose(null));
     this.tall.addEventListener("click", () => {
       this.tall.setAttribute("aria-pressed", String(this.tall.getAttribute("aria-pressed") === "false"));
@@ -58,7 +55,6 @@ export class Timelines {
       return isSame ? old : new Panel(shown, this.choices.kinds, this.choices.spans);
     });
     if (this.selected && !this.panels.includes(this.selected.panel)) this.choose(null);
-    if (this.shown.range && !this.panels.includes(this.shown.range.panel)) this.setRange(null);
     arrange(this.root, this.panels.map((panel) => panel.element));
     this.explain();
     this.repaint();
@@ -157,56 +153,8 @@ export class Timelines {
     if (passes.length) this.goTo(panel, passes[(at + 1) % passes.length]);
   }
 
-  /** Select a range of time with Shift and the mouse. */
-  selectRange(event) {
-    const panel = event.target.closest(".chart")?.panel;
-    if (!panel || !event.shiftKey || event.button) return;
-    const time = ({ clientX }) => {
-      const { x, left, width } = panel.view;
-      const px = clientX - panel.chart.getBoundingClientRect().left;
-      return Math.max(0, Math.min(panel.drawing.length_ms, x.invert(Math.max(left, Math.min(left + width, px)))));
-    };
-    const from = time(event);
-    const move = (moved) => this.setRange({ panel, times: [from, time(moved)].sort((one, other) => one - other) });
-    const done = () => this.root.removeEventListener("pointermove", move);
-    this.root.addEventListener("pointermove", move);
-    window.addEventListener("pointerup", done, { once: true });
-    this.setRange(null);
-    event.preventDefault();
-  }
-
-  /** Mark a range of time {panel, times} and give its sums; null: none. */
-  setRange(range) {
-    this.shown.range = range;
-    this.summed.textContent = "";
-    if (range) {
-      const [from, to] = range.times;
-      const { idle, ...kinds } = sums(range.panel.drawing, range.panel.kinds.map(({ name }) => name), range.times);
-      const whole = range.panel.drawing.num_ranks * (to - from) || 1;
-      const parts = Object.entries({ ...kinds, idle }).map(([name, ms]) => `${name} ${milliseconds(ms)} (${percent(ms / whole)})`);
-      this.summed.textContent = `${range.panel.shown.letter}, ${milliseconds(from)} to ${milliseconds(to)}, all ranks: ${parts.join(", ")}`;
-    }
-    this.repaint();
-  }
-
-  /** Begin or end the range at the selected pass. */
-  edge(isEnd) {
-    if (!this.selected) return;
-    const { panel, rank, index } = this.selected;
-    const { starts, ends } = panel.drawing.ranks[rank];
-    const [from, to] = this.shown.range?.panel === panel ? this.shown.range.times : [0, panel.drawing.length_ms];
-    const times = isEnd ? [Math.min(from, ends[index]), ends[index]] : [starts[index], Math.max(to, starts[index])];
-    this.setRange({ panel, times });
-  }
-
   get length() {
     return Math.max(0, ...this.panels.map(({ drawing }) => drawing.length_ms));
-  }
-
-  /** Show the timelines until a share of the longest; 1: all. */
-  showUntil(share) {
-    this.shown.time = share >= 1 ? null : share * this.length;
-    for (const panel of this.panels) if (panel.view) panel.showUntil(this.shown.time);
   }
 
   key(event) {
@@ -252,20 +200,6 @@ export class Timelines {
     }
   }
 
-  /** Zoom to a pass of a panel by key, from somewhere else on the page. */
-  jump(key, rank, index) {
-    const panel = this.panels.find((each) => each.shown.key === key);
-    if (!panel) return;
-    panel.chart.scrollIntoView({ block: "center" });
-    panel.chart.focus({ preventScroll: true });
-    const { starts, ends } = panel.drawing.ranks[rank];
-    const shown = 24 * Math.max(ends[index] - starts[index], panel.drawing.length_ms / MOST_ZOOM);
-    const { length } = this;
-    d3.select(this.root).call(this.zoom.scaleTo, clamp(length / shown, MOST_ZOOM));
-    this.paint();
-    this.goTo(panel, { rank, index });
-  }
-
   /** Zoom around the selected pass, so that it stays in sight; without one around the middle. */
   scaleBy(factor) {
     let around;
@@ -300,8 +234,6 @@ const ZOOMS = {
   s: (lines) => lines.scaleBy(1 / ZOOM_STEP),
   a: (lines) => lines.panBy(0.2),
   d: (lines) => lines.panBy(-0.2),
-  "[": (lines) => lines.edge(false),
-  "]": (lines) => lines.edge(true),
 };
 
 /** Make `elements` the children of `root`; those that stay are not moved, as a moved one would lose the focus. */
