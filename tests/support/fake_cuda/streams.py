@@ -1,8 +1,8 @@
 """`torch.cuda.Stream`, `torch.cuda.Event` and the current stream of each thread. All work has ended when it is queued.
 
-What these cannot show: order between streams, and work that ends later (`tests.support.fake_nccl` has both); torch hands out 32
-streams per priority in turn, so that the 33rd is the first again, here each is new. Priorities change nothing. Events of other
-processes and CUDA graphs are missing.
+What these cannot show: order between streams, and work that ends later (for transfers `tests.support.fake_nccl` has both); torch
+hands out 32 streams per priority in turn, so that the 33rd is the first again, here each is new. Priorities change nothing.
+Events of other processes and CUDA graphs are missing.
 """
 
 from __future__ import annotations
