@@ -31,6 +31,7 @@ WITHOUT_CUDA: dict[str, Any] = {
     "model.persist_layer_norm": False,
     "model.bias_dropout_fusion": False,
     "model.cross_entropy_loss_fusion": False,
+    "model.apply_rope_fusion": False,
 }
 """What Bridge gets on a machine without CUDA: fused kernels that are compiled for a GPU."""
 SMALL: dict[str, Any] = {
