@@ -48,7 +48,7 @@ def _agree(actual: dict[str, tuple[str, ...]], expected: dict[str, tuple[str, ..
     "Your own script",
     "Megatron-LM's own `pretrain()`, by a script that knows nothing of this package: ZB-H1 and ZBV with the distributed "
     "optimizer and overlapped reduction, ZB-H2, ZBV untied with `--rerun-mode validate_results`, ZBV with tensor parallelism "
-    "2, ZB-W, V-Half in bf16 with per-token loss: the log of stock 1F1B, evaluation and TensorBoard too "
+    "2, ZB-W, V-Half in bf16 with per-token loss: the log of stock 1F1B, evaluation too "
     "(`make test MCORE=0.19.2`)",
     "works, in every printed digit (tied under V: 4e-6, after steps of Adam in proportion to them)",
 )
