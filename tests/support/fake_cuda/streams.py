@@ -80,14 +80,6 @@ class Stream:
         """Whether a CUDA graph is being captured on it: never."""
         return False
 
-    def query(self) -> bool:
-        self._owner.called("Stream.query")
-        return True
-
-    def synchronize(self) -> None:
-        self._owner.called("Stream.synchronize")
-        self._owner.host_waits("Stream.synchronize")
-
 
 class Event:
     def __init__(
