@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import importlib
 import warnings
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ import megatron.zerobubble
 from tests.frameworks.recipes import RECIPES
 from tests.support.mamba import stand_ins
 from tests.support.megatron_lm import loop_of_its_own
+from tests.support.stock import example
 from tests.support.transformer_engine import attention
 from tests.support.transformer_engine.graphs import CUDAGraph
 from tests.support.transformer_engine.userbuffers import initialized
@@ -31,6 +31,7 @@ WITHOUT_CUDA: dict[str, Any] = {
     "model.persist_layer_norm": False,
     "model.bias_dropout_fusion": False,
     "model.cross_entropy_loss_fusion": False,
+    "model.apply_rope_fusion": False,
 }
 """What Bridge gets on a machine without CUDA: fused kernels that are compiled for a GPU."""
 SMALL: dict[str, Any] = {
@@ -153,25 +154,9 @@ def userbuffers() -> Iterator[None]:
 
 
 def initialize_weights(chunks: list[Any]) -> list[Any]:
-    """Draw each matrix by its name and its layer's number, a tied head as the embedding: placements are then comparable."""
+    """Draw each matrix by its name and its layer's number: placements are then comparable."""
     for chunk in chunks:
-        numbers = {
-            f"{name}.": layer.layer_number
-            for name, layer in chunk.named_modules()
-            if name.startswith("decoder.layers.") and name.count(".") == 2
-        }
-        for name, weight in chunk.named_parameters():
-            for prefix, number in numbers.items():
-                if name.startswith(prefix):
-                    name = f"decoder.layer {number}.{name.removeprefix(prefix)}"
-                    break
-            if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
-                name = "embedding.word_embeddings.weight"
-            if weight.dim() > 1:
-                digest = hashlib.sha256(name.encode()).digest()
-                generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "big"))
-                with torch.no_grad():
-                    weight.copy_(0.02 * torch.randn(weight.shape, generator=generator))
+        example().initialize_weights(chunk)
     return chunks
 
 

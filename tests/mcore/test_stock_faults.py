@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import io
-import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron.zerobubble.mcore.compat import imported_version
 from megatron.zerobubble.mcore.stock_faults import warned_of_wrong_gradients, wrong_gradients
 from tests.support.comparisons import compare
 from tests.support.gpt import Case, Trainer
 from tests.support.ranks import RankPool
-from tests.training.launch import ROOT
 
 pytestmark = pytest.mark.claims(
     "Your own script",
@@ -64,23 +59,6 @@ def test_wrong_gradients_are_announced_and_right_ones_are_not(four_ranks: RankPo
         assert found[0][1][0].startswith(
             "zero bubble: megatron-core's interleaved 1F1B trains on wrong gradients here: with 2 pipeline ranks"
         )
-
-
-def test_what_is_reported_of_the_schedule_plan_holds() -> None:
-    """docs/upstream.md; a release in which it ends with 0 has mended it."""
-    if not imported_version().startswith("0.19."):
-        pytest.skip("the script is for megatron-core 0.19")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", ROOT / "examples" / "upstream_schedule_plan.py"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 1, done.stderr
-    experts, dense = re.findall(r"loss (\S+), by the plan (\S+), which ran the final norm (\d) times", done.stdout)
-    assert experts[0] == experts[1]
-    assert dense[0] != dense[1]
-    assert (experts[2], dense[2]) == ("1", "0")
 
 
 @pytest.mark.parametrize("changes", [{"overlap_p2p_comm": True}, {"batch_p2p_comm": False}, {"use_ring_exchange_p2p": True}])

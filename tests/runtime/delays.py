@@ -38,7 +38,7 @@ class Late:
 
 
 class WaitingLinks:
-    """Links that wait for every send where it is issued: what rule 3 forbids."""
+    """Links that wait for every send where it is issued."""
 
     def __init__(self, links: P2PLinks) -> None:
         self._links = links

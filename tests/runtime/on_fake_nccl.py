@@ -119,7 +119,7 @@ def _group_of_replicas(rank: int, num_ranks: int) -> dist.ProcessGroup:
 class Setup:
     """How an iteration is run, and what is changed in it. The fields are called on each rank.
 
-    Each of our rules is broken by one of these, so that what runs without changes is our code as it is.
+    Rules are broken by these, so that what runs without changes is our code as it is.
     """
 
     links: Callable[[P2PLinks], P2PLinks] = lambda links: links

@@ -46,8 +46,6 @@ WITHOUT_KERNELS = (
 """What a machine without CUDA needs besides."""
 
 LOGGED = re.compile(r"iteration +(\d+)/.*?lm loss: (\S+) .*?grad norm: (\S+) ")
-STEPS = re.compile(r"iteration +(\d+)/.*?learning rate: (\S+) .*?loss scale: (\S+) .*?skipped iterations: +(\d+) ")
-"""(iteration, learning rate, loss scale, 1 if it was skipped)."""
 NORMS = re.compile(r"grad norm: (\S+) \|(.*?number of skipped iterations: +\d+ )")
 """(norm of the gradients, what else is logged behind it: with their flags number of zeros and norm of the parameters)."""
 MISSING = (
@@ -72,11 +70,6 @@ def pretrain(rank: int, flags: str, zero_bubble: str = "") -> str:
     Everything global that the loop leaves behind is removed, so that the next call starts afresh.
     """
     argv = ["pretrain_script.py", *shlex.split(f"{SMALL} {WITHOUT_KERNELS} {flags}")]
-    if "--data-path" in argv:
-        argv.remove("--mock-data")
-    if "--step-batch-size-schedule" in argv:  # which excludes it
-        at = argv.index("--global-batch-size")
-        del argv[at : at + 2]
     return _run(rank, argv, _parser().parse_args(zero_bubble.split()), _main_of_script)
 
 

@@ -8,6 +8,7 @@ allocated since the measurement began.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,6 @@ from megatron.zerobubble.plan.simulate import peak_memory
 from megatron.zerobubble.profiling.activation_memory import MemoryMeter
 from megatron.zerobubble.profiling.profile import combine, unit_bytes
 from megatron.zerobubble.profiling.profiler import Profiler
-from tests.support.after_each_op import after_each_op
 from tests.support.gpt import Case
 
 PEAK_TOLERANCE = 0.05
@@ -91,27 +91,17 @@ class RankLedger:
         return messages
 
 
-def train_watched(rank: int, case: Case, num_iterations: int, warmup: int, leaks: bool = False) -> RankLedger:
-    """Train the case. With `leaks` every step leaves a tensor of a pass behind."""
+def train_watched(rank: int, case: Case, num_iterations: int, warmup: int) -> RankLedger:
+    """Train the case."""
     trainer = case.trainer()
-    leaked: list[torch.Tensor] = []
-    step = 0
+    steps = itertools.count()
 
     def iterate() -> None:
-        nonlocal step
         trainer.zero_gradients()
-        trainer.forward_backward(step)
+        trainer.forward_backward(next(steps))
         with trainer.host.on_host():
             trainer.optimizer.step()
-        step += 1
 
-    if leaks:
-
-        def leak(work: Any, op: Any) -> None:
-            if op.microbatch == 0:
-                leaked.append(torch.empty(100))
-
-        after_each_op(trainer.schedule, leak)
     found = watch(trainer.schedule, iterate, num_microbatches=case.num_microbatches, num_iterations=num_iterations, warmup=warmup)
     trainer.close()
     return found

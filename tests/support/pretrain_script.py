@@ -15,14 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_attr_wrapped_model
-from megatron.training import arguments, get_args, get_tokenizer, training
+from megatron.training import arguments, get_args, training
 
 
 class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -48,27 +46,7 @@ def datasets(sizes: list[int], vp_stage: int | None = None) -> tuple[Any, ...]:
     if not is_end or parallel_state.get_tensor_model_parallel_rank() != 0:
         return None, None, None
     args = get_args()
-    if args.data_path:
-        return texts(sizes)
     return tuple(Sequences(size or 1, args.seq_length, args.vocab_size) for size in sizes)
-
-
-def texts(sizes: list[int]) -> tuple[Any, ...]:
-    """Samples of --data-path, as Megatron-LM's pretrain_gpt.py makes them, on each rank that reads data."""
-    args = get_args()
-    config = GPTDatasetConfig(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
-        blend=(args.data_path, None),
-        split=args.split,
-        tokenizer=get_tokenizer(),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
-        mmap_bin_files=True,
-    )
-    return tuple(BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build())
 
 
 datasets.is_distributed = True  # type: ignore[attr-defined]
@@ -81,12 +59,11 @@ def model(
     config: Any = None,
     pg_collection: Any = None,
 ) -> GPTModel:
-    args, layer = get_args(), get_gpt_layer_local_spec()
+    args = get_args()
     config = config or arguments.core_transformer_config_from_args(args)
-    mtp = {"mtp_block_spec": get_gpt_mtp_block_spec(config, layer, False, vp_stage)} if args.mtp_num_layers else {}
     chunk = GPTModel(
         config=config,
-        transformer_layer_spec=layer,
+        transformer_layer_spec=get_gpt_layer_local_spec(),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,
@@ -94,7 +71,6 @@ def model(
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         vp_stage=vp_stage,
         position_embedding_type=args.position_embedding_type,
-        **mtp,
     )
     initialize_weights(chunk)
     return chunk
@@ -129,7 +105,7 @@ def batch(data: Iterator[dict[str, torch.Tensor]] | None, vp_stage: int | None) 
     if parallel_state.is_pipeline_first_stage(**about):
         names = ["tokens"]
     elif parallel_state.is_pipeline_last_stage(**about):
-        names = [*(["tokens"] if args.mtp_num_layers else []), "labels", "loss_mask"]
+        names = ["labels", "loss_mask"]
     if not names:
         return found
     is_reader = parallel_state.get_tensor_model_parallel_rank() == 0
@@ -161,10 +137,8 @@ def forward_step(data: Any, chunk: Any) -> tuple[torch.Tensor, Any]:
 
 
 def embedding_ranks(pipeline: list[int]) -> list[int]:
-    """The ends of the pipeline, if they share a weight: MTP layers have a copy of the embedding."""
-    args = get_args()
-    is_one = args.untie_embeddings_and_output_weights and not args.mtp_num_layers
-    return [pipeline[0]] if is_one else sorted({pipeline[0], pipeline[-1]})
+    """The ends of the pipeline, if they share a weight."""
+    return [pipeline[0]] if get_args().untie_embeddings_and_output_weights else sorted({pipeline[0], pipeline[-1]})
 
 
 def main() -> None:

@@ -48,7 +48,7 @@ def same_parameters(fake: Any, real: Any) -> bool:
 
 
 def test_every_name_is_one_of_torch_cuda_with_its_parameters() -> None:
-    for owner, real in ((_NAMES, REAL), (vars(_NAMES["random"]), REAL.random), (vars(_NAMES["nvtx"]), REAL.nvtx)):
+    for owner, real in ((_NAMES, REAL), (vars(_NAMES["random"]), REAL.random)):
         for name, value in owner.items():
             if name in ("_real", "__path__") or (name.startswith("__") and name.endswith("__")):
                 continue
@@ -121,6 +121,3 @@ def test_reads_on_the_host_wait(fake: FakeCuda) -> None:
     ):
         read()
         assert calls(fake) == [name]
-
-
-# -- streams and events ----------------------------------------------------------------------------------------------------

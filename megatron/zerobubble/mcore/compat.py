@@ -182,8 +182,6 @@ def define_missing_te_gemm() -> None:
         moe_utils.te_general_gemm = None
 
 
-
-
 _CORE = "megatron.core."
 _LAYOUT = "transformer.pipeline_parallel_layer_layout"
 _HYBRID = "config hybrid_stack_spec hybrid_layer_pattern pre_process post_process vp_stage"

@@ -22,7 +22,7 @@ from megatron.zerobubble.mcore.attention import attention_kernels
 from megatron.zerobubble.mcore.attention.torch_attention import TorchDotProductAttention, use_torch_attention
 from megatron.zerobubble.profiling.activation_memory import MemoryMeter
 from megatron.zerobubble.training.models.layer_specs import local_layer
-from tests.support.layer_stack import world_of_one
+from tests.support.alone import alone
 from tests.support.tolerances import OTHER_ORDER
 
 CAUSAL, ARBITRARY = AttnMaskType.causal, AttnMaskType.arbitrary
@@ -31,7 +31,7 @@ HEADS, HEAD_SIZE = 4, 8
 
 @pytest.fixture(autouse=True, scope="module")
 def _world() -> Iterator[None]:
-    with world_of_one():
+    with alone():
         yield
 
 

@@ -5,45 +5,53 @@ Compiled by inductor for the CPU, in this process: the ranks of other tests star
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from typing import Any
+
 import pytest
 import torch
 import torch._dynamo
 
-from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumulate
-from tests.support.layer_stack import FFN_HIDDEN_SIZE, HEADS, HIDDEN_SIZE, SEQ_LENGTH, Stack, world_of_one
+from megatron.zerobubble.plan.ir import OpKind
+from tests.support.after_each_op import after_each_op
+from tests.support.alone import alone
+from tests.support.comparisons import assert_near, compare
+from tests.support.gpt import Case, Trainer
 from tests.support.pending import pending_bytes
 
-NUM_MICROBATCHES = 3
+
+@dataclass(frozen=True)
+class FusedCase(Case):
+    is_fused: bool = True
+
+
+class FusedTrainer(Trainer, trains=FusedCase):
+    case: FusedCase
+
+    def _config_changes(self) -> dict[str, Any]:
+        return {"bias_activation_fusion": self.case.is_fused, "bias_dropout_fusion": self.case.is_fused}
+
+
+def _held_after_b(case: FusedCase) -> list[int]:
+    """Bytes that the store holds behind each B."""
+    trainer = case.trainer()
+    held: list[int] = []
+    after_each_op(trainer.schedule, lambda work, op: held.append(pending_bytes(work._store)) if op.kind is OpKind.B else None)
+    trainer.forward_backward(0)
+    trainer.close()
+    return held
 
 
 @pytest.mark.claims("Layers", "activations and residuals compiled by torch, the default on GPUs", "works, bit for bit")
-@pytest.mark.parametrize("is_llama", [True, False], ids=["Llama", "GPT"])
+@pytest.mark.parametrize("llama", [True, False], ids=["Llama", "GPT"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
 @pytest.mark.sampled(0.5)
-def test_a_split_layer_has_the_bits_of_a_whole_one(is_llama: bool) -> None:
-    """Between B and W the store holds each linear's input and output gradient once: nothing is copied, nothing is in excess."""
-    kernel = WgradKernel(KernelKind.PLAIN, plain_accumulate)
+def test_a_split_layer_has_the_bits_of_a_whole_one(llama: bool) -> None:
+    """Between B and W the store holds as much as without compilation: each linear's input and output gradient once."""
+    case = FusedCase("zb-h1", 1, 3, num_layers=2, llama=llama)
     num_compiled = torch._dynamo.utils.counters["frames"]["ok"]
-    with world_of_one() as host:
-        split, whole = (Stack(host, each, is_llama=is_llama, is_fused=True) for each in (kernel, None))
-        assert split.store is not None
-        whole.chunk.module.load_state_dict(split.chunk.module.state_dict(), strict=False)
-        for _ in range(NUM_MICROBATCHES):
-            inputs, gradient = (torch.randn(SEQ_LENGTH, 1, HIDDEN_SIZE) for _ in range(2))
-            for each in (split, whole):
-                each.backward(each.forward(inputs.clone().requires_grad_()), gradient)
-            assert pending_bytes(split.store) == _operand_bytes(is_llama)
-            split.weight_gradient()
-        pairs = list(zip(split.chunk.parameters(), whole.chunk.parameters(), strict=True))
-        assert all(torch.equal(ours.main_grad, theirs.main_grad) for ours, theirs in pairs)
-        assert all(bool(ours.main_grad.any()) for ours, _ in pairs)
-        split.close()
-        whole.close()
-    assert torch._dynamo.utils.counters["frames"]["ok"] > num_compiled
-
-
-def _operand_bytes(is_llama: bool) -> int:
-    """Inputs and output gradients of QKV, projection and MLP of two layers, fp32."""
-    keys, fc1 = (HIDDEN_SIZE // HEADS * 2, 2 * FFN_HIDDEN_SIZE) if is_llama else (HIDDEN_SIZE, FFN_HIDDEN_SIZE)
-    widths = (HIDDEN_SIZE, HIDDEN_SIZE + 2 * keys, HIDDEN_SIZE, HIDDEN_SIZE, HIDDEN_SIZE, fc1, FFN_HIDDEN_SIZE, HIDDEN_SIZE)
-    return 2 * 4 * SEQ_LENGTH * sum(widths)
+    with alone():
+        assert_near([compare(0, case)], case)
+        compiled = torch._dynamo.utils.counters["frames"]["ok"]
+        assert _held_after_b(case) == _held_after_b(replace(case, is_fused=False)) != [0] * 3
+    assert compiled > num_compiled

@@ -7,10 +7,8 @@ no pipeline. The double hands memory of the pool out again, so a rule that is br
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial, partialmethod
+from contextlib import ExitStack
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -19,19 +17,18 @@ import pytest
 import torch
 from megatron.core.transformer import TransformerConfig, cuda_graphs
 from packaging.version import Version
-from torch import Tensor, nn
+from torch import nn
 
 from megatron.zerobubble.errors import ConfigError, ExecutionError, SplitError
 from megatron.zerobubble.flags.loop_options import MicrobatchLengths, Seeds
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
-from megatron.zerobubble.mcore.model import graph_replays, kept_in_b, layer_graphs, wgrad_split
-from megatron.zerobubble.mcore.model.graph_replays import LayerGraphs, _Graph
+from megatron.zerobubble.mcore.model import kept_in_b, layer_graphs, wgrad_split
+from megatron.zerobubble.mcore.model.graph_replays import _Graph
 from megatron.zerobubble.mcore.model.wgrad_split import split_weight_gradients
 from megatron.zerobubble.mcore.run_options import RunOptions
 from megatron.zerobubble.mcore.stock_loop.graph_options import check_graph_options
-from megatron.zerobubble.plan.ir import OpKind
 from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumulate
-from megatron.zerobubble.wgrad.store import GraphMemory, WeightGradStore
+from megatron.zerobubble.wgrad.store import WeightGradStore
 from tests.mcore.model.test_engine import _Deferring
 from tests.support.comparisons import difference
 from tests.support.ranks import RankPool
@@ -125,91 +122,8 @@ def test_graphs_train_as_no_graphs(engine_ranks: RankPool, case: Any) -> None:
         assert replayed == has_w * layers * case.num_microbatches * (case.num_steps - 1)
 
 
-@dataclass(frozen=True)
-class Broken:
-    """A rule that does not hold."""
-
-    case: Any
-    patches: Callable[[], list[Any]]
-
-
 def _patched(owner: Any, name: str, new: Any) -> Any:
     return mock.patch.object(owner, name, new)
-
-
-_UNCHECKED = [_patched(LayerGraphs, "check_order", lambda *_: None)]
-
-
-def _in_order_of(graphs_: Any, original: Any, changed: Callable[[Any], Any], plan: Any, rank: int, tail: Any) -> list[int]:
-    """The order of captures for changed ops of a rank."""
-    ops = list(plan.ops)
-    ops[rank] = changed(ops[rank])
-    return original(graphs_, replace(plan, ops=tuple(ops)), rank, tail)
-
-
-def _one_by_one(ops: Any) -> Any:
-    """All passes of a microbatch before those of the next one."""
-    kinds = list(OpKind)
-    return sorted(ops, key=lambda op: (op.microbatch, kinds.index(op.kind), op.stage if op.kind is OpKind.F else -op.stage))
-
-
-def _as_it_is(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    if ctx.on_backward is not None:
-        ctx.on_backward()
-    return gradient, None, *[None] * ctx.num_weights
-
-
-def _w_behind_b(ops: Any) -> Any:
-    """Each W right behind its B."""
-    return [each for op in ops if op.kind is not OpKind.W for each in (op, *[op._replace(kind=OpKind.W)] * (op.kind is OpKind.B))]
-
-
-def _in_one_chunk(original: Any, callables: Any, sample_args: Any, **options: Any) -> Any:
-    """As megatron-core has it: a chunk of a rank's one layer with all microbatches."""
-    order = [1 if number > 0 else -1 if number == int(number) else -1.5 for number in options["_order"]]
-    return original(callables[:1], sample_args, **options | {"_order": order, "_num_layers_per_chunk": [1]})
-
-
-BROKEN = {
-    "graphs are captured in the order of another schedule": Broken(
-        ZBV, lambda: [_patched(LayerGraphs, "order", partialmethod(_in_order_of, LayerGraphs.order, _one_by_one)), *_UNCHECKED]
-    ),
-    "W is captured behind its B": Broken(
-        replace(ZB_H1, scopes=()),
-        lambda: [_patched(LayerGraphs, "order", partialmethod(_in_order_of, LayerGraphs.order, _w_behind_b)), *_UNCHECKED],
-    ),
-    "microbatches of a layer share a chunk": Broken(
-        replace(ZB_H1, scopes=(), num_layers=2),
-        lambda: [_patched(cuda_graphs, "make_graphed_callables", partial(_in_one_chunk, cuda_graphs.make_graphed_callables))],
-    ),
-    "W reads static buffers": Broken(
-        replace(ZB_H1, scopes=()), lambda: [_patched(LayerGraphs, "_owning_operands", lambda *_: nullcontext())]
-    ),
-    "a gradient leaves a graph as it is": Broken(
-        ZB_H2, lambda: [_patched(graph_replays._OwnGradient, "backward", staticmethod(_as_it_is))]
-    ),
-    "W reads an input where a graph left it": Broken(
-        SHARED_OVERLAP, lambda: [_patched(GraphMemory, "own", lambda _self, operand: operand)]
-    ),
-}
-
-
-def _compare_broken(rank: int, name: str) -> tuple[Any, list[str]]:
-    broken = BROKEN[name]
-    with ExitStack() as stack:
-        for patch in broken.patches():
-            stack.enter_context(patch)
-        found, changed, *_ = _compare(rank, broken.case)
-    return found, changed
-
-
-@pytest.mark.parametrize("name", BROKEN)
-@pytest.mark.sampled(0.34)
-def test_a_broken_rule_is_seen_in_the_weights(engine_ranks: RankPool, name: str) -> None:
-    results = engine_ranks.run(_compare_broken, name)
-    assert any(found.weights > 0 for found, _ in results), results
-    if "gradient leaves" in name:
-        assert any(changed for _, changed in results), "a message is overwritten while it is sent"
 
 
 def test_a_module_in_a_capture_leaves_nothing_to_w() -> None:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron.zerobubble.cli.main import main
-from megatron.zerobubble.plan.ir import Plan
-from tests.support.megatron_lm import LR, MISSING, NORMS, SMALL, STEPS, logged, pretrain
+from tests.support.megatron_lm import LR, MISSING, NORMS, SMALL, logged, pretrain
 from tests.support.ranks import RankPool
 from tests.support.tolerances import after_steps
 
@@ -51,7 +48,7 @@ def _agree(actual: dict[str, tuple[str, ...]], expected: dict[str, tuple[str, ..
     "Your own script",
     "Megatron-LM's own `pretrain()`, by a script that knows nothing of this package: ZB-H1 and ZBV with the distributed "
     "optimizer and overlapped reduction, ZB-H2, ZBV untied with `--rerun-mode validate_results`, ZBV with tensor parallelism "
-    "2, ZB-W, V-Half in bf16 with per-token loss: the log of stock 1F1B, evaluation and TensorBoard too "
+    "2, ZB-W, V-Half in bf16 with per-token loss: the log of stock 1F1B, evaluation too "
     "(`make test MCORE=0.19.2`)",
     "works, in every printed digit (tied under V: 4e-6, after steps of Adam in proportion to them)",
 )
@@ -121,76 +118,6 @@ def test_a_proposed_layout_trains(
 
 @pytest.mark.claims(
     "Your own script",
-    "Megatron-LM's own `pretrain()` with `--zero-bubble-schedule auto`, one chunk per rank and two in a V, and what is measured: "
-    "trace, report, `layers.json`, saved plan, balanced stages (`make test MCORE=0.19.2`)",
-    "works, in every printed digit (in a V but the last one)",
-)
-@pytest.mark.parametrize(("chunks", "is_v"), [("", ""), (f"{CHUNKS} {UNTIED}", "--zero-bubble-v-schedule")])
-def test_auto_and_what_it_measures(four_ranks: RankPool, tmp_path: Path, chunks: str, is_v: str) -> None:
-    folder, iterations = tmp_path / "trace", "--train-iters 7 --eval-interval 10"
-    plain = f"{TWO} {chunks.replace(CHUNKS, '')} {iterations}"
-    auto = f"--zero-bubble-schedule auto {is_v} --zero-bubble-planning-seconds 0.1 --zero-bubble-balance-stages"
-    files = f"--zero-bubble-trace {folder} --zero-bubble-trace-iterations 6 --zero-bubble-save-plan {tmp_path}/plan.json"
-    actual = _run(four_ranks, f"{TWO} {chunks} {iterations}", f"{auto} {files}")
-    # in a V the clipped gradients' norm is a sum over other stages, which may round another way
-    assert _agree(actual, _run(four_ranks, plain), is_tied=bool(is_v))
-    names = ["layers.json", "plan-6.json", "report.json", "timeline-6.svg", "trace.json"]
-    assert sorted(path.name for path in folder.iterdir()) == names
-    plan = Plan.from_json((tmp_path / "plan.json").read_bytes())
-    assert plan.placement.num_chunks == (2 if is_v else 1)
-
-
-@pytest.mark.claims(
-    "Your own script",
-    "Megatron-LM's `pretrain()` in fp16 with post-validation, ZB-H1 and ZBV: learning rate, loss scale, skipped iterations, "
-    "loss and norm as logged without, with steps that overflow (`make test MCORE=0.19.2`)",
-    "works, in every printed digit",
-)
-@pytest.mark.parametrize(("chunks", "zero_bubble"), [("", "--enable-zero-bubble"), (CHUNKS, "--zero-bubble-v-schedule")])
-@pytest.mark.sampled(0.5)
-def test_the_log_of_skipped_steps(two_ranks: RankPool, chunks: str, zero_bubble: str) -> None:
-    scaled = "--fp16 --initial-loss-scale 1048576 --loss-scale-window 2 --hysteresis 1 --clip-grad 0 --train-iters 8"
-    flags = f"{TWO} {UNTIED} {scaled} --eval-interval 5 {chunks}"
-    expected, actual = (
-        two_ranks.run(pretrain, flags, f"{zero_bubble} {more}")[-1]
-        for more in ("", "--enable-optimizer-post-validation --post-validation-patience 0")
-    )
-    assert STEPS.findall(actual) == STEPS.findall(expected)
-    assert {skipped for *_, skipped in STEPS.findall(actual)} == {"0", "1"}
-    assert logged(actual) == logged(expected)
-
-
-@pytest.mark.claims(
-    "Your own script",
-    "Megatron-LM's `pretrain()` with `--step-batch-size-schedule` (2, 2, 4, 4, 6 microbatches) while it is planned again, with "
-    "trace, saved plan and post-validation: ZBV, `auto` (`make test MCORE=0.19.2`)",
-    "works, in every printed digit (tied under V: 2e-6)",
-)
-@pytest.mark.parametrize(
-    ("chunks", "zero_bubble"),
-    [
-        ("", "--zero-bubble-schedule auto --zero-bubble-trace {folder} --zero-bubble-balance-stages"),
-        (CHUNKS, "--zero-bubble-schedule auto --zero-bubble-v-schedule --enable-optimizer-post-validation"),
-        (
-            CHUNKS,
-            "--zero-bubble-v-schedule --zero-bubble-pipeline-timers-start-iter 2 --zero-bubble-save-plan {folder}/plan.json",
-        ),
-    ],
-    ids=["auto-trace", "auto-v-post-validation", "zbv-plan"],
-)
-def test_a_batch_size_that_grows(two_ranks: RankPool, tmp_path: Path, chunks: str, zero_bubble: str) -> None:
-    flags = f"{TWO} --step-batch-size-schedule '0:4 256:8 768:12' --dataloader-type cyclic --train-iters 6 --eval-interval 10"
-    window = "--zero-bubble-pipeline-timers-start-iter 2 --zero-bubble-pipeline-timers-end-iter 3"
-    planned = f"{zero_bubble.format(folder=tmp_path)} {window} --zero-bubble-planning-seconds 0.05"
-    texts = [two_ranks.run(pretrain, *job)[-1] for job in ((flags, ""), (f"{flags} {chunks}", planned))]
-    assert [re.findall(r"global batch size: +(\d+)", text)[:6] for text in texts] == [["4", "4", "8", "8", "12", "12"]] * 2
-    assert _agree(logged(texts[1]), logged(texts[0]), is_tied=bool(chunks))
-    if "plan.json" in zero_bubble:
-        assert Plan.from_json((tmp_path / "plan.json").read_bytes()).num_microbatches == 6
-
-
-@pytest.mark.claims(
-    "Your own script",
     "Megatron-LM's `pretrain()` with post-validation and steps that are clipped, ZB-H1 and ZBV: norms, also of the parameters "
     "(`--log-params-norm`, which makes the steps synchronous), and no number of zeros (`make test MCORE=0.19.2`)",
     "works, as logged without, in the digits that are printed",
@@ -251,50 +178,3 @@ def _chain(ranks: RankPool, folder: Path, jobs: list[tuple[str, str]]) -> dict[s
         ends = f"--train-iters 6 --exit-interval {2 * number + 2} --eval-interval 10 --save-interval 100 --save {folder}"
         logs |= _run(ranks, f"{flags} {ends} {f'--load {folder}' if number else ''}", zero_bubble)
     return {name: values for name, values in logs.items() if name.isdecimal()}
-
-
-def _scalars(folder: Path) -> dict[str, list[float]]:
-    """What a run wrote for TensorBoard."""
-    accumulators: Any = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    events = accumulators.EventAccumulator(str(folder))
-    events.Reload()
-    return {tag: [event.value for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-
-
-def _stock_and_v(ranks: RankPool, folder: Path, more: str) -> tuple[list[str], list[dict[str, list[float]]]]:
-    """What 1F1B and ZBV print and write for TensorBoard with these flags."""
-    texts, written = [], []
-    for name, chunks, zero_bubble in (("stock", "", ""), ("zbv", CHUNKS, "--zero-bubble-v-schedule")):
-        flags = f"{TWO} {UNTIED} --train-iters 3 --eval-interval 2 {more} {chunks}"
-        *_, text = ranks.run(pretrain, f"{flags} --tensorboard-dir {folder / name} --tensorboard-log-interval 1", zero_bubble)
-        texts.append(text)
-        written.append(_scalars(folder / name))
-    return texts, written
-
-
-def test_the_loss_is_in_tensorboard(four_ranks: RankPool, tmp_path: Path) -> None:
-    _, (stock, ours) = _stock_and_v(four_ranks, tmp_path, "")
-    for tag in ("lm loss", "lm loss validation"):
-        assert stock[tag] == ours[tag]
-        assert len(stock[tag]) == 3
-
-
-_MTP_LOSSES = re.compile(r"iteration +(\d+)/.*?mtp_1 loss: (\S+) .*?mtp_2 loss: (\S+) ")
-
-
-@pytest.mark.claims(
-    "Your own script",
-    "MTP losses and acceptance rates of Megatron-LM's `pretrain()` under V, in its log and TensorBoard "
-    "(`make test MCORE=0.19.2`)",
-    "works, 2e-6",
-)
-def test_mtp_losses_are_in_the_log_and_in_tensorboard(four_ranks: RankPool, tmp_path: Path) -> None:
-    texts, written = _stock_and_v(four_ranks, tmp_path, "--mtp-num-layers 2 --position-embedding-type rope")
-    logs = [[float(value) for line in _MTP_LOSSES.findall(text) for value in line] for text in texts]
-    assert len(logs[0]) == 3 * 3
-    assert logs[1] == pytest.approx(logs[0], rel=2e-6)
-    stock, ours = ({tag: values for tag, values in each.items() if tag.startswith("mtp")} for each in written)
-    assert {"mtp_1 loss", "mtp_2 loss"} <= stock.keys() == ours.keys()
-    for tag, values in stock.items():
-        assert len(values) == 3
-        assert ours[tag] == pytest.approx(values, rel=2e-6), tag

@@ -138,23 +138,6 @@ def test_packed_sequences_train_as_under_1f1b(four_ranks: RankPool, documents: s
         check(actual, expected)
 
 
-@pytest.mark.parametrize(
-    ("flags", "schedule"),
-    [
-        ("--zero-bubble-max-pending-backward 2p --enable-optimizer-post-validation", "zb-h2"),
-        ("--enable-zero-bubble --zero-bubble-slices 2", "zb-h1"),
-        ("--zero-bubble-v-schedule --zero-bubble-slices 2", "zbv"),
-    ],
-)
-@pytest.mark.sampled(0.4)
-def test_schedules_by_flags_train_as_1f1b(four_ranks: RankPool, flags: str, schedule: str) -> None:
-    """With slices the gradients of a sequence are summed slice by slice. With post-validation squares are summed on the device,
-    where megatron-core without Transformer Engine and apex sums them on the host: clipped steps are a last bit apart."""
-    line = f"{SMALL} --pipeline-model-parallel-size 2 --train-iters 10 --eval-interval 1000 --position-embedding-type rope"
-    expected = losses(four_ranks, line, "stock", SAME_WEIGHTS)
-    check(losses(four_ranks, f"{line} {flags}", schedule, SAME_WEIGHTS), expected)
-
-
 def check(actual: list[tuple[str, ...]], expected: list[tuple[str, ...]]) -> None:
     """Losses and norms, of which the log has seven digits and three decimals, are those of gradients in another order."""
     for done, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):

@@ -290,19 +290,13 @@ def run_use(rank: int, name: str, schedule: str | None, flags: str) -> dict[str,
     return found
 
 
-@pytest.fixture(scope="module")
-def stock() -> dict[tuple[str, str], dict[str, Any]]:
-    """What each use comes to under megatron-core's 1F1B, once it has run."""
-    return {}
+@functools.cache
+def _all_ranks(pool: RankPool, name: str, schedule: str | None, flags: str) -> dict[str, Any]:
+    return functools.reduce(dict.__or__, pool.run(run_use, name, schedule, flags))
 
 
-def _compare(pool: RankPool, stock: dict[Any, dict[str, Any]], name: str, schedule: str, flags: str) -> None:
-    def merged(which: str | None) -> dict[str, Any]:
-        return functools.reduce(dict.__or__, pool.run(run_use, name, which, flags))
-
-    if (name, flags) not in stock:
-        stock[name, flags] = merged(None)
-    expected, actual = stock[name, flags], merged(schedule)
+def _compare(pool: RankPool, name: str, schedule: str, flags: str) -> None:
+    expected, actual = (_all_ranks(pool, name, which, flags) for which in (None, schedule))
     assert actual.keys() == expected.keys()
     for key, value in expected.items():
         for one, other in zip(np.atleast_1d(value), np.atleast_1d(actual[key]), strict=True):
@@ -313,8 +307,8 @@ def _compare(pool: RankPool, stock: dict[Any, dict[str, Any]], name: str, schedu
 @pytest.mark.parametrize("name", USES)
 @pytest.mark.parametrize("schedule", ["zb-h1", "zbv"])
 @pytest.mark.sampled(0.3)
-def test_all_readers_add_to_a_gradient(two_ranks: RankPool, stock: Any, name: str, schedule: str) -> None:
-    _compare(two_ranks, stock, name, schedule, "")
+def test_all_readers_add_to_a_gradient(two_ranks: RankPool, name: str, schedule: str) -> None:
+    _compare(two_ranks, name, schedule, "")
 
 
 _OVERLAPPED = "--use-distributed-optimizer --overlap-grad-reduce"
@@ -323,7 +317,5 @@ _OVERLAPPED = "--use-distributed-optimizer --overlap-grad-reduce"
 @pytest.mark.parametrize("name", USES)
 @pytest.mark.parametrize(("schedule", "flags"), [("zb-h1", _OVERLAPPED), ("zbv", _OVERLAPPED), ("zbv", "--overlap-grad-reduce")])
 @pytest.mark.sampled(0.12)
-def test_a_bucket_is_reduced_when_the_last_reader_has_added(
-    four_ranks: RankPool, stock: Any, name: str, schedule: str, flags: str
-) -> None:
-    _compare(four_ranks, stock, name, schedule, flags)
+def test_a_bucket_is_reduced_when_the_last_reader_has_added(four_ranks: RankPool, name: str, schedule: str, flags: str) -> None:
+    _compare(four_ranks, name, schedule, flags)

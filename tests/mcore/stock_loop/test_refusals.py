@@ -16,7 +16,6 @@ import megatron.zerobubble
 from megatron.zerobubble.errors import ConfigError, SplitError, UserError
 from megatron.zerobubble.flags.loop_options import Slices
 from megatron.zerobubble.mcore import engine
-from tests.support.gpt import Case, Trainer, _destroy_groups
 from tests.support.loops import SIZES, Loop, forward_step
 from tests.support.ranks import RankPool
 from tests.support.stock import installed, with_flags
@@ -143,27 +142,6 @@ def test_all_ranks_end_with_the_line_of_the_one_that_refuses(
     assert (kind, text) == other
     assert kind == (SplitError if "critic" in line else ConfigError).__name__
     assert re.search(line, text), text
-
-
-def _built(rank: int) -> str:
-    """As the reference trainer builds its chunks."""
-    provide = Trainer._provide
-
-    def with_critic(self: Trainer, *stage: Any) -> Any:
-        model = provide(self, *stage)
-        _unknown_weight(model)
-        return model
-
-    with mock.patch.object(Trainer, "_provide", with_critic), pytest.raises(SplitError) as caught:
-        Trainer(Case("zb-h1", 2, 2))
-    _destroy_groups()
-    return str(caught.value)
-
-
-def test_all_ranks_of_the_reference_trainer_refuse_a_model_that_one_refuses(two_ranks: RankPool) -> None:
-    first, second = two_ranks.run(_built)
-    assert first == second
-    assert "critic.weight (torch" in first
 
 
 def _outputs(rank: int, schedule: str, flags: str, change: Callable[[Tensor], Any]) -> None:

@@ -257,13 +257,6 @@ def test_chosen_iterations_are_written_when_they_have_run(
         assert model.kinds["layer"].forward_ms > 0
 
 
-def test_by_default_the_last_recorded_iteration_replaces_others(four_ranks: RankPool, tmp_path: Path) -> None:
-    flags = f"{FOUR} --enable-zero-bubble --zero-bubble-trace {tmp_path}"
-    seen = four_ranks.run(_train_without_end, f"{flags} --train-iters 4", tmp_path)
-    assert seen[0] == ["plan-2.json", "report.json", "timeline-2.svg", "trace.json"]
-    check_trace_files(tmp_path, "zb-h1", iterations=[4], **TRACED)  # `uninstall` wrote it
-
-
 @pytest.mark.parametrize("schedule", ["zb-h1", "zbv"])
 def test_the_losses_are_the_same_and_what_did_not_run_is_left_out(four_ranks: RankPool, tmp_path: Path, schedule: str) -> None:
     flags = f"{CHUNKS if schedule == 'zbv' else FOUR} --train-iters 3"

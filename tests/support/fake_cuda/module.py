@@ -10,9 +10,8 @@ that runs out, and how long anything takes.
 
 from __future__ import annotations
 
-import contextlib
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,9 +26,6 @@ __all__ = ["REAL", "FakeTorchCuda", "fake_names"]
 
 REAL = torch.cuda
 """The installed torch.cuda."""
-
-_TOTAL_BYTES = 80 * 2**30
-_GENERATION = (9, 0)
 
 _TAKEN_OVER = ("OutOfMemoryError", "AcceleratorError", "amp", "_utils", "FloatTensor", "HalfTensor", "BFloat16Tensor", "Any")
 """Names that are the same with and without CUDA."""
@@ -65,7 +61,6 @@ def fake_names(memory: DeviceMemory, generators: tuple[torch.Generator, ...]) ->
         **{name: getattr(streams, name) for name in ("set_stream", "stream")},
         **{name: getattr(REAL, name) for name in _TAKEN_OVER if hasattr(REAL, name)},
         "nccl": FakeTorchCuda({"version": lambda: (2, 27, 3)}, name="torch.cuda.nccl", real=nccl),
-        "nvtx": FakeTorchCuda(_nvtx(), name="torch.cuda.nvtx", real=REAL.nvtx),
     }
 
 
@@ -76,25 +71,12 @@ def _devices(memory: DeviceMemory) -> dict[str, Any]:
         index = device_index(device, machine.thread().device)
         machine.thread().device = index
 
-    class device:  # noqa: N801 - torch's name
-        def __init__(self, device: Any) -> None:
-            self.idx = device_index(device, machine.called("torch.cuda.device").device)
-
-        def __enter__(self) -> None:
-            thread = machine.thread()
-            self.prev_idx, thread.device = thread.device, self.idx
-
-        def __exit__(self, type: Any, value: Any, traceback: Any) -> None:
-            machine.thread().device = self.prev_idx
-
     def synchronize(device: Any = None) -> None:
         device_index(device, machine.called("torch.cuda.synchronize").device)
         machine.host_waits("torch.cuda.synchronize")
 
     def get_device_properties(device: Any = None) -> Any:
-        return types.SimpleNamespace(
-            name="fake", major=_GENERATION[0], minor=_GENERATION[1], total_memory=_TOTAL_BYTES, multi_processor_count=132
-        )
+        return types.SimpleNamespace(name="fake", major=9, minor=0, total_memory=80 * 2**30, multi_processor_count=132)
 
     def _lazy_call(callable: Callable[[], Any], **kwargs: Any) -> None:
         callable()
@@ -105,10 +87,8 @@ def _devices(memory: DeviceMemory) -> dict[str, Any]:
         "_lazy_call": _lazy_call,
         "_lazy_init": lambda: None,
         "current_device": lambda: machine.called("torch.cuda.current_device").device,
-        "device": device,
         "device_count": lambda: machine.num_devices,
-        "get_device_capability": lambda device=None: _GENERATION,
-        "get_device_name": lambda device=None: "fake",
+        "get_device_capability": lambda device=None: (9, 0),
         "get_device_properties": get_device_properties,
         "init": lambda: None,
         "is_available": lambda: True,
@@ -139,29 +119,10 @@ def _memory(memory: DeviceMemory) -> dict[str, Any]:
         machine.called("torch.cuda.reset_peak_memory_stats")
         memory.peak = memory.allocated
 
-    def memory_stats(device: Any = None) -> dict[str, Any]:
-        machine.called("torch.cuda.memory_stats")
-        return {
-            "allocated_bytes.all.current": memory.allocated,
-            "allocated_bytes.all.peak": memory.peak,
-            "reserved_bytes.all.current": memory.allocated,
-            "reserved_bytes.all.peak": memory.peak,
-            "num_alloc_retries": 0,
-            "num_ooms": 0,
-        }
-
-    def mem_get_info(device: Any = None) -> tuple[int, int]:
-        machine.called("torch.cuda.mem_get_info")
-        return _TOTAL_BYTES - memory.allocated, _TOTAL_BYTES
-
     return {
         "empty_cache": empty_cache,
         "max_memory_allocated": counter("max_memory_allocated", "peak"),
-        "max_memory_reserved": counter("max_memory_reserved", "peak"),
-        "mem_get_info": mem_get_info,
         "memory_allocated": counter("memory_allocated", "allocated"),
-        "memory_reserved": counter("memory_reserved", "allocated"),
-        "memory_stats": memory_stats,
         "reset_peak_memory_stats": reset_peak_memory_stats,
     }
 
@@ -197,11 +158,3 @@ def _random(memory: DeviceMemory, generators: tuple[torch.Generator, ...]) -> di
     }
     own = {name: value for name, value in names.items() if name != "default_generators"}
     return {**names, "random": FakeTorchCuda(own, name="torch.cuda.random", real=REAL.random)}
-
-
-def _nvtx() -> dict[str, Any]:
-    @contextlib.contextmanager
-    def range(msg: str, *args: Any, **kwargs: Any) -> Iterator[None]:
-        yield
-
-    return {"mark": lambda msg: None, "range": range, "range_pop": lambda: 0, "range_push": lambda msg: 0}

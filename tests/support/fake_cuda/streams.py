@@ -1,8 +1,8 @@
 """`torch.cuda.Stream`, `torch.cuda.Event` and the current stream of each thread. All work has ended when it is queued.
 
-What these cannot show: order between streams, and work that ends later (`tests.support.fake_nccl` has both); torch hands out 32
-streams per priority in turn, so that the 33rd is the first again, here each is new. Priorities change nothing. Events of other
-processes and CUDA graphs are missing.
+What these cannot show: order between streams, and work that ends later (for transfers `tests.support.fake_nccl` has both); torch
+hands out 32 streams per priority in turn, so that the 33rd is the first again, here each is new. Priorities change nothing.
+Events of other processes and CUDA graphs are missing.
 """
 
 from __future__ import annotations
@@ -79,14 +79,6 @@ class Stream:
     def is_capturing(self) -> bool:
         """Whether a CUDA graph is being captured on it: never."""
         return False
-
-    def query(self) -> bool:
-        self._owner.called("Stream.query")
-        return True
-
-    def synchronize(self) -> None:
-        self._owner.called("Stream.synchronize")
-        self._owner.host_waits("Stream.synchronize")
 
 
 class Event:

@@ -1,4 +1,4 @@
-"""A double of NCCL and of the streams and the memory under it, on the CPU: order, waiting and lifetimes as on GPUs.
+"""A double of NCCL and of the memory under it, on the CPU: order, waiting and lifetimes as on GPUs.
 
 It stands for what gloo does not have: sends without any buffer, work that runs later on a stream of its own, one ordered channel
 per communicator, communicators made at first use while the host and the device wait, a device-wide synchronization that waits for
@@ -14,5 +14,5 @@ accesses that nothing orders even in a run in which all went well.
 What it cannot show: times, bandwidth, kernels that share multiprocessors; a host that runs ahead of its compute stream
 (computation is done where it is issued, and where that stream waits the host waits with it); rings and trees in a collective;
 errors and timeouts of NCCL itself. `torch.cuda._sanitizer` keeps clocks of streams, too, but knows one host thread and no
-receives; `tests.support.fake_cuda` stands for one device per process, in real time.
+receives; `torch.cuda` itself has its double in `tests.support.fake_cuda`, for one device per process, in real time.
 """

@@ -1,7 +1,7 @@
 """Communicators: an ordered channel between ranks, without any buffer.
 
 On each of its ranks a communicator has a stream of its own. The operations issued there run one after the other, in the order of
-issue, each after the point of the caller's stream at which it was issued. A send and a receive run only together, when each is
+issue, each after the point of the compute stream at which it was issued. A send and a receive run only together, when each is
 the next one on its rank; a collective when it is the next one on every rank. Then the data moves, all at once, and the ranks are
 done with it one by one, the sender of a message first.
 
@@ -42,8 +42,6 @@ class Kernel:
     text: str
     inputs: list[Reference]
     outputs: list[Reference]
-    begin: Mark
-    """The point of the caller's stream behind which it was issued."""
     end: Mark
     peer: int | None = None
     """Of a send or a receive: the other rank's place in the communicator."""
@@ -55,7 +53,7 @@ class Kernel:
     def try_to_start(self) -> bool:
         """Whether its stream has come to it."""
         assert self.end_of_rank is not None
-        return self.end_of_rank.queue[0] is self and self.begin.is_reached
+        return self.end_of_rank.queue[0] is self
 
     @property
     def sizes(self) -> list[object]:
@@ -72,7 +70,7 @@ class End:
 
     def head(self) -> Kernel | None:
         """The operation that may run, if it may."""
-        if not self.queue or not self.queue[0].begin.is_reached or not self.device.may_start(self.queue[0]):
+        if not self.queue or not self.device.may_start(self.queue[0]):
             return None
         return self.queue[0]
 
@@ -133,21 +131,20 @@ class Communicator:
         peer: int | None = None,
         carry: Carry | None = None,
     ) -> Kernel:
-        """Issue an operation behind the current stream. Returns at once."""
+        """Issue an operation behind the compute stream, or of gloo behind the host. Returns at once."""
         end = self.ends[place]
         device = end.device
-        begin = Mark(dict(device.host().clock), "the host", is_reached=True)
+        caller = device.host()
         if not self.on_host:
-            stream = device.current_stream()
-            stream.timeline.join(begin.clock)
-            begin = stream.mark()
-        end.timeline.join(begin.clock)
+            device.compute_stream.join(caller.clock)
+            caller = device.compute_stream
+        end.timeline.join(caller.clock)
         for tensor in inputs:
             device.memory.read(tensor, end.timeline, text)
         for tensor in outputs:
             device.memory.write(tensor, end.timeline, text)
         references = [[Reference(tensor, device.arena, text) for tensor in tensors] for tensors in (inputs, outputs)]
-        kernel = Kernel(kind, text, *references, begin, Mark(dict(end.timeline.clock), text), peer, carry, end)
+        kernel = Kernel(kind, text, *references, Mark(dict(end.timeline.clock), text), peer, carry, end)
         end.queue.append(kernel)
         if not self.on_host:
             device.issued(kernel)

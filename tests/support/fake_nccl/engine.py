@@ -1,6 +1,6 @@
 """A scheduler that lets one thread at a time run, in an order that a seed picks, and knows when nobody can go on.
 
-The hosts of all ranks are threads of one process; the kernels of their devices are movers, without a thread. A thread runs until
+The host of each rank is a thread of one process; the kernels of their devices are movers, without a thread. A thread runs until
 it calls `pause` or `block_until`; there the scheduler picks who is next among all threads that could go on and all movers that
 could move. So a seed names one interleaving exactly. That nobody can go on is seen at once, and no time is waited for.
 
@@ -50,25 +50,24 @@ class Mover(Protocol):
 
 
 class HostThread:
-    """One thread of one rank.
+    """The thread of one rank.
 
     Args:
         engine: which lets it run.
         name: in messages.
         rank: whose thread it is.
         run: what it does.
-        serves: whether the run is over without it, as a thread is that waits for work.
     """
 
-    def __init__(self, engine: Engine, name: str, rank: int, run: Callable[[], None], *, serves: bool) -> None:
-        self.engine, self.name, self.rank, self.serves = engine, name, rank, serves
+    def __init__(self, engine: Engine, name: str, rank: int, run: Callable[[], None]) -> None:
+        self.engine, self.name, self.rank = engine, name, rank
         self.gate = threading.Lock()
         self.gate.acquire()
         self.ready: Callable[[], bool] | None = None
         self.waits_for: Callable[[], str] = str
         self.is_over = False
         self.state: dict[str, Any] = {}
-        """What belongs to the thread: its device, its current stream."""
+        """What belongs to the thread: its device and its communicators."""
         self._run = run
         self.thread = threading.Thread(target=self._main, name=name, daemon=True)
 
@@ -122,17 +121,16 @@ class Engine:
         self._is_done = False
         self._running: HostThread | None = None
 
-    def spawn(self, name: str, rank: int, run: Callable[[], None], *, serves: bool = False) -> HostThread:
-        thread = HostThread(self, name, rank, run, serves=serves)
+    def spawn(self, name: str, rank: int, run: Callable[[], None]) -> None:
+        thread = HostThread(self, name, rank, run)
         self._threads.append(thread)
         thread.thread.start()
-        return thread
 
     def add(self, mover: Mover) -> None:
         self._movers.append(mover)
 
     def run(self) -> None:
-        """Let everybody run until all threads but those that serve are over. Raises the first error of any of them."""
+        """Let everybody run until all threads are over. Raises the first error of any of them."""
         chosen = self._next()
         if chosen is not None:
             chosen.gate.release()
@@ -178,7 +176,7 @@ class Engine:
         if self._is_done:
             return
         chosen = None
-        if self.failure is None and any(not each.is_over and not each.serves for each in self._threads):
+        if self.failure is None and not all(each.is_over for each in self._threads):
             chosen = self._next()
         if chosen is None:
             self._finish(thread)

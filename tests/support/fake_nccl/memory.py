@@ -58,16 +58,14 @@ class Memory:
     Args:
         rank: in messages.
         owner: the timeline whose allocations may reuse freed memory.
-        host: returns the timeline of the thread that runs.
-        checks: whether an access that nothing orders is an error.
+        host: returns the timeline of the host.
     """
 
-    def __init__(self, rank: int, owner: Timeline, host: Callable[[], Timeline], *, checks: bool) -> None:
-        self._rank, self._owner, self._host, self._checks = rank, owner, host, checks
+    def __init__(self, rank: int, owner: Timeline, host: Callable[[], Timeline]) -> None:
+        self._rank, self._owner, self._host = rank, owner, host
         self._histories: dict[int, _History] = {}
         self.kept: set[int] = set()
         """Addresses whose history outlives the tensor: an arena's."""
-        self._pinned: set[int] = set()
         self.late: list[OrderError] = []
         """Errors found when a tensor was freed, where none can be raised."""
 
@@ -92,8 +90,6 @@ class Memory:
         history.writes.append(access)
 
     def _check(self, access: Access, timeline: Timeline, others: list[Access]) -> None:
-        if not self._checks:
-            return
         for other in others:
             if other.start < access.end and access.start < other.end and not other.is_before(timeline):
                 raise OrderError(f"rank {self._rank}: {access.text}, and nothing orders it after: {other.text}")
@@ -107,20 +103,10 @@ class Memory:
                 weakref.finalize(storage, self._freed, key).atexit = False
         return self._histories[key]
 
-    def pin(self, tensor: Tensor) -> None:
-        """A tensor of host memory that its allocator does not reuse before all copies from and to it are over."""
-        storage = tensor.untyped_storage()
-        self._pinned.add(storage.data_ptr())
-        weakref.finalize(storage, self._pinned.discard, storage.data_ptr()).atexit = False
-
-    def is_pinned(self, tensor: Tensor) -> bool:
-        """Whether `pin` was called with it."""
-        return tensor.untyped_storage().data_ptr() in self._pinned
-
     def _freed(self, key: int) -> None:
         """torch may hand the memory out again, to the host or on the compute stream."""
         history = self._histories.pop(key)
-        if not self._checks or key in self._pinned or not is_here():
+        if not is_here():
             return
         host = self._host() if here().rank == self._rank else self._owner  # a cycle may be collected on another rank's thread
         for old in (*history.writes, *history.reads):
@@ -172,11 +158,6 @@ class Arena:
         self._blocks: dict[int, Any] = {}
         self._free: dict[int, list[int]] = {}
         self.num_reused = 0
-        self.allocated = self.most_allocated = 0
-        """Bytes handed out, now and at most."""
-
-    def reset_peak(self) -> None:
-        self.most_allocated = self.allocated
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """As `torch.empty`, poisoned."""
@@ -190,8 +171,6 @@ class Arena:
             address = block.ctypes.data
             self._blocks[address] = block
             self._memory.kept.add(address)
-        self.allocated += size
-        self.most_allocated = max(self.most_allocated, self.allocated)
         view = self._blocks[address][:]
         weakref.finalize(view, self._release, address).atexit = False
         return torch.from_numpy(view).view(dtype).view(shape)
@@ -203,6 +182,5 @@ class Arena:
 
     def _release(self, address: int) -> None:
         block = self._blocks[address]
-        self.allocated -= block.size
         block.fill(POISON)
         self._free[block.size].append(address)

@@ -1,6 +1,6 @@
 """`torch.distributed` process groups over communicators of the fake NCCL.
 
-As `ProcessGroupNCCL`: a call issues work and returns, `Work.wait` makes the current stream wait for it, `is_completed` asks. The
+As `ProcessGroupNCCL`: a call issues work and returns, `Work.wait` makes the compute stream wait for it, `is_completed` asks. The
 backend keeps no tensor alive, neither for a transfer nor for its `Work`: whoever calls must keep it until `wait`, as with
 TORCH_NCCL_AVOID_RECORD_STREAMS before torch 2.8, the strictest of what users run.
 
@@ -58,14 +58,14 @@ class FakeWork(dist.Work):
         self._device, self._kernels, self._blocks, self._on_host = device, kernels, blocks, on_host
 
     def wait(self, timeout: Any = None) -> bool:
-        """The current stream waits (and with the default stream the host, see `device`); a barrier makes the host wait, too."""
+        """The compute stream waits (and the host with it, see `device`); a barrier makes the host wait, too."""
         for kernel in self._kernels:
             if self._on_host:
                 self._host_waits(kernel)
                 continue
             if kernel.kind == "send" and not kernel.end.is_reached:
                 self._device.stalls.append(kernel.text)
-            self._device.current_stream().wait(kernel.end)
+            self._device.wait(kernel.end)
             if self._blocks:
                 self._host_waits(kernel)
         return True

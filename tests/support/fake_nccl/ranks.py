@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -14,11 +14,9 @@ from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
 from megatron.zerobubble.runtime import p2p
-from tests.support.fake_nccl.cuda import OnDevice, cuda_of_ranks
 from tests.support.fake_nccl.device import Device
 from tests.support.fake_nccl.engine import Engine, HostThread, here
 from tests.support.fake_nccl.process_group import BACKEND, Fabric, new_group, register
-from tests.support.fake_nccl.threads import scheduled_threads
 
 
 class _Store(dist.Store):
@@ -26,7 +24,7 @@ class _Store(dist.Store):
 
 
 class InlineIssuer:
-    """In place of the thread that issues transfers of CPU tensors: on CUDA the caller's thread does."""
+    """In place of the thread that issues transfers of CPU tensors: on CUDA the caller's thread does. So a rank has one thread."""
 
     def __init__(self, device: torch.device) -> None:
         """No thread to start."""
@@ -44,9 +42,7 @@ def run_ranks(
     *args: Any,
     seed: int = 0,
     backend: str = BACKEND,
-    cuda: bool = False,
     eager: bool = False,
-    checks: bool = True,
     single_queue: bool = False,
     resumed: Callable[[HostThread], None] | None = None,
 ) -> list[Any]:
@@ -58,9 +54,7 @@ def run_ranks(
         args: of the function.
         seed: of the order in which hosts and devices go on.
         backend: of the world.
-        cuda: whether `torch.cuda` and copies between host and device are those of the rank's device (`cuda`).
         eager: whether groups make their communicator when they are made (`device_id` given), or when it is first used.
-        checks: whether accesses to memory that nothing orders are errors; without, only what they do to the data shows.
         single_queue: whether the streams of a rank share one hardware queue.
         resumed: called with a thread before it goes on.
 
@@ -71,22 +65,18 @@ def run_ranks(
     """
     register()
     engine = Engine(seed, resumed)
-    on_device = OnDevice if cuda else nullcontext
     fabric = Fabric(engine, eager=eager)
     results: list[Any] = [None] * size
-    devices = [Device(engine, rank, checks=checks, single_queue=single_queue) for rank in range(size)]
+    devices = [Device(engine, rank, single_queue=single_queue) for rank in range(size)]
 
     def run(rank: int) -> None:
-        here().state.update(device=devices[rank], fabric=fabric, enter=on_device)
+        here().state.update(device=devices[rank], fabric=fabric)
         dist.init_process_group(backend, store=_Store(), rank=rank, world_size=size)
-        if cuda:
-            torch.cuda.set_device(0)
-        with on_device():
-            results[rank] = function(rank, *args)
+        results[rank] = function(rank, *args)
         devices[rank].synchronize("its device, at the end")
         dist.destroy_process_group()
 
-    with _one_process_as_many(), cuda_of_ranks() if cuda else nullcontext():
+    with _one_process_as_many():
         for rank in range(size):
             engine.spawn(f"the host of rank {rank}", rank, lambda rank=rank: run(rank))  # type: ignore[misc]
         engine.run()
@@ -106,6 +96,5 @@ def _one_process_as_many() -> Iterator[None]:
         mock.patch.object(sys, "excepthook", sys.excepthook),  # which torch replaces
         mock.patch.object(dist, "new_group", new_group),
         mock.patch.object(p2p, "Issuer", InlineIssuer),
-        scheduled_threads(),
     ):
         yield

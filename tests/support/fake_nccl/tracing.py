@@ -1,4 +1,4 @@
-"""Every torch op as a kernel on the current stream: what it reads and writes is checked against transfers and copies."""
+"""Every torch op as a kernel on the compute stream: what it reads and writes is checked against transfers and copies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.fake_nccl.device import Device
 
 
 class TracedOps(TorchDispatchMode):
-    """A mode in which torch ops are accesses of the current stream. Views are none; reading a number makes the host wait."""
+    """A mode in which torch ops are accesses of the compute stream. Views are none; reading a number makes the host wait."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -21,8 +21,7 @@ class TracedOps(TorchDispatchMode):
         device = Device.current()
         result = func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
-            stream = device.current_stream()
-            device.host().join(stream.timeline.clock)
+            device.host().join(device.compute_stream.clock)
         if not any(given.alias_info for given in func._schema.returns):
             writes += [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
         if reads or writes:

@@ -11,7 +11,6 @@ and quantizers.
 `gemm`            GEMMs, of quantized operands too
 `norms`           LayerNorm and RMSNorm, forward and backward
 `activations`     those of the op fuser's operations
-`rope`            rotary position embeddings, forward and backward
 `attention`       fused attention, for context parallelism
 `float8`          casts to and from float8, with torch's own dtypes
 `multi_tensor`    the kernels of its optimizers

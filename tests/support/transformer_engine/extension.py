@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from tests.support.transformer_engine import activations, attention, float8, gemm, multi_tensor, norms, rope
+from tests.support.transformer_engine import activations, attention, float8, gemm, multi_tensor, norms
 
 __all__ = ["Extension"]
 
@@ -94,8 +94,6 @@ _ANSWERS: dict[str, Any] = {
     "convert_bshd_to_thd": attention.convert_bshd_to_thd,
     "fused_attn_fwd": attention.fused_attn_fwd,
     "fused_attn_bwd": attention.fused_attn_bwd,
-    "fused_rope_forward": rope.fused_rope_forward,
-    "fused_rope_backward": rope.fused_rope_backward,
     **{name: getattr(activations, name) for name in activations.__all__},
     "quantize": float8.quantize,
     "dequantize": float8.dequantize,

@@ -1,1 +1,0 @@
-"""Published recipes of Megatron-Bridge, Megatron-LM and Primus, against the checks that a job goes through before it trains."""
