@@ -23,8 +23,8 @@ __all__ = ["Beat", "is_gone", "own_start", "publish", "published", "this_host"]
 class Beat(NamedTuple):
     """One heartbeat of a rank."""
 
-    count: int
-    """Number of this rank's heartbeats; a higher one is a newer one."""
+    number: int
+    """How many this rank has published; a higher one is a newer one."""
     host: str
     """Its machine, as `this_host` names it."""
     pid: int
