@@ -124,7 +124,7 @@ def test_first_forwards_that_are_discarded_and_run_again(name: str) -> None:
     "`--zero-bubble-batch-p2p-comm`: what stands between two ops is one batch, over before the next op; every schedule on gloo "
     "and on the double of NCCL, also with a rollback; losses in every loop bit for bit those without it",
     "works; on an H200 a job ran to its end",
-    also=("runtime/test_executor.py", "mcore/stock_loop/test_install.py", "training/test_runs.py"),
+    also=("runtime/test_executor.py", "mcore/stock_loop/test_install.py", "training/test_same_seed.py"),
 )
 @pytest.mark.parametrize("name", FAMILIES)
 def test_batches_end_under_every_hazard_and_are_waited_for(name: str) -> None:
