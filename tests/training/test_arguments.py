@@ -80,6 +80,8 @@ REFUSED = {
     "--moe-layer-freq open('x')": r"is neither a number nor a list such as \[0\]\+\[1\]\*3",
     "--attention-backend best": "argument --attention-backend: invalid choice: 'best'",
     "--data-path x": "give either --data-path PREFIX .* or --mock-data",
+    "--min-lr 1": "--min-lr 1.0 must be from 0 to --lr 0.001",
+    "--lr-warmup-fraction 1": "the warm-up of 10 iterations must be shorter than the decay of 10",
     "--save-interval 3": "--save-interval needs --save DIR",
     "--ckpt-step 3": "--ckpt-step needs --load DIR",
     "--tokenizer-type NullTokenizer": "--tokenizer-type NullTokenizer needs --vocab-size",

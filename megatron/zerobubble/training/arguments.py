@@ -185,7 +185,7 @@ def _described(unknown: Sequence[str], known: Sequence[str]) -> str:
 
 
 def _set_sizes(args: argparse.Namespace, world_size: int) -> None:
-    """Add to `args` the sizes that follow from flags and the number of ranks."""
+    """Add to `args` the sizes and lengths that follow from flags and the number of ranks. Raises ConfigError."""
     tensor, pipeline = getattr(args, "tensor_model_parallel_size", 1), getattr(args, "pipeline_model_parallel_size", 1)
     of_model = tensor * pipeline * getattr(args, "context_parallel_size", 1)
     if of_model < 1 or world_size % of_model:
@@ -203,6 +203,12 @@ def _set_sizes(args: argparse.Namespace, world_size: int) -> None:
     args.num_microbatches = args.global_batch_size // each
     with refused_in_one_line():
         args.num_chunks = _num_chunks(args, pipeline)
+    if not 0 <= args.min_lr <= args.lr:
+        raise ConfigError(f"--min-lr {args.min_lr} must be from 0 to --lr {args.lr}")
+    args.decay_iters = args.lr_decay_iters or args.train_iters
+    args.warmup_iters = args.lr_warmup_iters if args.lr_warmup_fraction is None else args.lr_warmup_fraction * args.decay_iters
+    if not 0 <= args.warmup_iters < args.decay_iters:
+        raise ConfigError(f"the warm-up of {args.warmup_iters:g} iterations must be shorter than the decay of {args.decay_iters}")
     if args.mock_data == bool(args.data_path):
         raise ConfigError("give either --data-path PREFIX (see tools/preprocess_data.py) or --mock-data")
     if args.save is None and args.save_interval is not None:

@@ -18,7 +18,6 @@ import time
 import warnings
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -32,15 +31,17 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
-from megatron.zerobubble.job.launch import read_launch
+from megatron.zerobubble.job.launch import master, read_launch
 from megatron.zerobubble.mcore.compat import define_missing_te_gemm
 from megatron.zerobubble.overlay import schedule_of
+from megatron.zerobubble.training import run_log
 from megatron.zerobubble.training.arguments import parse_arguments
 from megatron.zerobubble.training.checkpoint.save_load import load_checkpoint, save_checkpoint, starting_point
+from megatron.zerobubble.training.checkpoint.state import Trained
 from megatron.zerobubble.training.configs import Configs
 from megatron.zerobubble.training.data import build_datasets, check_dataset, chunk_reads, iterators, next_batch, proportions
 from megatron.zerobubble.training.models.layer_specs import mtp_layers, stage_layers
-from megatron.zerobubble.training.progress import Iteration, Progress, mean_losses
+from megatron.zerobubble.training.run_log import LoggedIteration, RunLog, mean_losses
 from megatron.zerobubble.training.tokenizer import build_tokenizer
 
 __all__ = ["main"]
@@ -49,8 +50,6 @@ _log = logging.getLogger(__name__)
 
 LOSS = "lm loss"
 """Key under which the loss function reports [sum of losses, number of tokens] of a microbatch."""
-
-
 _STANDS_IN = (
     "this megatron-core has no training loop, so the reference trainer runs: Megatron-LM's loop comes with "
     "megatron-core from 0.17 on (pip install 'megatron-core>=0.17,<0.20' with Python 3.12)"
@@ -89,11 +88,8 @@ def _set_up_logging(*, is_first: bool, is_last: bool) -> None:
     logging.getLogger("torch").setLevel(logging.WARNING)
     if not is_first:
         logging.getLogger("megatron.zerobubble").setLevel(logging.WARNING)
-        logging.getLogger(_PROGRESS).setLevel(logging.INFO if is_last else logging.WARNING)
+        logging.getLogger(run_log.__name__).setLevel(logging.INFO if is_last else logging.WARNING)
         warnings.simplefilter("ignore")  # the first rank prints the same ones
-
-
-_PROGRESS = "megatron.zerobubble.training.progress"
 
 
 def _initialize(configs: Configs, *, local_rank: int) -> None:
@@ -101,7 +97,10 @@ def _initialize(configs: Configs, *, local_rank: int) -> None:
     args, config = configs.args, configs.model
     torch.cuda.set_device(local_rank)
     backend = args.distributed_backend or ("gloo" if args.on_cpu else "nccl")
-    dist.init_process_group(backend, timeout=timedelta(minutes=args.distributed_timeout_minutes))
+    alone: dict[str, Any] = {}
+    if master() is None:  # without torchrun
+        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+    dist.init_process_group(backend, timeout=timedelta(minutes=args.distributed_timeout_minutes), **alone)
     atexit.register(_destroy_groups)  # a schedule writes its trace after the script has ended
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
@@ -166,16 +165,14 @@ def build_model(configs: Configs, vocab_size: int) -> list[Any]:
 
 def build_scheduler(args: argparse.Namespace, optimizer: Any) -> OptimizerParamScheduler:
     """The schedule of learning rate and weight decay, in samples, as in Megatron-LM."""
-    decay = args.lr_decay_iters or args.train_iters
-    warmup = args.lr_warmup_iters if args.lr_warmup_fraction is None else args.lr_warmup_fraction * decay
     weight_decay = optimizer.config.weight_decay
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=args.lr,
         min_lr=args.min_lr,
-        lr_warmup_steps=warmup * args.global_batch_size,
-        lr_decay_steps=decay * args.global_batch_size,
+        lr_warmup_steps=args.warmup_iters * args.global_batch_size,
+        lr_decay_steps=args.decay_iters * args.global_batch_size,
         lr_decay_style=args.lr_decay_style,
         start_wd=weight_decay,
         end_wd=weight_decay,
@@ -211,7 +208,6 @@ class Trainer:
 
     def __init__(self, configs: Configs, tokenizer: Any, *, schedule: str, attempt: Any) -> None:
         self.args, self.config = configs.args, configs.model
-        self.configs = configs
         self.schedule = schedule
         self.vocab_size = max(int(tokenizer.vocab_size), configs.tokenizer.known_vocab_size)
         self.chunks = build_model(configs, self.vocab_size)
@@ -227,30 +223,32 @@ class Trainer:
         self.iteration = 0
         self.run = attempt.job
         self.stop = _Stop(self.args)
+        self.trained = Trained(chunks=self.chunks, ddp_config=configs.ddp, optimizer=self.optimizer, scheduler=self.scheduler)
         checkpoint = starting_point(self.args, attempt)
         if checkpoint is not None:
-            self._load(checkpoint, loads_optimizer=attempt.is_restart or not self.args.no_load_optim)
+            loads_optimizer = attempt.is_restart or not self.args.no_load_optim
+            self.iteration = load_checkpoint(checkpoint, self.trained, loads_optimizer=loads_optimizer)
 
     def train(self) -> None:
         """Iterate, evaluate, save and log. All ranks must call this."""
         args = self.args
-        self.progress = Progress(args, self.schedule, start=self.iteration)
+        self.log = RunLog(args, self.schedule, start=self.iteration)
         _log.info("%s", self._description())
         data = self._batches(self.train_samples, consumed=self.iteration * args.global_batch_size)
         is_last = self.iteration >= args.train_iters
         while not is_last:
-            self.progress.add(self.iterate(data))
+            self.log.add(self.iterate(data))
             is_last = self.stop.is_due(self.iteration) or self.iteration == args.train_iters
             evaluates = args.eval_iters and (is_last or self.iteration % args.eval_interval == 0)
             saves = args.save and (is_last or (args.save_interval and self.iteration % args.save_interval == 0))
             loss = self.evaluate() if evaluates and not self.stop.is_urgent else None
             if is_last or saves or loss is not None or self.iteration % args.log_interval == 0:
-                self.progress.log(validation_loss=loss)
+                self.log.log(validation_loss=loss)
             if saves:
-                self._save()
+                save_checkpoint(args.save, self.trained, iteration=self.iteration, run=self.run)
         _log.info("done: %d iterations", self.iteration)
 
-    def iterate(self, data: Any) -> Iteration:
+    def iterate(self, data: Any) -> LoggedIteration:
         """One iteration: all passes and the optimizer step."""
         begin = time.perf_counter()
         self._zero_gradients()
@@ -261,7 +259,7 @@ class Trainer:
         if is_stepped:
             self.scheduler.step(increment=self.args.global_batch_size)
         self.iteration += 1
-        return Iteration(
+        return LoggedIteration(
             number=self.iteration,
             loss=loss,
             is_stepped=bool(is_stepped),
@@ -283,27 +281,6 @@ class Trainer:
             chunk.train()
         assert isinstance(total, torch.Tensor)
         return mean_losses(total.unsqueeze(0))[0]
-
-    def _load(self, checkpoint: Path, *, loads_optimizer: bool) -> None:
-        self.iteration = load_checkpoint(
-            checkpoint,
-            self.chunks,
-            self.optimizer,
-            self.scheduler,
-            loads_optimizer=loads_optimizer,
-            ddp_config=self.configs.ddp,
-        )
-
-    def _save(self) -> None:
-        save_checkpoint(
-            self.args.save,
-            self.chunks,
-            self.optimizer,
-            self.scheduler,
-            iteration=self.iteration,
-            ddp_config=self.configs.ddp,
-            run=self.run,
-        )
 
     def _run_passes(self, data: Any, *, forward_only: bool) -> torch.Tensor:
         """All passes of one global batch; [sum of losses, number of tokens] of this rank, float64."""

@@ -6,6 +6,7 @@ A damaged file is refused by its name before anything is loaded, and a job that 
 from __future__ import annotations
 
 import logging
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ from megatron.zerobubble.errors import CheckpointError
 from megatron.zerobubble.files import disk_error
 from megatron.zerobubble.messages import one_line
 from megatron.zerobubble.training.checkpoint import directory as paths
-from megatron.zerobubble.training.checkpoint.state import load_rank_state, load_weights, rank_state, weights
+from megatron.zerobubble.training.checkpoint.state import Trained, load_rank_state, load_weights, rank_state, weights
 
 __all__ = ["load_checkpoint", "save_checkpoint", "starting_point"]
 
@@ -57,18 +58,13 @@ class _Strategy(TorchDistSaveShardedStrategy):
         save(mcore_to_pyt_state_dict(state, False), storage_writer=writer, planner=planner)
 
 
-def save_checkpoint(
-    folder: str, chunks: list[Any], optimizer: Any, scheduler: Any, *, iteration: int, ddp_config: Any, run: str
-) -> None:
+def save_checkpoint(folder: str, trained: Trained, *, iteration: int, run: str) -> None:
     """Write a checkpoint, and make it the latest. All ranks must call this.
 
     Args:
         folder: the --save directory.
-        chunks: this rank's model chunks, wrapped by DDP.
-        optimizer: megatron-core's.
-        scheduler: of its learning rate.
+        trained: what this rank trains.
         iteration: iterations done.
-        ddp_config: DDP's configuration.
         run: id of the job.
 
     Raises:
@@ -76,11 +72,11 @@ def save_checkpoint(
     """
     final, writing = paths.iteration_directory(folder, iteration), paths.writing_directory(folder, iteration)
     _on_first_rank(lambda: paths.prepare(folder, iteration), f"{final} cannot be written")
-    state = weights(chunks)  # read first: weights, and the rest, are then those of a step that is final
-    own = rank_state(state, optimizer, ddp_config)
+    state = weights(trained.chunks)  # read first: weights, and the rest, are then those of a step that is final
+    own = rank_state(state, trained)
     state[_RANKS] = ShardedObject(_RANKS, own, (dist.get_world_size(),), (dist.get_rank(),))
-    state |= {_ITERATION: iteration, _WORLD_SIZE: dist.get_world_size(), _SCHEDULER: scheduler.state_dict()}
-    with _gathered(chunks, ddp_config), _named(final, "be written"):
+    state |= {_ITERATION: iteration, _WORLD_SIZE: dist.get_world_size(), _SCHEDULER: trained.scheduler.state_dict()}
+    with _gathered(trained), _named(final, "be written"):
         dist_checkpointing.save(state, str(writing), _Strategy())
         mine = sorted(path.name for path in writing.iterdir())[dist.get_rank() :: dist.get_world_size()]
         files = _merged({name: paths.record_of(writing / name) for name in mine})
@@ -98,9 +94,17 @@ def starting_point(args: Any, attempt: Any) -> Path | None:
         attempt: which attempt of the job this is.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: there is none, or it is damaged; or --save cannot be written.
     """
+    if args.save:
+        _on_first_rank(lambda: _check_writable(Path(args.save)), f"--save {args.save} cannot be written")
     return _on_first_rank(lambda: _starting_point(args, attempt), "the checkpoint cannot be read")
+
+
+def _check_writable(folder: Path) -> None:
+    """Make the --save directory, and a file in it. Raises OSError now, not when the first checkpoint is due."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
 
 
 def _starting_point(args: Any, attempt: Any) -> Path | None:
@@ -126,18 +130,13 @@ def _starting_point(args: Any, attempt: Any) -> Path | None:
     return None
 
 
-def load_checkpoint(
-    directory: Path, chunks: list[Any], optimizer: Any, scheduler: Any, *, loads_optimizer: bool, ddp_config: Any
-) -> int:
+def load_checkpoint(directory: Path, trained: Trained, *, loads_optimizer: bool) -> int:
     """Load a checkpoint, after all ranks together have compared its files with its manifest. All ranks must call this.
 
     Args:
         directory: the checkpoint.
-        chunks: this rank's model chunks.
-        optimizer: megatron-core's.
-        scheduler: of its learning rate.
+        trained: changed in place.
         loads_optimizer: whether to load more than weights.
-        ddp_config: DDP's configuration.
 
     Returns:
         Iterations done by the run that saved it.
@@ -146,7 +145,7 @@ def load_checkpoint(
         CheckpointError: it is missing or damaged, or belongs to another model or another layout of ranks.
     """
     _verify(directory)
-    asked = weights(chunks)
+    asked = weights(trained.chunks)
     with _named(directory, "be loaded into this model"):
         common = dist_checkpointing.load_common_state_dict(str(directory))
         wanted = dict(asked)
@@ -156,15 +155,15 @@ def load_checkpoint(
                     f"{directory} was saved by {common[_WORLD_SIZE]} ranks, this job has {dist.get_world_size()}: give "
                     "--no-load-optim to begin with its weights alone"
                 )
-            own = rank_state(asked, optimizer, ddp_config)
+            own = rank_state(asked, trained)
             wanted[_RANKS] = ShardedObject(_RANKS, None, (dist.get_world_size(),), (dist.get_rank(),))
         state = dist_checkpointing.load(wanted, str(directory), strict=StrictHandling.RAISE_UNEXPECTED)
-        load_weights(chunks, state)
+        load_weights(trained.chunks, state)
         if loads_optimizer:
-            load_rank_state(state[_RANKS], own, optimizer)
-            scheduler.load_state_dict(common[_SCHEDULER])
+            load_rank_state(state[_RANKS], own, trained)
+            trained.scheduler.load_state_dict(common[_SCHEDULER])
         else:
-            optimizer.reload_model_params()
+            trained.optimizer.reload_model_params()
     _log.info("loaded %s", directory)
     return int(common[_ITERATION])
 
@@ -180,9 +179,9 @@ def _verify(directory: Path) -> None:
 
 
 @contextmanager
-def _gathered(chunks: list[Any], ddp_config: Any) -> Iterator[None]:
+def _gathered(trained: Trained) -> Iterator[None]:
     """Inside, all parameters are gathered. With --overlap-param-gather they would arrive only during the next forward pass."""
-    overlapping = chunks if ddp_config.overlap_param_gather else []
+    overlapping = trained.chunks if trained.ddp_config.overlap_param_gather else []
     for chunk in overlapping:
         chunk.disable_forward_pre_hook(param_sync=True)
     yield

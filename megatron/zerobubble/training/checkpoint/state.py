@@ -8,6 +8,7 @@ generators of random numbers. A run in the same layout continues with the same b
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,21 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron.zerobubble.errors import CheckpointError
 from megatron.zerobubble.optimizer.parts import parts_of
 
-__all__ = ["load_rank_state", "load_weights", "rank_state", "weights"]
+__all__ = ["Trained", "load_rank_state", "load_weights", "rank_state", "weights"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What a rank trains."""
+
+    chunks: list[Any]
+    """Its model chunks, wrapped in DistributedDataParallel."""
+    ddp_config: Any
+    """DDP's configuration. It cuts the buckets by which a distributed optimizer shards."""
+    optimizer: Any
+    """megatron-core's."""
+    scheduler: Any
+    """Of learning rate and weight decay."""
 
 
 def weights(chunks: list[Any]) -> dict[str, Any]:
@@ -32,17 +47,20 @@ def load_weights(chunks: list[Any], state: dict[str, Any]) -> None:
         stage.load_state_dict(state[name])
 
 
-def rank_state(asked: dict[str, Any], optimizer: Any, ddp_config: Any) -> dict[str, Any]:
+def rank_state(asked: dict[str, Any], trained: Trained) -> dict[str, Any]:
     """Optimizers and generators of this rank, and `place`: which part of the model they are for.
 
     Args:
         asked: `weights` of this rank.
-        optimizer: megatron-core's.
-        ddp_config: what cuts the buckets, by which a distributed optimizer shards.
+        trained: what it trains.
     """
-    parts = [part for part in parts_of(optimizer) if part.optimizer is not None]
+    parts = _parts(trained)
     return {
-        "place": [_place(asked), [[tuple(weight.shape) for weight in _masters(part)] for part in parts], repr(ddp_config)],
+        "place": [
+            _place(asked),
+            [[tuple(weight.shape) for weight in _masters(part)] for part in parts],
+            repr(trained.ddp_config),
+        ],
         "optimizers": [
             {
                 "state": part.optimizer.state_dict(),
@@ -58,22 +76,20 @@ def rank_state(asked: dict[str, Any], optimizer: Any, ddp_config: Any) -> dict[s
 
 
 @torch.no_grad()
-def load_rank_state(state: dict[str, Any], own: dict[str, Any], optimizer: Any) -> None:
+def load_rank_state(state: dict[str, Any], own: dict[str, Any], trained: Trained) -> None:
     """Load what `rank_state` returned on this rank of the run that saved it.
 
     Args:
         state: changed.
         own: `rank_state` of this run.
-        optimizer: megatron-core's. Parameter groups keep the learning rates of this run's flags.
+        trained: changed in place. Parameter groups keep the learning rates of this run's flags.
 
     Raises:
         CheckpointError: this rank had another part of the model.
     """
     if state["place"] != own["place"]:
         raise CheckpointError("its ranks had other parts of the model or of the optimizer: give --no-load-optim, or its layout")
-    for part, saved in zip(
-        [part for part in parts_of(optimizer) if part.optimizer is not None], state["optimizers"], strict=True
-    ):
+    for part, saved in zip(_parts(trained), state["optimizers"], strict=True):
         rates = [(group.get("max_lr"), group.get("min_lr")) for group in part.optimizer.param_groups]
         part.optimizer.load_state_dict(saved["state"])
         for group, (max_lr, min_lr) in zip(part.optimizer.param_groups, rates, strict=True):
@@ -92,6 +108,11 @@ def _stages(chunks: list[Any]) -> Iterator[tuple[str, Any]]:
     for index, chunk in enumerate(chunks):
         stage = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
         yield ("model" if len(chunks) == 1 else f"model{index}"), stage
+
+
+def _parts(trained: Trained) -> list[Any]:
+    """The optimizers of the chain that have parameters on this rank."""
+    return [part for part in parts_of(trained.optimizer) if part.optimizer is not None]
 
 
 def _place(asked: dict[str, Any]) -> list[tuple[str, str, Any]]:

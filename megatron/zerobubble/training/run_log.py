@@ -20,15 +20,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.zerobubble.errors import ExecutionError
+from megatron.zerobubble.errors import ConfigError, ExecutionError
 
-__all__ = ["Iteration", "Progress", "mean_losses"]
+__all__ = ["LoggedIteration", "RunLog", "mean_losses"]
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Iteration:
+class LoggedIteration:
     """One iteration on this rank."""
 
     number: int
@@ -48,33 +48,39 @@ class Iteration:
 
 
 def mean_losses(totals: torch.Tensor) -> list[float]:
-    """Mean losses per token, NaN where no token counts, from [n, 2] loss sums and token counts of this rank. All ranks call it.
+    """Mean losses per token, 0 where no token counts, from [n, 2] loss sums and token counts of this rank. All ranks call it.
 
     One all-reduce over the world serves every layout: ranks that hold equal sums and counts leave their ratio unchanged.
     """
     dist.all_reduce(totals)
-    return [loss / tokens if tokens else math.nan for loss, tokens in totals.tolist()]
+    return [loss / tokens if tokens else 0.0 for loss, tokens in totals.tolist()]
 
 
-class Progress:
+class RunLog:
     """Collects iterations and logs them. Every rank has one; the last one writes.
 
     Args:
         args: the flags.
         schedule: name of the schedule, for the JSON lines.
         start: iterations done by earlier runs; above 0 an existing file of JSON lines is continued.
+
+    Raises:
+        ConfigError: the file cannot be written.
     """
 
     def __init__(self, args: argparse.Namespace, schedule: str, *, start: int) -> None:
         self._args = args
         self._schedule = schedule
-        self._pending: list[Iteration] = []
+        self._pending: list[LoggedIteration] = []
         self._file = None if args.metrics_jsonl is None or not _writes() else Path(args.metrics_jsonl)
-        if self._file is not None:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            self._file.open("a" if start else "w").close()
+        try:
+            if self._file is not None:
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                self._file.open("a" if start else "w").close()
+        except OSError as error:
+            raise ConfigError(f"--metrics-jsonl {self._file} cannot be written: {error.strerror}") from error
 
-    def add(self, iteration: Iteration) -> None:
+    def add(self, iteration: LoggedIteration) -> None:
         """Add an iteration, to be written by the next `log`."""
         self._pending.append(iteration)
 
@@ -108,7 +114,7 @@ class Progress:
                     "smaller --lr, --clip-grad or --bf16 may help; --no-check-for-nan-in-loss-and-grad trains on"
                 )
 
-    def _line(self, iterations: list[Iteration], losses: list[float]) -> str:
+    def _line(self, iterations: list[LoggedIteration], losses: list[float]) -> str:
         args, last = self._args, iterations[-1]
         seconds = sum(each.seconds for each in iterations) / len(iterations)
         good = [loss for each, loss in zip(iterations, losses, strict=True) if each.is_stepped and math.isfinite(loss)]
@@ -132,7 +138,7 @@ class Progress:
             ]
         )
 
-    def _fields(self, iteration: Iteration, loss: float) -> dict[str, Any]:
+    def _fields(self, iteration: LoggedIteration, loss: float) -> dict[str, Any]:
         return {
             "iteration": iteration.number,
             "loss": loss,
