@@ -183,11 +183,11 @@ def test_a_wrong_choice_is_an_error(cluster: Cluster, name: str, value: str, mes
 
 @pytest.mark.parametrize("tensor", ["1", "2"])
 def test_the_deepseek_like_model_has_flags_that_go_together(cluster: Cluster, tensor: str) -> None:
-    started(cluster, GPUS="0", MODEL="deepseek-like", TP_SIZE=tensor)
+    started(cluster, GPUS="4", MODEL="deepseek-like", TP_SIZE=tensor)
     arguments = cluster.rank_arguments(None)
     flags = arguments[arguments.index("--distributed-backend") :]
     place = flags.index("--data-path")
-    made = parse_arguments([*flags[:place], *flags[place + 2 :], "--mock-data"], world_size=4, on_cpu=True)
+    made = parse_arguments([*flags[:place], *flags[place + 2 :], "--mock-data"], world_size=4, on_cpu=False)
     assert made.model.multi_latent_attention
     assert made.model.moe_layer_freq == [0, *[1] * (made.model.num_layers - 1)]
 

@@ -238,7 +238,7 @@ def test_one_process_needs_no_torchrun() -> None:
             [*P2, "--bogus", "--num-layer", "3"],
             "error: unrecognized arguments: --num-layer (did you mean --num-layers?), --bogus, which",
         ),
-        ([*P2, V, "--hidden-size", "33"], "error: megatron-core refuses these flags: "),
+        ([*P2, V, "--fp16", "--bf16"], "error: megatron-core refuses these flags: "),
     ],
 )
 def test_a_bad_flag_is_one_line(flags: list[str], line: str) -> None:

@@ -95,7 +95,6 @@ def _model(args: argparse.Namespace) -> TransformerConfig:
         "overlap_p2p_comm": overlaps,
         "batch_p2p_comm": not overlaps,
         "deallocate_pipeline_outputs": not (args.on_cpu and overlaps),
-        "cp_comm_type": "all_gather" if given["transformer_impl"] == "local" else "p2p",
         "cuda_graph_scope": [],
         **({} if args.on_cpu else _fused_kernels(args, with_engine=given["transformer_impl"] == "transformer_engine")),
     }

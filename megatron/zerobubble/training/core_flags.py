@@ -72,12 +72,11 @@ def _options(hint: Any) -> dict[str, Any] | None:
     if kinds == {bool}:
         return {"action": argparse.BooleanOptionalAction}
     lists = {kind for kind in kinds if typing.get_origin(kind) is list}
-    plain = kinds - lists
-    if lists:
-        element = next(iter(typing.get_args(next(iter(lists)))), None)
-        if plain == {int}:
-            return {"type": _whole_number_or_list}
-        if element in (int, float, str):
+    plain, elements = kinds - lists, {element for kind in lists for element in typing.get_args(kind)}
+    if lists and plain == {int}:
+        return {"type": _whole_number_or_list}
+    for element in (int, float, str):
+        if element in elements:
             return {"type": element, "nargs": "+", "action": _OneOrMore if plain else None}
     if len(kinds) == 1:
         (kind,) = kinds

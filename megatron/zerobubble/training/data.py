@@ -177,4 +177,5 @@ def next_batch(batches: Batches | None) -> dict[str, Any]:
         return dict.fromkeys(names)
     read = next(batches)
     own = {name: read[name].to(torch.cuda.current_device(), non_blocking=True) for name in names}
-    return dict(with_arguments(get_batch_on_this_cp_rank, {"is_hybrid_cp": False})(own))
+    context = parallel_state.get_context_parallel_group()
+    return dict(with_arguments(get_batch_on_this_cp_rank, {"is_hybrid_cp": False})(own, cp_group=context))
