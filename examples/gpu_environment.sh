@@ -27,4 +27,4 @@ export NVTE_FWD_LAYERNORM_SM_MARGIN="${NVTE_FWD_LAYERNORM_SM_MARGIN-16}"
 export NVTE_BWD_LAYERNORM_SM_MARGIN="${NVTE_BWD_LAYERNORM_SM_MARGIN-16}"
 export NVTE_EXT_MARGIN_SM="${NVTE_EXT_MARGIN_SM-4}"
 
-# TORCH_NCCL_AVOID_RECORD_STREAMS is set by the ranks themselves, for a torch before 2.8; later ones need nothing.
+# With a torch before 2.8 set TORCH_NCCL_AVOID_RECORD_STREAMS=1, too; later ones need nothing.

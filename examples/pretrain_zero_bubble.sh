@@ -17,7 +17,7 @@
 #   RDZV_ID                             with several machines: random letters for this job, the same on each (openssl rand -hex 16)
 #   MAX_RESTARTS                        times that torchrun starts all ranks again after a failure, from the latest checkpoint
 #   HIDDEN_SIZE LAYERS ATTENTION_HEADS SEQ_LENGTH MICRO_BATCH_SIZE GLOBAL_BATCH_SIZE TRAIN_ITERS LR
-#   MODEL=deepseek-like                 multi-latent attention, experts with a shared one behind a dense layer, an MTP layer
+#   MODEL=deepseek-like                 multi-latent attention (on GPUs), experts with a shared one behind a dense layer, an MTP layer
 #   TRANSFORMER_IMPL=transformer_engine Transformer Engine's layers, on GPUs; FP8_FORMAT=hybrid or e4m3 with them
 #   ATTENTION_BACKEND                   auto, flash, fused, unfused or local
 #   DATA_PATH (or DATASET)              path prefix of an indexed dataset (tools/preprocess_data.py)
@@ -71,9 +71,6 @@ export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
 found="$("${python_bin}python" -c 'import importlib.util as find; print(find.find_spec("megatron.training") is not None)' 2>/dev/null || true)"
 [[ "$found" == True ]] && loop=megatron
 entry=("$here/pretrain_gpt.py")
-if [[ $loop == megatron && $backend == gloo && "${MODEL:-}" == deepseek-like ]]; then # its attention needs Transformer Engine there
-    loop=reference entry=(-m megatron.zerobubble.cli.train)
-fi
 
 # -- the schedule -------------------------------------------------------------------------------------------------------
 pending="${ZERO_BUBBLE_MAX_PENDING_BACKWARD:-${ZERO_BUBBLE_MEM_LIMIT:-}}"
@@ -92,6 +89,7 @@ else
     name=1f1b schedule=()
 fi
 
+schedule+=(--zero-bubble-weights-seed 1234) # all schedules begin with the same weights, so that their losses can be compared
 run="${RUN_DIR:-$here/runs/$name${MODEL:+-$MODEL}}"
 
 # -- the model ----------------------------------------------------------------------------------------------------------
@@ -117,8 +115,12 @@ else
 fi
 model=()
 if [[ "${MODEL:-}" == deepseek-like ]]; then
+    if [[ $backend == gloo ]]; then
+        echo "MODEL=deepseek-like has attention of Transformer Engine, which needs GPUs" >&2
+        exit 2
+    fi
     head=$((hidden / heads))
-    model=(--multi-latent-attention --q-lora-rank $((hidden / 2)) --kv-lora-rank $((hidden / 4)) --qk-layernorm
+    model=(--multi-latent-attention --rope-type rope --q-lora-rank $((hidden / 2)) --kv-lora-rank $((hidden / 4)) --qk-layernorm
         --qk-head-dim "$head" --qk-pos-emb-head-dim $((head / 2)) --v-head-dim "$head"
         --num-experts 8 --moe-layer-freq "[0]+[1]*$((layers - 1))" --moe-ffn-hidden-size $((hidden / 2))
         --moe-shared-expert-intermediate-size $((hidden / 2)) --moe-token-dispatcher-type alltoall --moe-router-dtype fp32
@@ -175,11 +177,9 @@ fi
 
 if is_on "${BENCH:-}"; then
     entry=(-m megatron.zerobubble.cli.bench --bench-dir "${RUN_DIR:-$here/runs/bench}")
-    if [[ $loop == megatron ]]; then # a script: what is given here are options of the comparison
-        [[ $backend == gloo ]] && entry+=(--cpu)
-        entry+=("$@" -- "$here/pretrain_gpt.py") schedule=()
-        set --
-    fi
+    [[ $backend == gloo ]] && entry+=(--cpu)
+    entry+=("$@" -- "$here/pretrain_gpt.py") schedule=() # what is given here are options of the comparison
+    set --
 fi
 exec "${start[@]}" "${entry[@]}" \
     --distributed-backend "$backend" "${device[@]}" \

@@ -120,7 +120,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
     The text is source of Python's own library: not this package's, so that no commit changes the losses of another test's job.
     """
-    from megatron.zerobubble.training.config.tokenizer import TokenizerConfig
+    from megatron.zerobubble.training.tokenizer import TokenizerConfig
     from tools.preprocess_data import Document, preprocess
 
     prefix = tmp_path_factory.mktemp("corpus") / "source"

@@ -36,7 +36,7 @@ def put_folder_first(script: str) -> None:
     sys.path.insert(0, str(Path(script).resolve().parent))
 
 
-def add_seeds(parser: argparse.ArgumentParser) -> None:
+def add_seeds(parser: argparse._ActionsContainer) -> None:
     """Add the flags of `run_script` for weights and dropout masks that do not depend on the schedule."""
     parser.add_argument(
         "--zero-bubble-weights-seed",

@@ -1,7 +1,8 @@
-"""Write docs/flags.md: every flag of pretrain_gpt.py with its values, default and help text.
+"""Write docs/flags.md: the zero-bubble flags and those of the reference trainer, with values, defaults and help texts.
 
-The page is generated from the parser that reads the command line, so it has the groups and texts of --help. A test and
-`make docs` compare the page with the parser. Needs no torch.
+The page is generated from the parser that reads the command line, so it has the groups and texts of --help. Flags that are fields
+of megatron-core's dataclasses are left out: they depend on the installed release. A test and `make docs` compare the page with
+the parser.
 
 Run it after a change of a flag::
 
@@ -16,9 +17,12 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 
-from megatron.zerobubble.training.arguments import build_parser
+from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
 from tools.docs.generated import DOCS, write_or_check
 from tools.docs.wrap import wrapped
+
+with quiet_third_parties():
+    from megatron.zerobubble.training.arguments import build_parser
 
 __all__ = ["COMMAND", "PAGE", "main", "page"]
 
@@ -26,23 +30,31 @@ COMMAND = "python -m tools.docs.flags"
 PAGE = DOCS / "flags.md"
 
 _INTRODUCTION = f"""\
-<!-- Generated from the config dataclasses by `{COMMAND}`. Do not edit. -->
+<!-- Generated from the parser by `{COMMAND}`. Do not edit. -->
 
 # All flags
 
-The flags of the [reference trainer](reference-trainer.md), in the groups of `--help`. Names and meanings are Megatron-LM's
-where it has the flag; `pretrain_gpt.py` on megatron-core 0.17 and newer has Megatron-LM's own and the zero-bubble group. That
-group comes first; [Flags by example](flags-examples.md) shows how its flags go together. In a training loop of your own,
-`megatron.zerobubble.add_zero_bubble_args(parser)` adds the ones that `install` honors.
+The zero-bubble flags come first; [Flags by example](flags-examples.md) shows how they go together. They are those of
+`zerobubble run`, `pretrain_gpt.py` and `zerobubble train`, and `megatron.zerobubble.add_zero_bubble_args(parser)` adds
+them to the parser of a training loop of your own.
+
+The groups behind them are the [reference trainer](reference-trainer.md)'s own, with Megatron-LM's names and meanings. Besides
+these it has a flag for each field of plain values of megatron-core's `TransformerConfig` (with `--multi-latent-attention`:
+`MLATransformerConfig`), `OptimizerConfig` and `DistributedDataParallelConfig`, spelled as Megatron-LM spells it: `num_layers`
+is `--num-layers`, `add_bias_linear` is `--disable-bias-linear`, `num_moe_experts` is `--num-experts`, `fp8` is `--fp8-format`,
+and a switch has a `--no-` form. `zerobubble train --help` lists those of the installed release.
 """
 
 _FIRST = "Zero bubble"
+_FIELDS = "megatron.core's "
+"""How the titles of groups of fields of megatron-core begin."""
 _FLAG = re.compile(r"(?<![\w`-])--?[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
 
 
 def page() -> str:
     """The whole page as Markdown."""
     groups = [group for group in build_parser()._action_groups if group.title and _flags(group._group_actions)]
+    groups = [group for group in groups if not (group.title or "").startswith(_FIELDS)]
     groups.sort(key=lambda group: group.title != _FIRST)
     sections = [_section(group.title or "", group.description, _flags(group._group_actions)) for group in groups]
     return wrapped("\n".join([_INTRODUCTION, *sections]))
@@ -84,7 +96,7 @@ def _alternatives(metavar: str) -> list[str]:
 
 
 def _default(action: argparse.Action) -> str:
-    if action.required:
+    if (action.help or "").endswith(" Required."):
         return "required"
     if action.nargs == 0 or action.default is None or action.default == ():
         return ""

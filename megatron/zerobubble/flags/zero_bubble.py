@@ -130,13 +130,12 @@ class ZeroBubbleConfig:
     models run as without the flag, after one line. A model whose configuration has overlap_moe_expert_parallel_comm runs so
     anyway. Not run on a GPU."""
     zero_bubble_trace: str | None = field(default=None, metadata={"metavar": "DIR"})
-    """Directory to write a trace to at the end of the run: trace.json (for Perfetto), report.json, and per recorded iteration
-    its plan and a timeline of measured vs. planned; with stock schedules, too. In a training loop of your own it is written
-    after the last of --zero-bubble-trace-iterations; without them after the iterations 2, 4, 7 and 12, by uninstall, and at
-    the end of a script under zerobubble run. See docs/reading-the-trace.md."""
+    """Directory to write a trace to: trace.json (for Perfetto), report.json, and per recorded iteration its plan and a timeline
+    of measured vs. planned. It is written after the last of --zero-bubble-trace-iterations; without them after the iterations
+    2, 4, 7 and 12, by uninstall, and at the end of a script under zerobubble run. See docs/reading-the-trace.md."""
     zero_bubble_trace_iterations: str | None = field(default=None, metadata={"metavar": "N[,N...]"})
-    """With --zero-bubble-trace: iterations to record, numbered as in progress lines, and in a loop of your own from 1 on.
-    Default: the last recorded one; the second, fourth, seventh and twelfth iteration are recorded, and every twentieth from the
+    """With --zero-bubble-trace: iterations to record, numbered from 1 on since the start of the process. Default: the last
+    recorded one; the second, fourth, seventh and twelfth iteration are recorded, and every twentieth from the
     second on."""
 
     zero_bubble_watchdog_seconds: float | None = None

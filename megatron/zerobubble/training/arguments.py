@@ -42,7 +42,7 @@ def build_parser(*, is_latent: bool = False) -> argparse.ArgumentParser:
         prog="zerobubble train", description="Train a GPT by a plain loop for megatron-core, with torchrun.", allow_abbrev=False
     )
     add_flags(parser)
-    add_seeds(parser)
+    add_seeds(parser.add_argument_group("Comparing schedules"))
     _add_own(parser)
     add_group(parser, TokenizerConfig)
     for config_class in (

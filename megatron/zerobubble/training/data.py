@@ -21,7 +21,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed_dataset import _IndexReader
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 from torch.utils.data import DataLoader
 
@@ -53,7 +53,7 @@ def check_dataset(prefix: str, split: Sequence[float]) -> None:
                 f"--data-path {prefix}: {prefix}{suffix} does not exist; make the dataset by tools/preprocess_data.py"
             )
     try:
-        index = IndexedDataset(prefix).index
+        index = _IndexReader(f"{prefix}.idx", multimodal=False)
         lengths, pointers = index.sequence_lengths, index.sequence_pointers
         ends = np.cumsum(lengths, dtype=np.int64) * index.dtype_size
         is_whole = lengths.min() > 0 and np.array_equal(pointers, ends - lengths * np.int64(index.dtype_size))

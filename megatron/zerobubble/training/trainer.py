@@ -33,6 +33,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
 from megatron.zerobubble.job.launch import read_launch
+from megatron.zerobubble.mcore.compat import define_missing_te_gemm
 from megatron.zerobubble.overlay import schedule_of
 from megatron.zerobubble.training.arguments import parse_arguments
 from megatron.zerobubble.training.checkpoint.save_load import load_checkpoint, save_checkpoint, starting_point
@@ -153,6 +154,8 @@ def build_chunk(configs: Configs, vocab_size: int, vp_stage: int | None) -> Any:
 def build_model(configs: Configs, vocab_size: int) -> list[Any]:
     """This rank's model chunks, wrapped in DistributedDataParallel."""
     config, chunks = configs.model, []
+    if config.num_moe_experts is not None:
+        define_missing_te_gemm()
     for number in range(configs.args.num_chunks):
         chunks.append(build_chunk(configs, vocab_size, number if configs.args.num_chunks > 1 else None))
     return [

@@ -31,6 +31,7 @@ from megatron.zerobubble.files import read_regular, replace_text, sync
 
 __all__ = [
     "MANIFEST",
+    "TRACKER",
     "damage",
     "existing_directory",
     "first_damage",
