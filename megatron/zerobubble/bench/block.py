@@ -300,7 +300,9 @@ class _Block:
                 return original(**given)
         if schedule.spec.is_stock or not PROFILED[0] <= self.iterations <= PROFILED[1]:
             return original(**given)
-        self._profiler = schedule.hooks.profiler or self._profiler or Profiler(schedule.device)  # a re-planner's, or its own
+        if isinstance(schedule.hooks.profiler, Profiler):  # a re-planner's
+            self._profiler = schedule.hooks.profiler
+        self._profiler = self._profiler or Profiler(schedule.device)
         schedule.hooks.profiler = self._profiler
         try:
             return original(**given)
