@@ -14,7 +14,7 @@ USE_MCORE := tests/mcore tests/optimizer tests/training tests/bench tests/job
 # Releases of Transformer Engine whose Python runs on the CPU in tests: make test takes the newest, make test-te both
 TE_OLDEST := 2.8.0
 TE_NEWEST := 2.20.2
-USE_TE := tests/wgrad/test_deferring.py tests/mcore/model/test_engine.py tests/training/test_engine_runs.py
+USE_TE := tests/wgrad/test_deferring.py tests/mcore/model/test_engine.py
 # Faults that make test-faults and make test-hosts draw
 FAULTS ?= 30
 HOSTS_FAULTS ?= 60

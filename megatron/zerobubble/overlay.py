@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Never
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.flags.dataclass_flags import add_group, flag_of
+from megatron.zerobubble.flags.dataclass_flags import add_group
 from megatron.zerobubble.flags.loop_options import MicrobatchLengths, Seeds, Slices
 from megatron.zerobubble.flags.require import installed
 from megatron.zerobubble.flags.targets import check_targets
@@ -40,8 +40,7 @@ __all__ = ["Installed", "add_zero_bubble_args", "install"]
 
 _log = logging.getLogger(__name__)
 
-_SUPPORTED = tuple(each.name for each in dataclasses.fields(ZeroBubbleConfig) if each.name != "zero_bubble_shard_gradients")
-"""Fields of `ZeroBubbleConfig` that a stock training loop supports."""
+_FLAGS = tuple(each.name for each in dataclasses.fields(ZeroBubbleConfig))
 
 _NEEDS_SCHEDULE = {
     "enable_optimizer_post_validation": None,
@@ -66,7 +65,7 @@ _MOVED = {
 
 
 def add_zero_bubble_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags that `install` supports to `parser`, as an argument group. In `zerobubble train` they mean the same.
+    """Add the flags that `install` supports to `parser`, as an argument group.
 
     If flags that choose a schedule are parsed but not installed, the first run of a schedule of megatron-core raises ConfigError.
 
@@ -193,13 +192,13 @@ def _checked(unknown: Mapping[str, Any], slices: Slices | None, lengths: object,
     """The slices. Raises ConfigError for the first argument of `install` that it does not have, or that is no record."""
     own = list(inspect.signature(install).parameters)[1:-1]
     for name in unknown:
-        field = name if name in _SUPPORTED else f"zero_bubble_{name}"
-        if field in _SUPPORTED:
+        field = name if name in _FLAGS else f"zero_bubble_{name}"
+        if field in _FLAGS:
             where = f"install(ZeroBubbleConfig({field}=...)), with the schedule in it, too"
         elif name in _MOVED:
             where = f"install({_MOVED[name]})"
         else:
-            fields = [*_SUPPORTED, *(each.removeprefix("zero_bubble_") for each in _SUPPORTED), *_MOVED]
+            fields = [*_FLAGS, *(each.removeprefix("zero_bubble_") for each in _FLAGS), *_MOVED]
             meant = closest(name, own, cutoff=0.7) or closest(name, fields, cutoff=0.7)
             hint = f"; did you mean {meant}?" if meant else f"; it takes {', '.join(own)}, and flags in a ZeroBubbleConfig"
             raise ConfigError(f"install has no argument {quoted(name)}{hint}")
@@ -263,7 +262,7 @@ def _refused_target(config: ZeroBubbleConfig, launch: Launch) -> ConfigError | N
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """`add_zero_bubble_args` for a caller that installs what is parsed: nothing is imported, and nothing waits for `install`."""
-    add_group(parser, ZeroBubbleConfig, only=_SUPPORTED)
+    add_group(parser, ZeroBubbleConfig)
 
 
 def schedule_of(args: argparse.Namespace) -> str:
@@ -283,8 +282,7 @@ def _expect_install(args: argparse.Namespace) -> None:
     """Make megatron-core's schedules raise an error until `install` is called, if flags were given and are not turned off."""
     if is_turned_off():
         return
-    fields = [field for field in dataclasses.fields(ZeroBubbleConfig) if field.name in _SUPPORTED]
-    if all(getattr(args, field.name, field.default) == field.default for field in fields):
+    if all(getattr(args, field.name, field.default) == field.default for field in dataclasses.fields(ZeroBubbleConfig)):
         return
     from megatron.zerobubble.mcore.stock_loop.patches import expect_install
 
@@ -312,13 +310,7 @@ def flags_of(args: argparse.Namespace | ZeroBubbleConfig) -> ZeroBubbleConfig:
 
 
 def check_supported(config: ZeroBubbleConfig) -> None:
-    """Raise ConfigError for flags that a stock training loop does not support."""
-    for field in dataclasses.fields(config):
-        if field.name not in _SUPPORTED and getattr(config, field.name) != field.default:
-            raise ConfigError(
-                f"{flag_of(field)} is not supported in a stock training loop: it is part of this package's own loop. Use "
-                "zerobubble train for it"
-            )
+    """Raise ConfigError for flags that mean nothing with the stock schedule."""
     if config.schedule != "stock":
         return
     for name, other in _NEEDS_SCHEDULE.items():

@@ -65,8 +65,8 @@ def run_script(
 ) -> None:
     """Run it as `__main__`. All ranks must call this, with the script's folder first on the path; a failure ends the process.
 
-    The script finds the flags in its global `__zero_bubble__`, with `cpu`: whether it runs on the CPU, and `attempt`: which attempt of
-    the job this is.
+    The script finds the flags in its global `__zero_bubble__`, with `cpu`: whether it runs on the CPU, and `attempt`: which
+    attempt of the job this is.
 
     Args:
         script: its file.

@@ -78,16 +78,6 @@ def test_every_planning_command_has_examples_of_its_own(command: str, capsys: py
         build_parser().parse_args(words)
 
 
-def test_train_checks_flags_before_it_starts_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = [*TINY_MODEL, *TINY_BATCH, "--mock-data", "--train-iters", "1", "--pipeline-model-parallel-size", "3"]
-    with pytest.raises(SystemExit) as caught:
-        main(["train", "--nproc-per-node", "2", *flags])
-    assert caught.value.code == 2
-    reported = capsys.readouterr().err
-    assert reported.startswith("zerobubble train: error: ")
-    assert reported.count("\n") == 1
-
-
 def _train(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     """`zerobubble train` on two ranks, for two iterations, as a user types it in `folder`."""
     start = [sys.executable, "-m", "megatron.zerobubble.cli.main", "train", "--nproc-per-node", "2"]
@@ -106,17 +96,17 @@ def _train(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
 def test_train_starts_its_ranks_and_trains(tmp_path: Path) -> None:
     done = _train(tmp_path, "--eval-iters", "0", "--pipeline-model-parallel-size", "2", "--zero-bubble-v-schedule")
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert "training with the ZBV schedule: 2 ranks" in done.stdout
+    assert "training with zbv: 2 ranks" in done.stdout
     assert done.stdout.count("| consumed samples:") == 2
 
 
 @pytest.mark.sampled(0.07, group="whole jobs")
 def test_the_reason_of_a_failed_job_is_the_last_line(tmp_path: Path) -> None:
-    """Flags that only a rank can refuse, once it knows its device. torchrun's summary above names it as the root cause."""
-    done = _train(tmp_path, "--distributed-backend", "nccl")
+    """torchrun's summary above names it as the root cause."""
+    done = _train(tmp_path, "--pipeline-model-parallel-size", "3")
     assert done.returncode != 0
     which = "zerobubble train: (rank 1: )?error: "  # on a busy machine rank 0 comes after the others have waited for it
-    line = f"{which}--distributed-backend nccl needs a GPU per rank; rank"
+    line = f"{which}2 ranks do not divide by the tensor-, pipeline- and context-parallel sizes, together 3"
     assert re.match(line, done.stderr.splitlines()[-1]), done.stderr
     cause = done.stderr[done.stderr.index("Root Cause") :]
     assert re.search(line, cause)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.zerobubble.bench.bench_options import parse_options
-from megatron.zerobubble.training.arguments import settings_from_argv
+from megatron.zerobubble.training.arguments import parse_arguments
 from tests.support.cluster import ROOT, Cluster
 
 pytestmark = pytest.mark.claims(
@@ -187,9 +187,9 @@ def test_the_deepseek_like_model_has_flags_that_go_together(cluster: Cluster, te
     arguments = cluster.rank_arguments(None)
     flags = arguments[arguments.index("--distributed-backend") :]
     place = flags.index("--data-path")
-    settings = settings_from_argv([*flags[:place], *flags[place + 2 :], "--mock-data"], world_size=4)
-    assert settings.mla.multi_latent_attention
-    assert settings.moe_layer_pattern == (0, *(1,) * (settings.model.num_layers - 1))
+    made = parse_arguments([*flags[:place], *flags[place + 2 :], "--mock-data"], world_size=4, on_cpu=True)
+    assert made.model.multi_latent_attention
+    assert made.model.moe_layer_freq == [0, *[1] * (made.model.num_layers - 1)]
 
 
 def test_kinds_of_layers_have_switches(cluster: Cluster) -> None:

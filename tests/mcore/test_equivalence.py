@@ -16,13 +16,11 @@ import torch
 import torch.distributed as dist
 
 from megatron.zerobubble.profiling.profiler import Profiler
-from megatron.zerobubble.training.models import mcore_config
 from megatron.zerobubble.wgrad import sharing
 from tests.support.comparisons import assert_near, assert_same_bits, compare
 from tests.support.gpt import Case, Tensors, Trainer
 from tests.support.ranks import RankPool
 from tests.support.tolerances import OTHER_ORDER
-from tests.training.test_arguments import settings
 
 pytestmark = pytest.mark.claims(
     "Precision and the optimizer",
@@ -157,28 +155,6 @@ def steps_of(case: Case, initial: Tensors | None = None) -> tuple[list[float], T
     after = trainer.snapshot()
     trainer.close()
     return scales, before, after
-
-
-@pytest.mark.parametrize(
-    ("flags", "in_fp32"),
-    [
-        ("", False),  # of fp32 weights: nothing to choose
-        ("--accumulate-allreduce-grads-in-fp32", True),
-        ("--bf16", True),
-        ("--bf16 --grad-reduce-in-bf16", False),
-        ("--fp16", False),
-        ("--fp16 --accumulate-allreduce-grads-in-fp32", True),
-    ],
-)
-def test_flags_choose_the_dtype_of_main_gradients(flags: str, in_fp32: bool) -> None:
-    assert mcore_config.ddp_config(settings(flags)).grad_reduce_in_fp32 is in_fp32
-
-
-def test_flags_configure_the_loss_scale() -> None:
-    dynamic = "--fp16 --initial-loss-scale 1024 --loss-scale-window 5"
-    config = mcore_config.optimizer_config(settings(dynamic))
-    assert (config.fp16, config.loss_scale, config.initial_loss_scale, config.loss_scale_window) == (True, None, 1024, 5)
-    assert mcore_config.optimizer_config(settings("--fp16 --loss-scale 8")).loss_scale == 8
 
 
 TP_ZBV = Case("zbv", 2, 4, num_chunks=2, tensor_parallel=2, num_steps=2)

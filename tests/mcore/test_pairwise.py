@@ -166,13 +166,12 @@ def compare_pair(rank: int, case: PairCase) -> Difference:
 def _train_optimistically(trainer: Trainer) -> Outcome:
     """Like `Trainer.train`, with optimistic steps only."""
     case = trainer.case
-    steps = post_validation(
-        trainer.optimizer, optimistic=True, patience=0, rollback="exact", snapshot_on_host=False, on_host=trainer.host.on_host
-    )
+    steps = post_validation(trainer.optimizer, optimistic=True, patience=0)
     norms: list[float] = []
 
     def note() -> bool:
-        verdict = steps.validate()
+        with trainer.host.on_host():
+            verdict = steps.validate()
         if verdict is not None:
             norms.append(verdict.norm)
         return verdict is not None and verdict.is_redone
@@ -187,7 +186,8 @@ def _train_optimistically(trainer: Trainer) -> Outcome:
     for step in range(case.num_steps):
         losses.append(trainer.forward_backward(step))
         gradients = gradients or _gradients(trainer)
-        steps.step()
+        with trainer.host.on_host():
+            steps.step()
     note()
     steps.close()
     return Outcome(losses, gradients, trainer.snapshot(), norms)

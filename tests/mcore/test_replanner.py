@@ -298,7 +298,7 @@ def test_every_rank_keeps_within_its_own_headroom(four_ranks: RankPool) -> None:
 
 def _record(rank: int, case: Case) -> tuple[list[Timeline], float]:
     trainer = Trainer(case)
-    trainer.schedule.recordings.choose([1, 2], done=0)
+    trainer.schedule.recordings.choose([1, 2])
     trainer.train()
     timelines = trainer.schedule.timelines()
     offset_ms = trainer.schedule._clock_offset_ms()

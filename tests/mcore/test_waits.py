@@ -25,7 +25,6 @@ from megatron.zerobubble.job import pulse
 from megatron.zerobubble.mcore import zb_schedules
 from megatron.zerobubble.mcore.attention.context_parallel import _Shared
 from megatron.zerobubble.mcore.cpu.gathers import one_at_a_time
-from megatron.zerobubble.mcore.ddp import zero2
 from megatron.zerobubble.mcore.post_validation.token_count import TokenCount
 from megatron.zerobubble.optimizer.post_validation import GradientStatistics, Relay
 from megatron.zerobubble.plan.communication import Message, Payload
@@ -40,8 +39,7 @@ from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.claims(
     "Long runs",
-    "groups with collectives inside passes are used once before the first transfer: TP, SP, experts, overlapped and sharded "
-    "gradients",
+    "groups with collectives inside passes are used once before the first transfer: TP, SP, experts, overlapped reductions",
     "works with gloo, which opens nothing at first use; **not run on a GPU**",
 )
 
@@ -81,13 +79,13 @@ def _relayed(rank: int, watch: Watch, *, waits_to_send: bool) -> Act:
     def act() -> None:
         if rank == 0:
             relay.recv_prefix(OWN)
-            relay.send_next((), OWN)
+            relay.send_next(OWN)
             if not waits_to_send:
                 relay.recv_global()
         elif rank == 1:
             relay.recv_prefix(OWN)
             if not waits_to_send:
-                relay.send_prev((), OWN)
+                relay.send_prev(OWN)
         relay.close()
 
     return act
@@ -117,17 +115,6 @@ def _gather_of_a_linear(rank: int, watch: Watch) -> Act:
 
 def _context_parallel(rank: int, watch: Watch, *, function: str, size: int) -> Act:
     return functools.partial(getattr(_Shared(group=dist.group.WORLD, size=4), function), torch.ones(size, 1, 1, 4))
-
-
-def _sharded_gradients(rank: int, watch: Watch) -> Act:
-    bucket: Any = SimpleNamespace(shard=torch.zeros(2))
-    full, part = torch.ones(8), torch.zeros(2)
-
-    def act() -> None:
-        handle = zero2._reduce_scatter(part, full, async_op=True)
-        zero2._Reduction(bucket, full, part, handle).finish()
-
-    return act
 
 
 def _gather_before(rank: int, watch: Watch) -> Act:
@@ -182,7 +169,6 @@ WAITS: dict[str, tuple[Callable[[int, Watch], Act], str | None]] = {
     "gather of a linear": (_gather_of_a_linear, None),
     "context-parallel gather": (functools.partial(_context_parallel, function="gather", size=2), None),
     "context-parallel scatter": (functools.partial(_context_parallel, function="scatter", size=8), None),
-    "sharded gradients": (_sharded_gradients, None),
     "gather before": (_gather_before, None),
     "unreported send": (_unreported_send, None),
     "phase": (_phase, "saves the checkpoint of iteration 2"),
@@ -281,7 +267,6 @@ def _first_uses(rank: int, case: Case) -> tuple[list[str], set[str], set[str]]:
         (Case("zbv", 2, 4, num_chunks=2, tensor_parallel=2, sequence_parallel=True), ["tp"]),
         (Case("zb-h1", 2, 4, tensor_parallel=2), ["tp"]),
         (Case("zb-h1", 2, 4, overlap_grad_reduce=True), ["gradients in buffers"]),
-        (Case("zbv", 2, 4, num_chunks=2, distributed_optimizer=True, shard_gradients=2), ["gradients in buffers"]),
         (Case("zbv", 2, 4, num_chunks=2, context_parallel=2), ["cp"]),
         (MoeCase("zb-h1", 2, 4, expert_parallel=2), ["ep", "tp_dp_cp"]),
         (Case("zb-h1", 4, 4), []),

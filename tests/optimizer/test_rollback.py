@@ -1,4 +1,4 @@
-"""Rolling back a step: exactly from a snapshot, and within the documented error by inverting it."""
+"""Rolling back a step: exactly, from a snapshot."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.optimizer import rollback
-from megatron.zerobubble.optimizer.rollback import ExactRollback, InverseRollback
+from megatron.zerobubble.optimizer.rollback import Rollback
 
-LR, U = 1e-2, 2.0**-24
+LR = 1e-2
 
 
 class FusedAdamLike:
@@ -46,14 +45,12 @@ class FusedAdamLike:
 
 
 Make = Callable[[list[Tensor]], Any]
-ADAMS: dict[str, Make] = {
+OPTIMIZERS: dict[str, Make] = {
     "AdamW": partial(torch.optim.AdamW, lr=LR, weight_decay=0.1),
     "Adam": partial(torch.optim.Adam, lr=LR, weight_decay=0.1),
     "AdamW-betas": partial(torch.optim.AdamW, lr=LR, betas=(0.8, 0.95)),
     "FusedAdam": partial(FusedAdamLike, adam_w_mode=True),
     "FusedAdam-L2": partial(FusedAdamLike, adam_w_mode=False),
-}
-OTHERS: dict[str, Make] = {
     "SGD": partial(torch.optim.SGD, lr=LR),
     "SGD-momentum": partial(torch.optim.SGD, lr=LR, momentum=0.9, weight_decay=0.1),
 }
@@ -96,109 +93,23 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-@pytest.mark.parametrize("name", [*ADAMS, *OTHERS])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("num_before", [0, 1, 4])
 @pytest.mark.parametrize("spike", [1.0, 1e6])
-def test_exact_rollback_restores_everything(name: str, num_before: int, spike: float) -> None:
+def test_a_rollback_restores_everything(name: str, num_before: int, spike: float) -> None:
     parameters = weights()
-    optimizer = (ADAMS | OTHERS)[name](parameters[:2])
+    optimizer = OPTIMIZERS[name](parameters[:2])
     for step in range(num_before):
         give_gradients(parameters, step)
         optimizer.step()
     before = show(optimizer)
-    rollback = ExactRollback([optimizer])
+    rollback = Rollback([optimizer])
     give_gradients(parameters, num_before, spike)
-    assert rollback.snapshot()
+    rollback.snapshot()
     optimizer.step()
     assert not same(show(optimizer)[1], before[1])
     rollback.rollback()
     assert all(map(same, show(optimizer), before))
-
-
-@pytest.mark.parametrize("name", ADAMS)
-@pytest.mark.parametrize("num_before", [0, 1, 4, 30])
-@pytest.mark.parametrize("spike", [1e-3, 1.0, 20.0])
-def test_inverse_rollback_is_within_the_documented_error(name: str, num_before: int, spike: float) -> None:
-    parameters = weights()
-    optimizer = ADAMS[name](parameters[:2])
-    for step in range(num_before):
-        give_gradients(parameters, step)
-        optimizer.step()
-    counts = [value for value in show(optimizer) if isinstance(value, int)]
-    before = {parameter: (parameter.detach().clone(), _moments(optimizer, parameter)) for parameter in parameters[:2]}
-    rollback = InverseRollback([optimizer])
-    give_gradients(parameters, num_before, spike)
-    assert rollback.snapshot()
-    optimizer.step()
-    rollback.rollback()
-    assert [value for value in show(optimizer) if isinstance(value, int) and value] == counts
-    for parameter, (weight, moments) in before.items():
-        assert (parameter.detach() - weight).abs().le(4 * U * weight.abs() + 8 * U * LR).all()
-        assert (moments is None) == (parameter not in optimizer.state)
-        if moments is None:
-            continue
-        step, first, second = moments
-        state, gradient = optimizer.state[parameter], _seen(optimizer, parameter, weight)
-        beta1, beta2 = optimizer.param_groups[0]["betas"]
-        assert float(state.get("step", step)) == step
-        v_error = 16 * U * (beta2 * second + (1 - beta2) * gradient**2)
-        assert (state["exp_avg_sq"] - second).abs().le(v_error).all()
-        assert state["exp_avg_sq"].ge(0).all()
-        m_error = 8 * U * (beta1 * first.abs() + (1 - beta1) * gradient.abs())
-        hidden = (second <= v_error) & (state["exp_avg"] == 0) & (state["exp_avg_sq"] == 0)
-        assert ((state["exp_avg"] - first).abs().le(m_error) | hidden).all()
-        assert (state["exp_avg"][second == 0] == 0).all(), "what had no gradient yet has its zeros again"
-        assert hidden[second > 0].float().sum() <= 0.03 * second.numel()
-
-
-def _seen(optimizer: Any, parameter: Tensor, weight: Tensor) -> Tensor:
-    """What goes into Adam's averages, at most: the gradient and, where it is a part of it, weight decay."""
-    assert parameter.grad is not None
-    group = optimizer.param_groups[0]
-    decoupled = getattr(optimizer, "adam_w_mode", isinstance(optimizer, torch.optim.AdamW))
-    return parameter.grad.abs() + (0.0 if decoupled else group["weight_decay"]) * (weight.abs() + 2 * LR)
-
-
-def _moments(optimizer: Any, parameter: Tensor) -> tuple[float, Tensor, Tensor] | None:
-    if parameter not in optimizer.state or not optimizer.state[parameter]:
-        return None
-    state = optimizer.state[parameter]
-    return float(state.get("step", 0)), state["exp_avg"].clone(), state["exp_avg_sq"].clone()
-
-
-@pytest.mark.parametrize("name", ADAMS)
-def test_a_gradient_spike_far_above_the_state_gets_no_snapshot(name: str) -> None:
-    """After it v would be lost, and with it, many steps later, the weights (published: a third of them NaN)."""
-    parameters = weights()
-    optimizer = ADAMS[name](parameters[:2])
-    rollback = InverseRollback([optimizer])
-    for step in range(3):
-        give_gradients(parameters, step)
-        assert rollback.snapshot()
-        optimizer.step()
-        rollback.drop_snapshot()
-    give_gradients(parameters, 3, spike=1e5)
-    assert not rollback.snapshot()
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_only_adam_is_inverted(name: str) -> None:
-    with pytest.raises(ConfigError, match="only Adam and AdamW can: use --post-validation-rollback exact"):
-        InverseRollback([OTHERS[name](weights())])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"amsgrad": True}, "amsgrad"), ({"maximize": True}, "maximize"), ({"betas": (0.0, 0.9)}, "both must be above 0")],
-)
-def test_options_without_an_inverse_are_rejected(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        InverseRollback([torch.optim.AdamW(weights(), lr=LR, **options)])
-
-
-def test_other_dtypes_are_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"torch\.bfloat16"):
-        InverseRollback([torch.optim.AdamW([torch.zeros(3, dtype=torch.bfloat16, requires_grad=True)], lr=LR)])
 
 
 def test_pinned_memory_is_allocated_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +125,7 @@ def test_pinned_memory_is_allocated_once(monkeypatch: pytest.MonkeyPatch) -> Non
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
     optimizer = FusedAdamLike(parameters, adam_w_mode=True)
-    kept = ExactRollback([optimizer], on_host=True)
+    kept = Rollback([optimizer], on_host=True)
     counts = []
     for step in range(5):
         kept.snapshot()

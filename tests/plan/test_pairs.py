@@ -21,7 +21,7 @@ from megatron.zerobubble.plan.render.plan_summary import plan_svg, plan_trace
 from megatron.zerobubble.plan.render.text import render_text
 from megatron.zerobubble.plan.simulate import lengths_ms, simulate
 from megatron.zerobubble.plan.torch_csv import from_torch_csv, to_torch_csv
-from megatron.zerobubble.plan.transforms import first_microbatches, forward_only, group_weight_gradients, split_fused
+from megatron.zerobubble.plan.transforms import first_microbatches, forward_only, split_fused
 from megatron.zerobubble.plan.validate import validate
 from megatron.zerobubble.playground.recorded import read_trace
 from tests.plan.test_communication import placements, random_plan
@@ -142,7 +142,6 @@ def test_transforms_keep_the_pairs_whose_ops_stay_adjacent() -> None:
     pairs = ONE_F_ONE_B.pairs
     assert len(pairs) == 9
     assert split_fused(ONE_F_ONE_B).pairs == pairs
-    assert group_weight_gradients(ONE_F_ONE_B, 2).pairs == pairs
     assert forward_only(ONE_F_ONE_B).pairs == frozenset()
     assert first_microbatches(ONE_F_ONE_B, 4).pairs == {op for op in pairs if op.microbatch < 4}
 

@@ -1,28 +1,25 @@
-"""Passes over plans, groups of W, and the memory of a plan with and without recomputation."""
+"""Passes over plans, and the memory of a plan with and without recomputation."""
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
 
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.ir import Op, OpKind, Placement
+from megatron.zerobubble.plan.ir import OpKind, Placement
 from megatron.zerobubble.plan.registry import build_plan, known_schedules, schedule_info
 from megatron.zerobubble.plan.search.search_options import SearchOptions, smallest_memory
 from megatron.zerobubble.plan.simulate import memory_over_time, peak_memory, simulate
 from megatron.zerobubble.plan.transforms import (
     first_microbatches,
     forward_only,
-    group_weight_gradients,
     reductions_beside_tail,
     split_fused,
-    wgrad_group,
 )
 from megatron.zerobubble.plan.validate import live_microbatches, validate
-from tests.support.plans import plan_of_text, text_of
+from tests.support.plans import text_of
 
 NAMES = [info.name for info in known_schedules()]
 
@@ -54,43 +51,6 @@ def test_split_fused_leaves_no_bw(name: str) -> None:
     validate(plan)
     assert not any(op.kind is OpKind.BW for row in plan.ops for op in row)
     assert split_fused(plan) == plan
-
-
-@pytest.mark.parametrize("size", [1, 3, 9])
-@pytest.mark.parametrize("name", NAMES)
-def test_groups_are_adjacent_and_nothing_else_moves(name: str, size: int) -> None:
-    plan = split_fused(build_plan(name, num_ranks=3, num_microbatches=7))
-    grouped = group_weight_gradients(plan, size)
-    validate(grouped)
-    assert group_weight_gradients(grouped, size) == grouped
-    for before, after in zip(plan.ops, grouped.ops, strict=True):
-        assert [op for op in after if op.kind is not OpKind.W] == [op for op in before if op.kind is not OpKind.W]
-        for op in after:
-            group = wgrad_group(op.microbatch, size, plan.num_microbatches)
-            if op.kind is OpKind.W and op.microbatch == group[0]:
-                begin = after.index(op)
-                assert after[begin : begin + len(group)] == tuple(Op(op.stage, OpKind.W, each) for each in group)
-    if size == 1:
-        assert grouped == plan
-
-
-def test_by_hand() -> None:
-    text = "0F0 0BW0 0F1 0B1 0W1 0F2 0B2 0W2"
-    plan = plan_of_text(text, schedule="zb", placement=Placement.linear(1), num_microbatches=3)
-    assert text_of(group_weight_gradients(plan, 2)) == "0F0 0B0 0F1 0B1 0W0 0W1 0F2 0B2 0W2"
-
-
-def test_the_simulator_counts_the_memory_of_a_group() -> None:
-    """The last rank of ZB-H1 runs F B W per microbatch; with groups, each microbatch's memory after B stays until its group."""
-    plan = build_plan("zb-h1", num_ranks=4, num_microbatches=12)
-    costs = CostModel.uniform(plan.placement, activation_after_backward=0.5)
-    peaks = [peak_memory(group_weight_gradients(plan, size), costs)[-1] * 4 for size in (1, 2, 3, 6)]
-    assert [later - earlier for earlier, later in itertools.pairwise(peaks)] == pytest.approx([0.5, 0.5, 1.5])
-
-
-def test_no_group_of_none() -> None:
-    with pytest.raises(PlanError, match="groups of 0; give 1 or more"):
-        group_weight_gradients(build_plan("zb-h1", num_ranks=2, num_microbatches=2), 0)
 
 
 WITH_RECOMPUTATION = ["zb", "zbv", "v-half", "v-min", "zb-interleaved"]

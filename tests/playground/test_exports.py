@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from megatron.zerobubble import install
-from megatron.zerobubble.overlay import add_flags
+from megatron.zerobubble.overlay import add_flags, flags_of
 from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.objective import Objective
+from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.planner import Result
 from megatron.zerobubble.plan.registry import build_plan, initial_plan, known_schedules
 from megatron.zerobubble.plan.simulate import simulate
@@ -27,11 +28,8 @@ from megatron.zerobubble.playground.exports import Export, commands, export, fla
 from megatron.zerobubble.playground.models.model_problem import read_model
 from megatron.zerobubble.playground.models.presets import LAYERED, SHAPES
 from megatron.zerobubble.playground.recorded import read_trace
-from megatron.zerobubble.training.arguments import settings_from_argv
-from tests.training.test_arguments import settings
 
 NAMES = [info.name for info in known_schedules()]
-MODEL = "--num-layers 16 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --lr 1e-3 --train-iters 10 --mock-data "
 
 
 def result(name: str, p: int = 4, m: int = 8) -> Result:
@@ -50,9 +48,14 @@ def test_pretrain_gpt_takes_the_flags_and_runs_the_plan(
     plan = Plan.from_json(drawn["plan"])
     monkeypatch.chdir(tmp_path)
     Path(f"{stem_of(plan)}.json").write_text(drawn["plan"])
-    made = settings(MODEL + " ".join(flags(plan, objective)), base="")
-    assert initial_plan(made.schedule_spec, 8) == plan
-    assert made.zero_bubble.enable_optimizer_post_validation is (objective is Objective.SPAN)
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    args, others = parser.parse_known_args(" ".join(flags(plan, objective)).split())
+    chosen = flags_of(args)
+    spec = chosen.schedule_spec(num_ranks=4, num_chunks=plan.placement.num_chunks, memory_limit=None)
+    assert initial_plan(spec, 8) == plan
+    assert chosen.enable_optimizer_post_validation is (objective is Objective.SPAN)
+    assert others[others.index("--global-batch-size") + 1] == "8"
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zbv", "zb-interleaved"])
@@ -115,22 +118,15 @@ def test_the_calls_and_commands_are_taken_by_what_they_are_for(name: str, object
 @pytest.mark.parametrize(
     ("name", "schedule", "chunks"), [("Gemma-2-9B", "1f1b", 1), ("Gemma-2-9B", "zbv", 2), ("DeepSeek-V3", "zbv", 2)]
 )
-def test_a_layout_other_than_megatron_s_own_is_in_the_flags(
-    name: str, schedule: str, chunks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_layout_other_than_megatron_s_own_is_in_the_flags(name: str, schedule: str, chunks: int) -> None:
     plan = build_plan(schedule, num_ranks=8, num_microbatches=16)
     given = {"preset": name} if name in LAYERED else SHAPES[name]["model"]
     layout = read_model({**given, "is_balanced": 1}, {}).layout(plan.placement)
     ways = commands(plan, Objective.MAKESPAN, layout=layout)
-    Path(f"{stem_of(plan)}.json").write_text(plan.to_json())
-    layers = f"--num-layers {layout.model.num_layers} " + (
-        "--mtp-num-layers 1 --position-embedding-type rope " if layout.model.num_mtp_layers else ""
-    )
     words = shlex.split(ways["pretrain_gpt.py"].replace("\\\n", ""))
     assert words.count("--pipeline-model-parallel-layout") == 1
-    made = settings_from_argv([*shlex.split(MODEL + layers), *words], world_size=8)
-    assert made.stage_layers(layout.placement).per_stage == layout.per_stage
+    given_layers = words[words.index("--pipeline-model-parallel-layout") + 1]
+    assert StageLayers.parse(given_layers.replace("m", "")).per_stage == layout.per_stage
     assert "--num-virtual-stages" not in "".join(ways.values())
     assert ("model chunks" in ways["a loop of your own"]) is (chunks == 2)
     even = replace(

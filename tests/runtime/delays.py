@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -50,10 +51,13 @@ class WaitingLinks:
         return self._links.receive(message, buffer)
 
 
-def links_over_the_world(rank: int, placement: Placement, **options: Any) -> ProcessGroupLinks:
-    """The links of one pipeline that is the whole world, between tensors of the pool's device."""
+def links_over_the_world(
+    rank: int, placement: Placement, *, timeout: timedelta | None = None, **options: Any
+) -> ProcessGroupLinks:
+    """The links of one pipeline that is the whole world, between tensors of the pool's device; `timeout` is that of transfers."""
     options = {"device": torch.device(torch.cuda.current_device())} | options
-    return ProcessGroupLinks(placement, pipeline=range(dist.get_world_size()), rank=rank, **options)
+    with mock.patch.object(dist, "new_group", partial(dist.new_group, timeout=timeout)):
+        return ProcessGroupLinks(placement, pipeline=range(dist.get_world_size()), rank=rank, **options)
 
 
 def run_under_delays(rank: int, program: Program, seeds: tuple[int, ...], batched: bool = False) -> str:

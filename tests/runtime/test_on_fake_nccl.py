@@ -54,9 +54,9 @@ pytestmark = [
     pytest.mark.claims(
         "Schedules",
         "on the double of NCCL: recorder, memory meter, clock, link times; post-validation; real training steps with DDP, the "
-        "distributed optimizer and sharded gradients, every torch op traced",
+        "distributed optimizer and overlapped reductions, every torch op traced",
         "works on the double; **not run on a GPU**",
-        also=("optimizer/test_post_validation.py", "mcore/ddp/test_zero2.py"),
+        also=("optimizer/test_post_validation.py", "mcore/test_on_fake_nccl.py"),
     ),
 ]
 
@@ -124,7 +124,7 @@ def test_first_forwards_that_are_discarded_and_run_again(name: str) -> None:
     "`--zero-bubble-batch-p2p-comm`: what stands between two ops is one batch, over before the next op; every schedule on gloo "
     "and on the double of NCCL, also with a rollback; losses in every loop bit for bit those without it",
     "works; on an H200 a job ran to its end",
-    also=("runtime/test_executor.py", "mcore/stock_loop/test_install.py", "training/test_same_seed.py"),
+    also=("runtime/test_executor.py", "mcore/stock_loop/test_install.py"),
 )
 @pytest.mark.parametrize("name", FAMILIES)
 def test_batches_end_under_every_hazard_and_are_waited_for(name: str) -> None:

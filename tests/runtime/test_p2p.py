@@ -217,7 +217,6 @@ class _Options:
 
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream = is_high_priority_stream
-        self._timeout = timedelta(minutes=10)
         self.config = SimpleNamespace(max_ctas="NCCL's choice")
 
 
@@ -270,11 +269,10 @@ def test_on_nccl_a_link_has_a_stream_of_high_priority(
     monkeypatch: pytest.MonkeyPatch, made: list[dict[str, Any]], max_ctas: int | None
 ) -> None:
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
-    link_group(timeout=timedelta(minutes=3), max_ctas=max_ctas)
+    link_group(max_ctas)
     (given,) = made
     options = given["pg_options"]
     assert options.is_high_priority_stream
-    assert options._timeout == given["timeout"] == timedelta(minutes=3), "torch warns where they differ"
     assert options.config.max_ctas == (max_ctas or "NCCL's choice")
 
 
@@ -282,7 +280,7 @@ def test_each_link_group_has_options_of_its_own(monkeypatch: pytest.MonkeyPatch,
     """torch writes the group's ranks and name into them."""
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     for _ in range(2):
-        link_group(timeout=None, max_ctas=None)
+        link_group(None)
     assert made[0]["pg_options"] is not made[1]["pg_options"]
 
 
@@ -290,5 +288,5 @@ def test_each_link_group_has_options_of_its_own(monkeypatch: pytest.MonkeyPatch,
 def test_other_backends_get_no_options(monkeypatch: pytest.MonkeyPatch, made: list[dict[str, Any]], backend: str) -> None:
     monkeypatch.setattr(dist, "get_backend", lambda: backend)
     monkeypatch.delattr(dist, "ProcessGroupNCCL")
-    link_group(timeout=None, max_ctas=8)
-    assert made == [{"timeout": None, "pg_options": None}]
+    link_group(8)
+    assert made == [{"pg_options": None}]

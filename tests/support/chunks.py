@@ -16,8 +16,8 @@ from megatron.core.tensor_parallel import layers
 from torch import nn
 
 from megatron.zerobubble.mcore.agreement import refusing_together
-from megatron.zerobubble.mcore.build import check_config, make_store, turn_off
 from megatron.zerobubble.mcore.compat import define_missing_te_gemm
+from megatron.zerobubble.mcore.config_checks import check_config, turn_off
 from megatron.zerobubble.mcore.ddp.wrap import count_padding_as_data, order_wgrads_by_bucket, with_buckets
 from megatron.zerobubble.mcore.model.embeddings import FinalizeGradients, release_unused_head, tie_chunks
 from megatron.zerobubble.mcore.model.float16 import StageFloat16Module
@@ -25,6 +25,7 @@ from megatron.zerobubble.mcore.model.named_weights import draw_by_name, remember
 from megatron.zerobubble.mcore.model.stage_layout import StageLayout
 from megatron.zerobubble.mcore.model.transformer_engine import defer_to_w
 from megatron.zerobubble.mcore.model.wgrad_split import split_weight_gradients
+from megatron.zerobubble.mcore.stock_loop.adoption import make_store
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec

@@ -94,7 +94,7 @@ def refusal(rank: int, case: Case) -> str:
 def record(rank: int, case: Case) -> Timeline:
     """The second iteration."""
     trainer = case.trainer()
-    trainer.schedule.recordings.choose([2], done=0)
+    trainer.schedule.recordings.choose([2])
     trainer.train()
     (timeline,) = trainer.schedule.timelines()
     trainer.close()

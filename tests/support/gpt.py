@@ -25,7 +25,6 @@ from megatron.zerobubble.mcore.attention.core_attention import core_attention
 from megatron.zerobubble.mcore.attention.sequence_parts import SequenceParts, slices
 from megatron.zerobubble.mcore.compat import destroy_model_parallel, router_loss_entries
 from megatron.zerobubble.mcore.cpu.device import HostDevice
-from megatron.zerobubble.mcore.ddp.zero2 import step_on_shards
 from megatron.zerobubble.mcore.model.stage_layout import embedding_ranks
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
@@ -56,7 +55,6 @@ class Case:
     distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
-    shard_gradients: int | None = None
     tied: bool = False
     llama: bool = False
     dropout: float = 0.0
@@ -94,7 +92,6 @@ class Case:
             num_ranks=self.num_ranks,
             num_chunks=self.num_chunks,
             max_pending_backward=self.max_pending_backward,
-            shard_gradients=self.shard_gradients,
         )
 
     def trainer(self, initial: Tensors | None = None) -> Trainer:
@@ -102,7 +99,7 @@ class Case:
 
     @property
     def unpipelined(self) -> Case:
-        return replace(self, schedule="stock", num_ranks=1, num_chunks=1, layout=None, shard_gradients=None)
+        return replace(self, schedule="stock", num_ranks=1, num_chunks=1, layout=None)
 
 
 @dataclass
@@ -262,13 +259,11 @@ class Trainer:
             overlap_grad_reduce=self.case.overlap_grad_reduce,
             overlap_param_gather=self.case.overlap_param_gather,
             use_distributed_optimizer=self.case.distributed_optimizer,
-            bucket_size=2000 if self.case.overlap_grad_reduce or self.case.shard_gradients else None,
+            bucket_size=2000 if self.case.overlap_grad_reduce else None,
         )
 
     def _optimizer(self) -> Any:
-        optimizer = get_megatron_optimizer(self._optimizer_config(), self.built.chunks)
-        step_on_shards(optimizer, self.built.chunks)
-        return optimizer
+        return get_megatron_optimizer(self._optimizer_config(), self.built.chunks)
 
     def _optimizer_config(self) -> OptimizerConfig:
         return OptimizerConfig(

@@ -26,6 +26,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 import megatron.zerobubble
+from megatron.zerobubble.mcore.post_validation.optimizer import MegatronRollbackOptimizer
 from megatron.zerobubble.optimizer.post_validation import PostValidation
 from tests.support.stock import example, installed
 
@@ -240,10 +241,11 @@ def train_optimistically(
     Returns:
         Losses and norms of this rank (norms: the maximum over the pipeline, as Megatron-LM reduces them), learning rate and loss
         scale of each step, what the scheduler has counted, the weights at the end by name, those that were read at `save_at`, and
-        for each step that was validated afterwards whether it was redone and which ranks rolled it back.
+        for each step that was validated afterwards whether it was redone, and the numbers of those that this rank rolled back.
     """
     validated: list[Any] = []
-    original = PostValidation.validate
+    rolled_back: list[int] = []
+    original, redo = PostValidation.validate, MegatronRollbackOptimizer.redo
 
     def counting(self: PostValidation) -> Any:
         was_unvalidated = self.is_unvalidated
@@ -252,7 +254,15 @@ def train_optimistically(
             validated.append(verdict)
         return verdict
 
-    with installed(flags, by_flags=True) as args, mock.patch.object(PostValidation, "validate", counting):
+    def noting(self: MegatronRollbackOptimizer, statistics: Any, *, roll_back: bool) -> None:
+        rolled_back.extend([len(validated) + 1] * roll_back)
+        redo(self, statistics, roll_back=roll_back)
+
+    with (
+        installed(flags, by_flags=True) as args,
+        mock.patch.object(PostValidation, "validate", counting),
+        mock.patch.object(MegatronRollbackOptimizer, "redo", noting),
+    ):
         # A first loss scale that overflows in the first step
         scaling = {"initial_loss_scale": 2.0**20, "loss_scale_window": 2, "hysteresis": 1}
         loop = Loop(args, _add_average, optimizer={"min_lr": 0.0, "weight_decay": 0.01, **scaling})
@@ -261,7 +271,7 @@ def train_optimistically(
         megatron.zerobubble.uninstall()  # validates the last step
         result["weights"] = dict(_tensors(loop, "named_parameters")) | dict(_tensors(loop, "named_buffers"))
         result["advanced"] = result.pop("scheduler").num_steps
-    return result | {"redone": [each.is_redone for each in validated], "rolled back": [each.rolled_back for each in validated]}
+    return result | {"redone": [each.is_redone for each in validated], "rolled back": rolled_back}
 
 
 def _schedule(loop: Loop, args: Namespace, evaluate_at: int, save_at: int, overflows: Sequence[int]) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from megatron.zerobubble.wgrad.gemm import (
     WgradKernel,
     addmm_accumulate,
     choose_kernel,
-    mm_accumulate,
     plain_accumulate,
 )
 from megatron.zerobubble.wgrad.linear import LinearSplit, split_linear
@@ -33,17 +32,12 @@ CPU = torch.device("cpu")
 
 
 class _OnHost(TorchFunctionMode):
-    """Makes tensors that are wanted on a CUDA device on the host: the choice can be tried without one.
-
-    `mm` with `out_dtype`, which torch has on CUDA only, is computed in that dtype.
-    """
+    """Makes tensors that are wanted on a CUDA device on the host: the choice can be tried without one."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if "device" in kwargs:
             kwargs["device"] = CPU
-        if func is torch.mm and "out_dtype" in kwargs:
-            args, kwargs = [each.to(kwargs["out_dtype"]) for each in args], {}
         return func(*args, **kwargs)
 
 
@@ -182,30 +176,6 @@ def test_a_right_kernel_has_exact_results_in_every_dtype(dtype: torch.dtype) -> 
     assert torch.equal(torch.get_rng_state(), before), "the model would start from other weights"
 
 
-@pytest.mark.claims(
-    "Long runs",
-    "a torch whose `addmm` takes no fp32 accumulator: the wgrad GEMM is summed in fp32 by `mm` with `out_dtype`",
-    "works, emulated; **not run on a GPU**",
-)
-@pytest.mark.usefixtures("fake_cuda")
-def test_a_torch_whose_addmm_takes_no_fp32_accumulator_rounds_nothing_to_bf16(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Torch 2.8 and 2.9: `addmm` has `out_dtype`, but wants all three operands in one dtype."""
-    refuses = raising(RuntimeError("self and mat2 must have the same dtype, but got Float and BFloat16"))
-    monkeypatch.setattr(gemm, "addmm_accumulate", refuses)
-    kernel = choose(torch.bfloat16)
-    assert kernel == WgradKernel(KernelKind.MM, mm_accumulate)
-    assert warnings_in(caplog) == [
-        f"{KernelKind.ADDMM.value} does not work for torch.bfloat16 into torch.float32: "
-        "self and mat2 must have the same dtype, but got Float and BFloat16",
-        "each W allocates a temporary of the size of main_grad: apex, or torch 2.10 or later, would need none",
-    ]
-    accumulator, grad_output, input_ = torch.zeros(1, 1), torch.ones(257, 1).bfloat16(), torch.ones(257, 1).bfloat16()
-    kernel.accumulate(accumulator, grad_output, input_)
-    assert accumulator.item() == 257, "257 is no bf16 number"
-
-
 @pytest.mark.usefixtures("fake_cuda")
 @pytest.mark.parametrize(
     "error", [RuntimeError("not for this device"), AttributeError("no overload named dtype_out"), TypeError("no out_dtype")]
@@ -213,13 +183,11 @@ def test_a_torch_whose_addmm_takes_no_fp32_accumulator_rounds_nothing_to_bf16(
 def test_plain_where_nothing_else_works(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """AttributeError and TypeError are what a torch before out_dtype raises."""
+    """AttributeError and TypeError are what a torch before out_dtype raises; 2.8 and 2.9 want three operands of one dtype."""
     monkeypatch.setattr(gemm, "addmm_accumulate", raising(error))
-    monkeypatch.setattr(gemm, "mm_accumulate", raising(error))
     assert choose(torch.bfloat16) == WgradKernel(KernelKind.PLAIN, plain_accumulate)
     assert warnings_in(caplog) == [
         f"{KernelKind.ADDMM.value} does not work for torch.bfloat16 into torch.float32: {error}",
-        f"{KernelKind.MM.value} does not work for torch.bfloat16 into torch.float32: {error}",
         "falling back to matmul and add: each W allocates a temporary of the weight's size, and rounds it to torch.bfloat16: "
         "apex, or torch 2.10 or later, would need none",
     ]

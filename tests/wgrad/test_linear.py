@@ -216,15 +216,6 @@ def test_a_backward_outside_of_any_b_that_fails_spoils_no_later_one() -> None:
     assert calls == [1]
 
 
-def test_sharded_gradients_outside_of_any_b_are_refused() -> None:
-    store = make_store()
-    layer = Layer(store, bias=False)
-    layer.how.split.before.append(lambda: None)
-    x, grad_output = batch(0)
-    with pytest.raises(WeightGradStoreError, match=r"rank 1: .* split weight weight outside of any B, .* sharded"):
-        layer(x).backward(grad_output)
-
-
 def test_an_input_without_gradient_still_gives_the_weight_its_own() -> None:
     """The first stage's first linear behind a frozen embedding."""
     store = make_store()

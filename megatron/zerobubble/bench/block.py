@@ -259,7 +259,7 @@ class _Block:
         if self._request.no_sync:
             get_model_config(model[0]).batch_p2p_sync = False
         self._meter = MemoryMeter(schedule.device)
-        schedule.recordings.choose({self._request.num_warm_up}, done=0)
+        schedule.recordings.choose({self._request.num_warm_up})
         schedule.recordings.only_chosen = True
         if self._request.plan is not None:
             plan = Plan.from_json(self._request.plan)

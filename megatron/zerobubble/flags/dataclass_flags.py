@@ -1,8 +1,6 @@
 """Command-line flags from dataclasses: one field is one flag, and the docstring under the field is its help text.
 
-The spelling follows Megatron-LM: ``num_layers`` is ``--num-layers``; a bool that is False by default becomes a switch that turns
-it on, one that is True by default becomes ``--no-<name>``. The metadata of a field may override the spelling:
-``field(default=True, metadata={"flag": "--disable-bias-linear"})``.
+The spelling follows Megatron-LM: ``num_layers`` is ``--num-layers``. A bool is False by default, and its flag a switch.
 
 Standard library only, and fast: this runs before torch is loaded.
 """
@@ -19,7 +17,7 @@ import math
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar, Union
 
 from megatron.zerobubble.messages import quoted, shown
@@ -34,31 +32,24 @@ _LARGEST = 2**63 - 1
 
 def flag_of(field: dataclasses.Field[Any]) -> str:
     """The flag that sets `field`."""
-    if "flag" in field.metadata:
-        return str(field.metadata["flag"])
-    name = field.name.replace("_", "-")
-    return f"--no-{name}" if field.default is True else f"--{name}"
+    return "--" + field.name.replace("_", "-")
 
 
-def add_group(parser: argparse.ArgumentParser, config_class: type, *, only: Collection[str] | None = None) -> None:
+def add_group(parser: argparse.ArgumentParser, config_class: type) -> None:
     """Add the flags of `config_class` to `parser` as one argument group, titled by the first line of its docstring.
 
     Args:
         parser: receives the group.
         config_class: a dataclass whose fields are flags.
-        only: names of the fields to add; None adds all.
     """
     title, _, rest = (inspect.getdoc(config_class) or config_class.__name__).partition("\n")
     group = parser.add_argument_group(title.rstrip("."), rest.strip() or None)
     hints = typing.get_type_hints(config_class)
     docs = field_docs(config_class)
     for field in _fields(config_class):
-        if only is not None and field.name not in only:
-            continue
         help_text = docs[field.name].replace("%", "%%")
         if hints[field.name] is bool:
-            action = "store_false" if field.default is True else "store_true"
-            group.add_argument(flag_of(field), action=action, dest=field.name, help=help_text)
+            group.add_argument(flag_of(field), action="store_true", dest=field.name, help=help_text)
         else:
             group.add_argument(flag_of(field), dest=field.name, **_value_options(field, hints[field.name], help_text))
 
@@ -69,8 +60,7 @@ def from_namespace(config_class: type[Config], namespace: argparse.Namespace) ->
     Raises:
         ConfigError: from the dataclass's `__post_init__`.
     """
-    given = {field.name: getattr(namespace, field.name) for field in _fields(config_class)}
-    return config_class(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+    return config_class(**{field.name: getattr(namespace, field.name) for field in _fields(config_class)})
 
 
 @functools.cache  # reading the source takes most of the time of a parse
@@ -102,7 +92,7 @@ def _value_options(field: dataclasses.Field[Any], hint: Any, help_text: str) -> 
         help_text += " Required."
     else:
         options["default"] = field.default
-        if field.default not in (None, ()):
+        if field.default is not None:
             help_text += f" Default: {field.default}."
     options["help"] = help_text
     if typing.get_origin(hint) in (Union, types.UnionType):
@@ -111,9 +101,6 @@ def _value_options(field: dataclasses.Field[Any], hint: Any, help_text: str) -> 
         options["type"] = _READERS[str]  # the config names what is allowed, and what was meant
     elif typing.get_origin(hint) is Literal:
         options["choices"] = typing.get_args(hint)
-    elif typing.get_origin(hint) is tuple:
-        options["nargs"] = "*"
-        options["type"] = _READERS[typing.get_args(hint)[0]]
     else:
         options["type"] = _READERS[hint]
         options["metavar"] = options["metavar"] or {int: "N", float: "X", str: "TEXT"}[hint]

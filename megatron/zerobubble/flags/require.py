@@ -13,7 +13,7 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.dataclass_flags import flag_of
 from megatron.zerobubble.messages import quoted, shown
 
-__all__ = ["at_most", "divides", "installed", "not_negative", "of_types", "one_of", "positive", "refuse", "within"]
+__all__ = ["at_most", "installed", "not_negative", "of_types", "one_of", "positive", "refuse"]
 
 
 def installed(what: str, *modules: str) -> None:
@@ -73,25 +73,11 @@ def at_most(config: Any, most: int, *names: str) -> None:
             raise ConfigError(f"{flag} {shown(value)} is too large; give at most {most:,}")
 
 
-def within(config: Any, low: float, high: float, *names: str) -> None:
-    """Raise ConfigError unless each named field of a config is in [low, high); None (not given) passes."""
-    for flag, value in _given(config, names):
-        if not low <= value < high:
-            raise ConfigError(f"{flag} {shown(value)} must be at least {low:g} and less than {high:g}")
-
-
 def one_of(value: str, allowed: Sequence[str], flag: str, *, meant: str | None = None) -> None:
     """Raise ConfigError unless `value`, given for `flag`, is one of `allowed`; `meant` was probably meant."""
     if value not in allowed:
         hint = f"; did you mean {meant}?" if meant in allowed else ""
         raise ConfigError(f"{flag} {quoted(value)} is unknown; choose from {', '.join(allowed)}{hint}")
-
-
-def divides(size: int, flag: str, values: Mapping[str, int]) -> None:
-    """Raise ConfigError unless `size`, given for `flag`, divides all `values`, by their flags."""
-    for given, value in values.items():
-        if value % size:
-            raise ConfigError(f"{given} {value} is not divisible by {flag} {size}")
 
 
 def refuse(subject: str, problems: Mapping[str, object]) -> None:

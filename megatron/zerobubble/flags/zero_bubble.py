@@ -100,11 +100,6 @@ class ZeroBubbleConfig:
     zero_bubble_balance_stages: bool = False
     """Measure the time of one layer, the embedding and the head, and log the fastest --pipeline-model-parallel-layout of all
     schedules within the memory of the running plan."""
-    zero_bubble_shard_gradients: int | None = field(default=None, metadata={"metavar": "K"})
-    """Shard gradients over the data-parallel ranks while they accumulate (ZeRO-2): W of K microbatches of a layer run together,
-    followed by one reduce-scatter. Gradient memory per rank is then its shard and two buckets; up to K-1 more microbatches wait
-    between B and W, and each bucket is reduced (microbatches / K) times per step. Needs --use-distributed-optimizer. Default:
-    off."""
     zero_bubble_slices: str | None = field(default=None, metadata={"metavar": "N|auto"})
     """Cut every microbatch into N slices along its sequence. A slice sees the keys and values of the slices before it, so losses
     and gradients are those of whole microbatches, up to the order of sums. Bubble and activation memory shrink with N; kernels
@@ -152,23 +147,19 @@ class ZeroBubbleConfig:
 
     enable_optimizer_post_validation: bool = False
     """Step the optimizer optimistically, before the global gradient norm and overflow status are known, and correct the step
-    afterwards if they require it (post-validation). Results are those of the synchronous optimizer. By default a snapshot of
-    weights and optimizer state is held from the step to its validation."""
+    afterwards if they require it (post-validation). Results are those of the synchronous optimizer. A snapshot of weights and
+    optimizer state is held from the step to its validation."""
     post_validation_patience: int = 10
     """After a corrected step, number of consecutive synchronous steps that would have needed no correction before steps are
     optimistic again. 0: every step is optimistic."""
-    post_validation_rollback: Literal["exact", "inverse"] = field(default="exact", metadata={"metavar": "exact|inverse"})
-    """How an optimistic step is rolled back: from a snapshot, bit for bit (exact); or without one, by inverting Adam, with a
-    small rounding error (inverse). Steps that could not be inverted accurately, with gradients far above Adam's moments, are
-    synchronous."""
     post_validation_snapshot: Literal["device", "host"] = field(default="device", metadata={"metavar": "device|host"})
-    """Memory that holds the snapshot of --post-validation-rollback exact: the device's, or host memory."""
+    """Memory that holds the snapshot: the device's, or host memory."""
 
     def __post_init__(self) -> None:
         of_types(self, meant=meant_schedule)
         not_negative(self, "zero_bubble_watchdog_seconds")
         positive(self, "zero_bubble_p2p_max_ctas")
-        at_most(self, 2**31 - 1, "zero_bubble_p2p_max_ctas", "zero_bubble_shard_gradients")
+        at_most(self, 2**31 - 1, "zero_bubble_p2p_max_ctas")
         at_most(self, 10**6, "zero_bubble_planning_seconds")
         not_negative(self, "post_validation_patience")
         if self.trace_iterations and self.zero_bubble_trace is None:
@@ -176,7 +167,6 @@ class ZeroBubbleConfig:
         self._check_choice()
         self._check_memory()
         self._check_planning()
-        self._check_shards()
         self._check_slices()
 
     def _check_choice(self) -> None:
@@ -216,8 +206,6 @@ class ZeroBubbleConfig:
         unsliced = f"schedule {self.schedule} has no order of slices; choose one of {', '.join(sliced)}"
         refuse(f"{flag}:", {unsliced: self.schedule not in sliced})
         problems = {
-            "does not go with --zero-bubble-shard-gradients, whose Ws of whole microbatches run together; leave one of them "
-            "out": self.zero_bubble_shard_gradients is not None,
             "does not go with --zero-bubble-balance-stages, which compares layouts of whole microbatches; leave one of them "
             "out": self.zero_bubble_balance_stages,
             "needs profiled iterations and an order that is searched: give --zero-bubble-planning-seconds above 0, and a "
@@ -226,21 +214,6 @@ class ZeroBubbleConfig:
         refuse(flag, problems)
         other = f"the --zero-bubble-load-plan plan has {loaded} slices per microbatch; leave the number out, or load another plan"
         refuse(f"{flag}:", {other: self.plan is not None and (self.chooses_slices or loaded != number)})
-
-    def _check_shards(self) -> None:
-        positive(self, "zero_bubble_shard_gradients")
-        size = self.zero_bubble_shard_gradients or 0
-        given = f"--zero-bubble-shard-gradients {size}"
-        unknown = (
-            f"needs a schedule of this package that is chosen before the model is profiled, not {self.schedule}: add "
-            "--enable-zero-bubble, --zero-bubble-v-schedule, or --zero-bubble-schedule with another name"
-        )
-        refuse(given, {unknown: size and self.schedule in ("stock", AUTO)})
-        grouped = (
-            "a plan under --zero-bubble-memory-limit has no headroom for microbatches that wait for their group; leave one of "
-            "them out, or give groups of 1"
-        )
-        refuse(f"{given}:", {grouped: size > 1 and self.memory_limit is not None})
 
     def _check_memory(self) -> None:
         setup, limit = self.zero_bubble_v_schedule_mem_setup, self.memory_limit
@@ -422,7 +395,6 @@ class ZeroBubbleConfig:
             num_chunks=num_chunks,
             max_pending_backward=self.max_pending_microbatches(num_ranks=num_ranks) if self.schedule == "zb" else None,
             memory_limit=memory_limit,
-            shard_gradients=self.zero_bubble_shard_gradients,
             num_slices=self.num_slices,
             loaded_plan=self.plan,
         )

@@ -1,9 +1,9 @@
-"""What runs one model in any training loop: its schedule, and what goes with that from one iteration to the next.
+"""What runs one model of a loop under `install`: its schedule, and what goes with that from one iteration to the next.
 
     prepared chunks + RunOptions -> Engine -> PipelineSchedule, Replanner, LayoutDropout, trace, plan and layer files
 
-megatron-core's loops reach it through `install` (`stock_loop`), the reference trainer calls it itself. Both call `begin` before
-the passes of a training iteration and `end` after them.
+`stock_loop` makes it at the model's first call of the schedule, and calls `begin` before the passes of a training iteration and
+`end` after them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Engine:
         options: how it is run and planned.
         spec: the schedule.
         chunks: this rank's model chunks, wrapped by DDP, in the order of their stages.
-        store: the store that the chunks' linears were split into; None for stock.
+        store: the store that the chunks' linears were split into.
         config: the chunks' TransformerConfig.
         num_microbatches: of most iterations.
         usual_tokens: sequence length of the microbatches where none are unequal; None: they always have lengths of their own.
@@ -75,7 +75,7 @@ class Engine:
         spec: ScheduleSpec,
         chunks: Sequence[nn.Module],
         *,
-        store: WeightGradStore | None,
+        store: WeightGradStore,
         config: Any,
         num_microbatches: int,
         usual_tokens: int | None,
@@ -88,7 +88,7 @@ class Engine:
         self.chunks = list(chunks)
         flags = options.flags
         unequal = None
-        if options.microbatch_tokens is not None and not spec.is_stock:
+        if options.microbatch_tokens is not None:
             unequal = UnequalOptions(
                 tokens_of=options.microbatch_tokens,
                 usual_tokens=usual_tokens,
@@ -103,7 +103,6 @@ class Engine:
             chunks,
             store=store,
             config=config,
-            timeout=options.timeout,
             p2p_max_ctas=_p2p_max_ctas(flags.zero_bubble_p2p_max_ctas),
             batch_p2p_comm=flags.zero_bubble_batch_p2p_comm,
             overlap_moe=flags.zero_bubble_overlap_moe,
@@ -119,7 +118,7 @@ class Engine:
         self.iterations = 0
         """Training iterations that have begun, since the model was started."""
         self.consumed_samples = 0
-        """Samples of the training iterations so far, over all ranks; a loop that resumes sets it."""
+        """Samples of the training iterations so far, over all ranks."""
         self.replanner, self.dropout = None, None
         self._plan_file = PlanFileWriter(flags.zero_bubble_save_plan)
         self._num_microbatches = num_microbatches
@@ -139,25 +138,14 @@ class Engine:
             num_microbatches=num_microbatches,
             state_bytes=state_bytes,
             ranks_on_host=options.ranks_on_host,
-            seed=options.search_seed,
             on_plan=self._plan_file.write_found,
         )
-        self.schedule.recordings.choose(flags.trace_iterations, done=0)
+        self.schedule.recordings.choose(flags.trace_iterations)
 
     def _slice_offset(self) -> int:
         """Tokens before the slice that the model runs now; 0 where microbatches are not cut."""
         part = self.schedule.slice_part
         return 0 if part is None else part.offset
-
-    def resume(self, *, iteration: int, consumed_samples: int) -> None:
-        """Count on from an earlier run: chosen iterations have its numbers, and dropout its samples. Call it before training.
-
-        Args:
-            iteration: iterations done.
-            consumed_samples: their samples, over all ranks.
-        """
-        self.consumed_samples = consumed_samples
-        self.schedule.recordings.choose(self.options.flags.trace_iterations, done=iteration)
 
     def begin(self, *, num_microbatches: int, micro_batch_size: int) -> None:
         """Call it before the passes of a training iteration.
@@ -183,13 +171,13 @@ class Engine:
         """Whether `end` will plan after this iteration. No transfer between ranks may be in flight then."""
         return self.replanner is not None and self.replanner.is_due(self.iterations)
 
-    def end(self, *, num_microbatches: int) -> None:
+    def end(self) -> None:
         """Call it after the passes of a training iteration: at the end of a window of profiled ones it plans."""
         if self.replanner is None or not self.replanner.is_due(self.iterations):
             return
-        self.replanner.after(self.iterations, num_microbatches)
+        self.replanner.after(self.iterations, self._num_microbatches)
         if self.options.flags.schedule == AUTO:
-            self._advise(self.schedule.plan(num_microbatches))
+            self._advise(self.schedule.plan(self._num_microbatches))
         self.show_balance()
 
     def _advise(self, plan: Plan) -> None:
@@ -200,7 +188,6 @@ class Engine:
         options = SearchOptions(
             objective=self.options.objective,
             memory_limit=self.schedule.spec.memory_limit if limit is None else limit.relative,
-            seed=self.options.search_seed,
             budget=budget_of(self.options.flags.zero_bubble_planning_seconds),
         )
         line = chunk_advice(plan, contents.layers, costs, options)
@@ -269,8 +256,7 @@ class Engine:
 
     def write_plan(self) -> None:
         """Write the --zero-bubble-save-plan file, unless a search has found a plan and written it. All ranks must call this."""
-        if not self.schedule.spec.is_stock:
-            self._plan_file.finish(self.schedule.plan(self._num_microbatches))
+        self._plan_file.finish(self.schedule.plan(self._num_microbatches))
 
     def close(self) -> None:
         """Destroy process groups. Every rank of the world must call it."""

@@ -41,15 +41,12 @@ def can_pair(config: Any, spec: ScheduleSpec, *, is_unequal: bool) -> bool:
     return why is None
 
 
-def wgrad_beside(config: Any, spec: ScheduleSpec) -> float:
+def wgrad_beside(config: Any) -> float:
     """The share of a W that the store computes beside all-to-alls of a model where it can (`CostModel.wgrad_beside`).
 
     Args:
         config: TransformerConfig of the model.
-        spec: its schedule.
     """
-    if spec.shard_gradients is not None:
-        return 0.0  # gradients exist in W alone
     if config.transformer_impl == "transformer_engine":  # see `DeferringModule.compute_ahead`
         return float(config.gradient_accumulation_fusion and not config.add_bias_linear)
     return 0.5 if config.sequence_parallel else 1.0  # a GEMM that has to gather its input first is left to its W

@@ -218,7 +218,6 @@ class IterationRunner:
             self._config,
             iteration,
             self._device,
-            wgrad_group_size=self._spec.shard_gradients or 1,
             tail=Tail() if self._store.keeps_order else self.tail(program.plan),
             on_counted=None if token_count is None else token_count.send,
             on_results=hooks.on_results,

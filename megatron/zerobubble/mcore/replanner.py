@@ -377,8 +377,7 @@ def make_replanner(
     num_microbatches: int,
     state_bytes: Callable[[], int],
     ranks_on_host: int,
-    seed: int = 0,
-    on_plan: Callable[[Simulation], None] | None = None,
+    on_plan: Callable[[Simulation], None],
 ) -> Replanner | None:
     """Make what profiles iterations and re-plans; None if the flags disable it or the schedule has a fixed order.
 
@@ -388,7 +387,6 @@ def make_replanner(
         num_microbatches: of most iterations.
         state_bytes: returns the bytes of weights, gradients and optimizer state on this rank.
         ranks_on_host: ranks that share the machine, and on the CPU its memory.
-        seed: of searches.
         on_plan: see `Replanner`.
     """
     if flags.timed_iterations is None or not (flags.searches or schedule.overlaps_pairs):
@@ -412,7 +410,6 @@ def make_replanner(
         Window(start=start, end=end, interval=flags.zero_bubble_replan_interval),
         SearchOptions(
             objective=Objective.with_optimizer(post_validation=flags.enable_optimizer_post_validation),
-            seed=seed,
             budget=budget_of(flags.zero_bubble_planning_seconds) if flags.searches else 0.0,
         ),
         num_microbatches=num_microbatches,

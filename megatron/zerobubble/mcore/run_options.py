@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.loop_options import Cut, CutDimensions, MicrobatchLengths, Seeds, TokensOf
@@ -34,10 +33,6 @@ class RunOptions:
     """Of first weights that are drawn by name (`named_weights`), and of dropout masks by layer and sample (`layout_dropout`)."""
     checkpoints_by_parameter: bool | None = None
     """Whether no checkpoint stores a distributed optimizer's state by bucket; None: as Megatron-LM's flags say, else False."""
-    search_seed: int = 0
-    """Of searches for plans."""
-    timeout: timedelta | None = None
-    """How long a transfer between two ranks may take; None for the backend's default."""
     ranks_on_host: int = 1
     """Ranks that share the machine, and on the CPU its memory."""
     rank: int = field(default=0, compare=False)

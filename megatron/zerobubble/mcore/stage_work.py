@@ -38,7 +38,6 @@ from megatron.zerobubble.mcore.slices.current_slice import SlicePart
 from megatron.zerobubble.plan.communication import Message, Payload
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement
 from megatron.zerobubble.plan.tail import Tail
-from megatron.zerobubble.plan.transforms import wgrad_group
 from megatron.zerobubble.runtime.executor import Pass, StageWork
 from megatron.zerobubble.wgrad.deferring import WgradKey
 from megatron.zerobubble.wgrad.final import FinalGradient
@@ -93,7 +92,6 @@ class ChunkWork(StageWork):
         config: the model's TransformerConfig.
         iteration: the arguments of the schedule's call.
         device: of activations and gradients.
-        wgrad_group_size: number of microbatches whose Ws run together; they must be adjacent in the plan.
         tail: how the last Ws of the rank run.
         on_counted: called with `num_tokens` once it is complete, behind the last F of the last stage.
         on_results: called there, too, once `losses` is complete.
@@ -114,7 +112,6 @@ class ChunkWork(StageWork):
         iteration: Iteration,
         device: torch.device,
         *,
-        wgrad_group_size: int = 1,
         tail: Tail | None = None,
         on_counted: Callable[[Tensor], None] | None = None,
         on_results: Callable[[], None] | None = None,
@@ -134,7 +131,6 @@ class ChunkWork(StageWork):
         self._backward_step = backward_step()
         self._iteration = iteration
         self._device = device
-        self._wgrad_group_size = wgrad_group_size
         self._tail = tail or Tail()
         self._on_counted = on_counted
         self._on_results = on_results
@@ -325,20 +321,17 @@ class ChunkWork(StageWork):
         return self._backward_step(activation, output, gradient, config=self._config)
 
     def weight_gradient(self, op: Op, last: bool) -> None:
-        """Run W of one microbatch, or one part of the Ws of a group of microbatches."""
+        """Run W of one microbatch, or one part of those that run together at the end."""
         chunk = self._chunk_of[op.stage]
         if op == self._tail.done:
             return
         keys, part = self._group(op, chunk)
-        # each part of the last group completes some gradients
+        # each part of the last ones completes some gradients
         is_last = keys[-1].microbatch == self._iteration.num_microbatches - 1 and keys[-1].slice == 0
         if is_last:
             self._sync[chunk].begin_last()
         with between_streams(self._side_streams[chunk]):
-            if len(keys) == 1:
-                self._store.run(*keys[0])
-            else:
-                self._store.run_together(keys, part=part, growing=self._sync[chunk].growing)
+            self._store.run_together(keys, part=part, growing=self._sync[chunk].growing)
         if is_last and part == len(keys) - 1:
             self._sync[chunk].end_last()
 
@@ -347,10 +340,7 @@ class ChunkWork(StageWork):
         if op in self._tail.parts:
             ops, part = self._tail.parts[op]
             return tuple(WgradKey(chunk, each.microbatch, each.slice) for each in ops), part
-        if self._wgrad_group_size == 1:
-            return (WgradKey(chunk, op.microbatch, op.slice),), 0
-        group = wgrad_group(op.microbatch, self._wgrad_group_size, self._iteration.num_microbatches)
-        return tuple(WgradKey(chunk, microbatch) for microbatch in group), op.microbatch - group[0]
+        return (WgradKey(chunk, op.microbatch, op.slice),), 0
 
     def abandon(self) -> None:
         """Free the activations of forwards that will be rerun or whose backward will not run."""

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.zerobubble.mcore.ddp.zero2 import ShardedGradientsDDP
 from megatron.zerobubble.optimizer.parts import parts_of
 
 USABLE = 0.92
@@ -41,8 +40,6 @@ def _state_tensors(chunks: Sequence[nn.Module], optimizer: Any) -> Iterator[Tens
             gradient = getattr(parameter, "main_grad", None)
             if gradient is not None:
                 yield gradient
-        if isinstance(chunk, ShardedGradientsDDP):
-            yield from chunk.shards
         for _, buffer in chunk.named_buffers():
             yield buffer
     for part in parts_of(optimizer):

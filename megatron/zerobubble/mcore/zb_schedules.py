@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -83,11 +82,10 @@ class PipelineSchedule:
     """One rank's schedule for the whole run. Every rank of the world must construct it at the same point.
 
     Args:
-        spec: which schedule; see `megatron.zerobubble.schedule_spec`.
+        spec: which schedule; see `plan.registry.schedule_spec`.
         chunks: this rank's model chunks, wrapped by DDP.
         store: the store the chunks' linears were split into; None for stock.
         config: the chunks' TransformerConfig.
-        timeout: how long a transfer between two ranks may take; None for the backend's default.
         p2p_max_ctas: most CTAs of a transfer between stages on NCCL; None leaves it to NCCL.
         batch_p2p_comm: whether transfers between two ops are one batch that is over before the next op.
         unequal: microbatches have lengths of their own, and each iteration is planned for them; None: all have the sequence
@@ -107,7 +105,6 @@ class PipelineSchedule:
         *,
         store: WeightGradStore | None,
         config: Any,
-        timeout: timedelta | None = None,
         p2p_max_ctas: int | None = None,
         batch_p2p_comm: bool = False,
         unequal: UnequalOptions | None = None,
@@ -117,9 +114,9 @@ class PipelineSchedule:
         overlaps = any(overlaps_reductions(chunk) for chunk in chunks)
         self.overlaps_pairs = overlap_moe and can_pair(config, spec, is_unequal=unequal is not None)
         """Whether the passes of a pair compute beside each other's all-to-alls of experts."""
-        self.wgrad_beside = wgrad_beside(config, spec) if self.overlaps_pairs else 0.0
+        self.wgrad_beside = wgrad_beside(config) if self.overlaps_pairs else 0.0
         """How much of a W is computed beside those of single passes."""
-        self.spec = spec = replace(spec, overlaps_reductions=overlaps and spec.shard_gradients is None)
+        self.spec = spec = replace(spec, overlaps_reductions=overlaps)
         self.hooks = IterationHooks()
         """What else happens in this rank's iterations; the owner sets its fields."""
         self.device = torch.device(torch.cuda.current_device())
@@ -140,7 +137,6 @@ class PipelineSchedule:
         self._compared: set[tuple[int, bool]] = set()
         """Programs that are the same on all ranks of the pipeline."""
         self._rank = parallel_state.get_pipeline_model_parallel_rank()
-        self._timeout = timeout
         shared = parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1
         self.slicing = slicing or SliceOptions()
         self.slicing = replace(self.slicing, rule=replace(self.slicing.rule, multiple=shared))
@@ -161,14 +157,12 @@ class PipelineSchedule:
         record_buckets(self._chunks, spec.placement.rank_to_stages[self._rank], self.recorder)
         if not spec.is_stock:
             warm_up_groups(config, self._chunks, self.device)
-            self._runner = self._make_runner(store, timeout, p2p_max_ctas, batch_p2p_comm)
+            self._runner = self._make_runner(store, p2p_max_ctas, batch_p2p_comm)
             if unequal is not None:
                 programs, place = self._programs, self._placed
                 self.unequal = UnequalMicrobatches(spec, unequal, programs, plan=self.plan, place=place, slicing=self.slicing)
 
-    def _make_runner(
-        self, store: WeightGradStore | None, timeout: timedelta | None, max_ctas: int | None, batched: bool
-    ) -> IterationRunner:
+    def _make_runner(self, store: WeightGradStore | None, max_ctas: int | None, batched: bool) -> IterationRunner:
         spec = self.spec
         if store is None:
             raise ConfigError(f"schedule {spec.name!r} needs the weight-gradient store its chunks were split into")
@@ -178,7 +172,6 @@ class PipelineSchedule:
             pipeline=pipeline,
             rank=self._rank,
             device=self.device,
-            timeout=timeout,
             max_ctas=max_ctas,
             batched=batched,
         )
@@ -393,7 +386,6 @@ class PipelineSchedule:
             rank=self._rank,
             source=self.spec.placement.stage_to_rank[-1],
             device=self.device,
-            timeout=self._timeout,
         )
 
     @contextmanager

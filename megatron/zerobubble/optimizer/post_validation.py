@@ -22,7 +22,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -95,8 +94,8 @@ class RollbackOptimizer(Protocol):
     def apply(self, statistics: GradientStatistics) -> None:
         """Clip by these statistics and step; do nothing if they overflowed."""
 
-    def snapshot(self) -> bool:
-        """Prepare for a rollback of the next `apply`; False if it could not be rolled back."""
+    def snapshot(self) -> None:
+        """Prepare for a rollback of the next `apply`."""
 
     def redo(self, statistics: GradientStatistics, *, roll_back: bool) -> None:
         """Step again by the global statistics, with the gradients of `prepare`.
@@ -139,11 +138,9 @@ class Verdict:
     is_redone: bool
     """Whether an optimistic step was wrong and has been rolled back or redone. Forwards that ran since then used wrong weights,
     on this rank or another, and must be rerun."""
-    rolled_back: tuple[int, ...]
-    """Pipeline ranks that had taken the optimistic step and rolled it back."""
 
 
-def group_of(ranks: Sequence[int], *, backend: str | None = None, timeout: timedelta | None = None) -> dist.ProcessGroup:
+def group_of(ranks: Sequence[int], *, backend: str | None = None) -> dist.ProcessGroup:
     """A new process group of the global `ranks`, which must include this process.
 
     Every rank of the world must call it at the same point, the members of a group with the same ranks.
@@ -151,11 +148,10 @@ def group_of(ranks: Sequence[int], *, backend: str | None = None, timeout: timed
     Args:
         ranks: global ranks of the group.
         backend: as for `torch.distributed.new_group`.
-        timeout: of its collectives; None for the backend's default.
     """
     wanted: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(wanted, tuple(ranks))
-    groups = {others: dist.new_group(list(others), backend=backend, timeout=timeout) for others in sorted(set(wanted))}
+    groups = {others: dist.new_group(list(others), backend=backend) for others in sorted(set(wanted))}
     return groups[tuple(ranks)]
 
 
@@ -168,19 +164,18 @@ class Relay:
     Args:
         ranks: global ranks of this pipeline, by pipeline rank.
         rank: this process's pipeline rank.
-        timeout: of a transfer; None for gloo's default.
         waits: reports the waits of a transfer, for a watchdog; None: nobody looks.
 
     Every rank of the world must construct it at the same point: it creates a gloo group.
     """
 
-    def __init__(self, ranks: Sequence[int], rank: int, *, timeout: timedelta | None = None, waits: Waits | None = None) -> None:
+    def __init__(self, ranks: Sequence[int], rank: int, *, waits: Waits | None = None) -> None:
         self._ranks = tuple(ranks)
         self._waits = waits or _unreported
         self.rank = rank
         self._group: dist.ProcessGroup | None = None
         if dist.get_world_size() > 1:
-            self._group = group_of(self._ranks, backend="gloo", timeout=timeout)
+            self._group = group_of(self._ranks, backend="gloo")
         self._sends: list[tuple[dist.Work | None, torch.Tensor, int]] = []
         self._length = 0
         """Numbers in the statistics."""
@@ -202,32 +197,29 @@ class Relay:
             total = total + other
         return total
 
-    def recv_prefix(self, own: GradientStatistics) -> tuple[tuple[int, ...], GradientStatistics]:
+    def recv_prefix(self, own: GradientStatistics) -> GradientStatistics:
         """Receive from the previous rank, waiting for it.
 
         Args:
             own: this rank's statistics.
 
         Returns:
-            The earlier ranks that take an optimistic step, and the sum of the statistics of all ranks up to this one.
+            The sum of the statistics of all ranks up to this one.
         """
         self._length = len(own.to_list())
-        if self.rank == 0:
-            return (), own
-        stepped, prefix = self._receive(self.rank - 1)
-        return stepped, prefix + own
+        return own if self.rank == 0 else self._receive(self.rank - 1) + own
 
-    def send_next(self, stepped: tuple[int, ...], prefix: GradientStatistics) -> None:
-        """Send the prefix to the next rank, with the ranks up to this one that take an optimistic step."""
-        self._send(self.rank + 1, stepped, prefix)
+    def send_next(self, prefix: GradientStatistics) -> None:
+        """Send the prefix to the next rank."""
+        self._send(self.rank + 1, prefix)
 
-    def send_prev(self, stepped: tuple[int, ...], statistics: GradientStatistics) -> None:
-        """Send the global statistics to the previous rank, with all ranks that took an optimistic step; nothing on rank 0."""
+    def send_prev(self, statistics: GradientStatistics) -> None:
+        """Send the global statistics to the previous rank; nothing on rank 0."""
         if self.rank > 0:
-            self._send(self.rank - 1, stepped, statistics)
+            self._send(self.rank - 1, statistics)
 
-    def recv_global(self) -> tuple[tuple[int, ...], GradientStatistics]:
-        """Receive from the next rank: all ranks that took an optimistic step, and the global statistics."""
+    def recv_global(self) -> GradientStatistics:
+        """Receive the global statistics from the next rank."""
         return self._receive(self.rank + 1)
 
     def close(self) -> None:
@@ -242,21 +234,18 @@ class Relay:
             dist.destroy_process_group(self._group)
             self._group = None
 
-    def _send(self, rank: int, stepped: tuple[int, ...], statistics: GradientStatistics) -> None:
+    def _send(self, rank: int, statistics: GradientStatistics) -> None:
         self.wait()
-        flags = [float(other in stepped) for other in range(len(self._ranks))]
-        values = torch.tensor([*flags, *statistics.to_list()], dtype=torch.float64)
+        values = torch.tensor(statistics.to_list(), dtype=torch.float64)
         peer = self._ranks[rank]
         self._sends.append((dist.isend(values, peer, group=self._group), values, peer))
 
-    def _receive(self, rank: int) -> tuple[tuple[int, ...], GradientStatistics]:
-        size = len(self._ranks)
-        values = torch.empty(size + self._length, dtype=torch.float64)
+    def _receive(self, rank: int) -> GradientStatistics:
+        values = torch.empty(self._length, dtype=torch.float64)
         peer = self._ranks[rank]
         with self._waits(f"waits to receive gradient statistics from rank {peer}", peer):
             dist.recv(values, peer, group=self._group)
-        flags, others = values[:size].tolist(), values[size:].tolist()
-        return tuple(other for other, flag in enumerate(flags) if flag), GradientStatistics.from_list(others)
+        return GradientStatistics.from_list(values.tolist())
 
     def wait(self) -> None:
         """Wait for earlier sends. Cannot deadlock: their receivers do not wait for this rank before they receive."""
@@ -277,8 +266,6 @@ class _Pending:
 
     statistics: GradientStatistics | None
     """The global statistics; None except on the last rank."""
-    stepped: tuple[int, ...]
-    """Ranks that took an optimistic step; filled in on the last rank only."""
     is_stepped: bool
     """Whether this rank took an optimistic step."""
 
@@ -286,31 +273,8 @@ class _Pending:
 class PostValidation:
     """The optimizer steps of one rank, with or without post-validation.
 
-    Call `step` when the gradients are final; `validate` before anything changes the gradients again; `flush` before the weights
-    are used outside of training (a checkpoint, an evaluation, the end). In a training loop around a `PipelineSchedule`::
-
-        steps = megatron.zerobubble.post_validation(optimizer, optimistic=True)
-
-        def after_step(verdict):               # called once per step, with its outcome
-            if verdict is not None and verdict.is_stepped:
-                scheduler.step(increment=global_batch_size)
-
-        def before_gradients():                # called after the first forwards of an iteration
-            verdict = steps.validate()
-            after_step(verdict)
-            for chunk in chunks:
-                chunk.zero_grad_buffer()
-            optimizer.zero_grad()
-            return verdict is not None and verdict.is_redone      # True: rerun those forwards
-
-        schedule.hooks.before_gradients = before_gradients
-        for iteration in range(1, 1 + train_iters):
-            schedule.forward_backward_func(forward_step_func=forward_step, data_iterator=data, model=chunks, **sizes)
-            steps.step()
-            if iteration % save_interval == 0 or iteration == train_iters:
-                after_step(steps.flush())
-                save(iteration)
-        steps.close()
+    Call `step` when the gradients are final; `validate` before anything changes the gradients again, and before the weights are
+    used outside of training (a checkpoint, an evaluation, the end). `mcore.stock_loop.optimistic_steps` does so in a stock loop.
 
     Args:
         optimizer: the optimizer to step.
@@ -353,12 +317,13 @@ class PostValidation:
             self._optimizer.finalize(statistics)
             is_clean = not statistics.overflowed and not self._optimizer.is_clipped(statistics)
             self._num_clean_steps = self._num_clean_steps + 1 if is_clean else 0
-            self._verdict = _verdict(statistics, is_redone=False, rolled_back=())
+            self._verdict = _verdict(statistics, is_redone=False)
 
     def validate(self) -> Verdict | None:
-        """Validate the last step, and redo it if it was wrong.
+        """Validate the last step, and redo it if it was wrong: the weights are then those of the synchronous optimizer.
 
-        All ranks of the pipeline must call it. Waits for the next rank, which does not wait for this one.
+        All ranks of the pipeline must call it. Waits for the next rank, which does not wait for this one. With
+        `--overlap-param-gather` the weights still have to be gathered, as after any step.
 
         Returns:
             The outcome of the step; None if it has been returned before.
@@ -371,10 +336,10 @@ class PostValidation:
             verdict, self._verdict = self._verdict, None
             return verdict
         if pending.statistics is not None:
-            stepped, statistics = pending.stepped, pending.statistics
+            statistics = pending.statistics
         else:
-            stepped, statistics = self._relay.recv_global()
-            self._relay.send_prev(stepped, statistics)
+            statistics = self._relay.recv_global()
+            self._relay.send_prev(statistics)
         is_redone = statistics.overflowed or self._optimizer.is_clipped(statistics)
         try:
             # of every step, not of wrong ones alone: a loop that moves gradients learns it in its second iteration
@@ -389,14 +354,7 @@ class PostValidation:
                 self._optimizer.redo(statistics, roll_back=pending.is_stepped)
             self._optimizer.finalize(statistics)
         self._optimizer.drop_snapshot()
-        return _verdict(statistics, is_redone=is_redone, rolled_back=stepped if is_redone else ())
-
-    def flush(self) -> Verdict | None:
-        """`validate` at the end of an iteration: afterwards the weights are those of the synchronous optimizer.
-
-        With `--overlap-param-gather` they still have to be gathered, as after any step.
-        """
-        return self.validate()
+        return _verdict(statistics, is_redone=is_redone)
 
     def close(self) -> None:
         """Destroy all process groups. Every rank of the pipeline must call it, after the last step has been validated."""
@@ -412,30 +370,25 @@ class PostValidation:
         return (self._relay.abandon, *self._optimizer.closers())
 
     def _step_optimistically(self, own: GradientStatistics) -> None:
-        has_snapshot = not self._relay.is_last and self._optimizer.snapshot()  # before waiting for the previous rank
-        stepped, prefix = self._relay.recv_prefix(own)
+        if not self._relay.is_last:
+            self._optimizer.snapshot()  # before waiting for the previous rank
+        prefix = self._relay.recv_prefix(own)
         if self._relay.is_last:
-            self._relay.send_prev(stepped, prefix)
+            self._relay.send_prev(prefix)
             self._optimizer.apply(prefix)
             self._optimizer.finalize(prefix)
-            self._pending = _Pending(prefix, stepped, is_stepped=False)
+            self._pending = _Pending(prefix, is_stepped=False)
             self._optimizer.note_tensors()
             return
-        steps = has_snapshot and not prefix.overflowed and not self._optimizer.is_clipped(prefix)
-        self._relay.send_next((*stepped, self._relay.rank) if steps else stepped, prefix)
+        steps = not prefix.overflowed and not self._optimizer.is_clipped(prefix)
+        self._relay.send_next(prefix)
         if steps:
             self._optimizer.apply(prefix)
         else:
             self._optimizer.drop_snapshot()
-        self._pending = _Pending(None, (), is_stepped=steps)
+        self._pending = _Pending(None, is_stepped=steps)
         self._optimizer.note_tensors()
 
 
-def _verdict(statistics: GradientStatistics, *, is_redone: bool, rolled_back: tuple[int, ...]) -> Verdict:
-    return Verdict(
-        is_stepped=not statistics.overflowed,
-        norm=statistics.norm,
-        zeros=statistics.zeros,
-        is_redone=is_redone,
-        rolled_back=rolled_back,
-    )
+def _verdict(statistics: GradientStatistics, *, is_redone: bool) -> Verdict:
+    return Verdict(is_stepped=not statistics.overflowed, norm=statistics.norm, zeros=statistics.zeros, is_redone=is_redone)

@@ -25,7 +25,7 @@ from megatron.zerobubble.plan.generators.zbv import zbv
 from megatron.zerobubble.plan.ir import MOST_SLICES, Placement, Plan
 from megatron.zerobubble.plan.schedule_spec import STOCK, ScheduleSpec
 from megatron.zerobubble.plan.search.search_options import SearchOptions
-from megatron.zerobubble.plan.transforms import group_weight_gradients, reductions_beside_tail
+from megatron.zerobubble.plan.transforms import reductions_beside_tail
 from megatron.zerobubble.plan.validate import validate
 
 
@@ -253,7 +253,6 @@ def schedule_spec(
     num_chunks: int | None = None,
     max_pending_backward: int | None = None,
     memory_limit: float | None = None,
-    shard_gradients: int | None = None,
     num_slices: int = 1,
     loaded_plan: Plan | None = None,
 ) -> ScheduleSpec:
@@ -265,7 +264,6 @@ def schedule_spec(
         num_chunks: v, virtual stages (VPP) per rank; only the interleaved schedules and `stock` take it (defaults 2 and 1).
         max_pending_backward: most microbatches between F and W per rank; only `zb` takes it (default p).
         memory_limit: most activation memory per rank; 1.0 is 1F1B's rank 0.
-        shard_gradients: number of microbatches whose W run together, with sharded gradients.
         num_slices: slices of each microbatch, n; only schedules that `takes_slices` take more than one.
         loaded_plan: a plan to run instead of a generated one.
 
@@ -275,11 +273,6 @@ def schedule_spec(
     check_at_least_one(num_ranks=num_ranks, num_slices=num_slices)
     if num_slices > 1:
         _check_slices(name, num_slices)
-        if shard_gradients is not None:
-            raise ConfigError(
-                f"{num_slices} slices do not go with sharded gradients (ZeRO-2): Ws of whole microbatches run together; leave "
-                "one of them out"
-            )
     if name != STOCK:
         _check_options(schedule_info(name), num_chunks, max_pending_backward)
     return ScheduleSpec(
@@ -287,7 +280,6 @@ def schedule_spec(
         placement=placement_of(name, num_ranks=num_ranks, num_chunks=num_chunks),
         max_pending_backward=max_pending_backward,
         memory_limit=memory_limit,
-        shard_gradients=shard_gradients,
         num_slices=num_slices,
         loaded_plan=loaded_plan,
     )
@@ -369,13 +361,8 @@ def stock_plan(num_microbatches: int, *, num_ranks: int, num_chunks: int) -> Pla
 
 
 def executed_plan(spec: ScheduleSpec, plan: Plan) -> Plan:
-    """The plan that training executes: with sharded gradients, Ws run in groups of `spec.shard_gradients` microbatches; where
-    reductions overlap, those behind the last B are ordered for them."""
-    if spec.shard_gradients is None:
-        return reductions_beside_tail(plan) if spec.overlaps_reductions else plan
-    grouped = group_weight_gradients(plan, spec.shard_gradients)
-    validate(grouped)
-    return grouped
+    """The plan that training executes: where reductions overlap, the Ws behind the last B are ordered for them."""
+    return reductions_beside_tail(plan) if spec.overlaps_reductions else plan
 
 
 def parse_max_pending_backward(flag: str, text: str, num_ranks: int) -> int:

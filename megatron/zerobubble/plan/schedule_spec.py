@@ -25,9 +25,6 @@ class ScheduleSpec:
     """For `zb`: most microbatches between F and W on a rank; None: as many as there are pipeline ranks."""
     memory_limit: float | None = None
     """Most activation memory on any rank; 1.0 is what 1F1B holds on rank 0. None: the schedule's own."""
-    shard_gradients: int | None = None
-    """Keep gradients sharded over the data-parallel ranks between microbatches, and run W of this many microbatches together;
-    None: gradients are not sharded."""
     overlaps_reductions: bool = False
     """Whether gradients are reduced over replicas while the last Ws run."""
     num_slices: int = 1

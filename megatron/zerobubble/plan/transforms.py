@@ -83,38 +83,6 @@ def split_fused(plan: Plan) -> Plan:
     return plan.with_ops([part for op in row for part in _split(op)] for row in plan.ops)
 
 
-def group_weight_gradients(plan: Plan, size: int) -> Plan:
-    """The plan with the Ws of every `size` microbatches of a stage adjacent, at the place of the last of them; BW is split.
-
-    The groups of a stage are microbatches 0 .. size-1, size .. 2 size-1, ..., the last one possibly smaller (`wgrad_group`). A
-    stage keeps the operands of W for up to size - 1 more microbatches; simulating the result counts them.
-
-    Raises:
-        PlanError: `size` is below 1.
-    """
-    if size < 1:
-        raise PlanError(f"Ws cannot run in groups of {size}; give 1 or more")
-    rows = []
-    for row in split_fused(plan).ops:
-        grouped: list[Op] = []
-        waiting: dict[int, list[Op]] = {}
-        for op in row:
-            if op.kind is not OpKind.W:
-                grouped.append(op)
-                continue
-            waiting.setdefault(op.stage, []).append(op)
-            if op.slice == 0 and op.microbatch == wgrad_group(op.microbatch, size, plan.num_microbatches)[-1]:
-                grouped += waiting.pop(op.stage)
-        rows.append(tuple(grouped))
-    return plan.with_ops(rows)
-
-
-def wgrad_group(microbatch: int, size: int, num_microbatches: int) -> range:
-    """The microbatches whose Ws run together with the W of `microbatch`."""
-    first = microbatch - microbatch % size
-    return range(first, min(first + size, num_microbatches))
-
-
 def reductions_beside_tail(plan: Plan) -> Plan:
     """The plan with the last Ws of each rank ordered so that reductions over replicas have most work beside them.
 

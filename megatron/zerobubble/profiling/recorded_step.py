@@ -22,8 +22,7 @@ _AFTER = (Activity.GRADIENTS, Activity.OPTIMIZER)
 def step_costs(timeline: Timeline) -> StepCosts | None:
     """The times around the passes of a recorded iteration; None if nothing was recorded there.
 
-    The timeline must be on one clock, and every rank must have an op. With gradients that stay sharded (ZeRO-2) the last
-    reduction of every bucket counts.
+    The timeline must be on one clock, and every rank must have an op.
     """
     around = (Activity.REDUCE, Activity.GATHER, *_AFTER)
     if not any(span.activity in around for rank in timeline.ranks for span in rank.spans):

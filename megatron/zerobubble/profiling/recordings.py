@@ -58,19 +58,13 @@ class Recordings:
         self.is_asked = False
         """Whether the next training iteration is recorded even if something else measures in it."""
         self._chosen: frozenset[int] = frozenset()
-        self._iteration = self._count = 0
+        self._iteration = 0
         self._current: tuple[int, Plan, bool] | None = None
         self._kept: list[_Recording] = []
 
-    def choose(self, iterations: Iterable[int], *, done: int) -> None:
-        """Choose the iterations to record and keep, before the first one. All ranks must choose the same.
-
-        Args:
-            iterations: iteration numbers as in progress lines, from 1.
-            done: iterations completed by an earlier run, from whose checkpoint this one continues.
-        """
+    def choose(self, iterations: Iterable[int]) -> None:
+        """Choose the iterations to record and keep, from 1 on, before the first one. All ranks must choose the same."""
         self._chosen = frozenset(iterations)
-        self._iteration = done
 
     @property
     def begun(self) -> int:
@@ -94,9 +88,8 @@ class Recordings:
         """
         self._finish()
         self._iteration += 1
-        self._count += 1
         # Not the first iteration unless it was chosen: it pays for every allocation.
-        is_due = self._count in EARLY or (self._count > 1 and (self._count - 2) % self.every == 0)
+        is_due = self._iteration in EARLY or (self._iteration > 1 and (self._iteration - 2) % self.every == 0)
         is_due = (is_due and not self.only_chosen and not is_disturbed) or self.is_asked
         self.is_asked = False
         if self._iteration in self._chosen or is_due:

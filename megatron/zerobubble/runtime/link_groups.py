@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -63,23 +62,20 @@ def _opens_eagerly() -> bool:
     return getattr(dist.group.WORLD, "bound_device_id", None) is not None
 
 
-def link_group(*, timeout: timedelta | None, max_ctas: int | None) -> dist.ProcessGroup | None:
+def link_group(max_ctas: int | None) -> dist.ProcessGroup | None:
     """A new process group over the world for links. Every rank of the world must call it at the same point.
 
     Args:
-        timeout: how long a transfer may take; None for the backend's default.
         max_ctas: most CTAs of a transfer on NCCL; None leaves it to NCCL.
     """
-    return dist.new_group(timeout=timeout, pg_options=_options(timeout, max_ctas))
+    return dist.new_group(pg_options=_options(max_ctas))
 
 
-def _options(timeout: timedelta | None, max_ctas: int | None) -> Any | None:
+def _options(max_ctas: int | None) -> Any | None:
     """NCCL's options; None for other backends. They replace the defaults of `new_group`."""
     if dist.get_backend() != "nccl":
         return None
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    if timeout is not None:
-        options._timeout = timeout  # torch warns where it differs from the one it is given beside the options
     if max_ctas is not None:
         options.config.max_ctas = max_ctas
     return options

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from statistics import median
 from typing import Protocol
 
@@ -94,7 +93,6 @@ class ProcessGroupLinks:
         pipeline: global ranks of this pipeline, by pipeline rank.
         rank: this process's pipeline rank.
         device: device of the tensors; every link is opened once with a tensor there.
-        timeout: how long a transfer may take; None for the backend's default.
         max_ctas: most CTAs of a transfer on NCCL; None leaves it to NCCL.
         batched: whether transfers are batched, in one group.
 
@@ -109,7 +107,6 @@ class ProcessGroupLinks:
         pipeline: Sequence[int],
         rank: int,
         device: torch.device,
-        timeout: timedelta | None = None,
         max_ctas: int | None = None,
         batched: bool = False,
     ) -> None:
@@ -131,7 +128,7 @@ class ProcessGroupLinks:
         for links in colors:
             # One group over the whole world serves this color of every pipeline: NCCL opens a communicator per pair that
             # exchanges messages, and the number of groups does not depend on the number of pipelines.
-            group = link_group(timeout=timeout, max_ctas=max_ctas)
+            group = link_group(max_ctas)
             self._groups.update(dict.fromkeys(links, group))
             if batched:  # the communicator of batches is the group's, which all of its ranks make together
                 dist.all_reduce(torch.zeros(1, device=device), group=group)

@@ -216,8 +216,8 @@ class DeferringModule(FinalGradient):
     def compute_ahead(self, key: WgradKey) -> bool:
         """Compute the GEMMs of this W before it, which then only calls the hooks.
 
-        Only where they add to ``main_grad``, to which autograd then adds nothing: elsewhere a hook adds in W. Not while there is
-        none, as with ZeRO-2 outside of Ws, and not between `forget` and `drop`, which count the entries.
+        Only where they add to ``main_grad``, to which autograd then adds nothing: elsewhere a hook adds in W. Not between
+        `forget` and `drop`, which count the entries.
 
         Returns:
             Whether they were computed.
@@ -226,7 +226,7 @@ class DeferringModule(FinalGradient):
         if not is_next or self._unwanted is not None or self.replay is not None:
             return False
         module = self._module()
-        if module is None or not all(_is_fused(each) and getattr(each, "main_grad", None) is not None for each in self._weights):
+        if module is None or not all(map(_is_fused, self._weights)):
             return False
         with self.without_hooks():
             module.backward_dw()

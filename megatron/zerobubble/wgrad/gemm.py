@@ -1,13 +1,11 @@
 """The wgrad GEMM: choose the kernel that accumulates a weight gradient. It is chosen and logged once at start.
 
 W computes ``main_grad += dY^T X`` with ``X`` of shape [tokens, in], ``dY`` of shape [tokens, out] and ``main_grad`` of shape
-[out, in]. In mixed precision X and dY are bf16 or fp16 and main_grad is fp32. Four kernels, best first:
+[out, in]. In mixed precision X and dY are bf16 or fp16 and main_grad is fp32. Three kernels, best first:
 
 - `APEX`: ``fused_weight_gradient_mlp_cuda`` (one kernel, no temporary), if apex with its CUDA extensions is installed;
 - `ADDMM`: torch's own ``addmm`` into the accumulator, with ``out_dtype`` where the dtypes differ (no temporary). Torch takes an
   fp32 accumulator with bf16 operands from 2.10 on;
-- `MM`: ``mm`` with ``out_dtype``, and an add. It needs a temporary of the size of ``main_grad``, but rounds nothing to the
-  operands' dtype. Torch 2.8 and later have it on CUDA;
 - `PLAIN`: a matmul and an add. It needs a temporary of the size of the weight, and rounds the matmul's result to the inputs'
   dtype before adding, exactly as stock megatron-core does without gradient accumulation fusion. It is used on the CPU, because
   it gives the same bits as the stock backward; ``addmm`` does not (it may add the accumulator inside its reduction).
@@ -33,11 +31,10 @@ Accumulate = Callable[[Tensor, Tensor, Tensor], None]
 
 
 class KernelKind(enum.Enum):
-    """The four kernels, best first."""
+    """The three kernels, best first."""
 
     APEX = "apex fused_weight_gradient_mlp_cuda"
     ADDMM = "torch addmm"
-    MM = "torch mm with out_dtype, and add"
     PLAIN = "matmul and add"
 
 
@@ -78,17 +75,9 @@ def addmm_accumulate(accumulator: Tensor, grad_output: Tensor, input_: Tensor) -
         torch.ops.aten.addmm.dtype_out(accumulator, grad_output.t(), input_, accumulator.dtype, out=accumulator)
 
 
-def mm_accumulate(accumulator: Tensor, grad_output: Tensor, input_: Tensor) -> None:
-    """`MM`: the GEMM's result in the accumulator's dtype, and an add."""
-    accumulator.add_(torch.mm(grad_output.t(), input_, out_dtype=accumulator.dtype))
-
-
-def _torch_kernels(input_dtype: torch.dtype, accumulator_dtype: torch.dtype) -> list[WgradKernel]:
-    """Torch's kernels, best first. With equal dtypes `MM` is `PLAIN`."""
-    kernels = [WgradKernel(KernelKind.ADDMM, addmm_accumulate)]
-    if input_dtype != accumulator_dtype:
-        kernels.append(WgradKernel(KernelKind.MM, mm_accumulate))
-    return [*kernels, WgradKernel(KernelKind.PLAIN, plain_accumulate)]
+def _torch_kernels() -> list[WgradKernel]:
+    """Torch's kernels, best first."""
+    return [WgradKernel(KernelKind.ADDMM, addmm_accumulate), WgradKernel(KernelKind.PLAIN, plain_accumulate)]
 
 
 def _choose(device: torch.device, input_dtype: torch.dtype, accumulator_dtype: torch.dtype, allow_apex: bool) -> WgradKernel:
@@ -97,16 +86,16 @@ def _choose(device: torch.device, input_dtype: torch.dtype, accumulator_dtype: t
         return plain
     apex = _apex_accumulate(accumulator_dtype) if allow_apex else None
     candidates = [WgradKernel(KernelKind.APEX, apex)] if apex is not None else []
-    for kernel in [*candidates, *_torch_kernels(input_dtype, accumulator_dtype)[:-1]]:
+    for kernel in [*candidates, *_torch_kernels()[:-1]]:
         problem = _try_out(kernel, device, input_dtype, accumulator_dtype)
         if problem is None:
-            if kernel.kind is KernelKind.MM:
-                logger.warning("each W allocates a temporary of the size of main_grad: %s", _FAST_WAY)
             return kernel
         logger.warning("%s does not work for %s into %s: %s", kernel.kind.value, input_dtype, accumulator_dtype, problem)
     rounds = f", and rounds it to {input_dtype}" if input_dtype != accumulator_dtype else ""
     logger.warning(
-        "falling back to %s: each W allocates a temporary of the weight's size%s: %s", plain.kind.value, rounds, _FAST_WAY
+        "falling back to %s: each W allocates a temporary of the weight's size%s: apex, or torch 2.10 or later, would need none",
+        plain.kind.value,
+        rounds,
     )
     return plain
 
@@ -178,4 +167,3 @@ def _whole(whole: Tensor) -> Tensor:
 
 _TOKENS, _OUT, _IN = 16, 24, 40
 _LAYOUTS = ((_whole, _whole), (_sliced, _transposed), (_transposed, _expanded), (_expanded, _sliced))
-_FAST_WAY = "apex, or torch 2.10 or later, would need none"

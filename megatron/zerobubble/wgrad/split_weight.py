@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class SplitWeight(FinalGradient):
-    """One weight whose gradient is deferred, and the hooks around each of its Ws.
+    """One weight whose gradient is deferred, and the hooks behind each of its Ws.
 
     The weight may have other readers than its linear: the loss, a penalty, another layer. Autograd leaves their gradients in
     ``weight.grad``, and they are added to ``main_grad`` as soon as autograd has, as DDP's own hook would. So DDP is notified once
@@ -27,18 +27,16 @@ class SplitWeight(FinalGradient):
         weight: [out, in]. Its gradient goes into ``weight.main_grad`` if it has one (megatron-core's DDP gives it one), else
             into ``weight.grad``.
         hooks: called after each W of this weight; DDP registers its grad-ready hook here.
-        before: called before each W of this weight, to provide the accumulator.
         is_due: whether its full backward runs, has computed its gradient, and has not reported it: it is reported as soon as
             autograd has come to its end for this weight.
     """
 
-    __slots__ = ("_has_logged", "_share", "before", "hooks", "is_due", "weight")
+    __slots__ = ("_has_logged", "_share", "hooks", "is_due", "weight")
 
     def __init__(self, name: str, weight: torch.nn.Parameter) -> None:
         super().__init__(name)
         self.weight = weight
         self.hooks: list[Callable[[], None]] = []
-        self.before: list[Callable[[], None]] = []
         self.is_due = False
         self._has_logged = False
         self._share = ShareOfAutograd(weight, self)
@@ -64,13 +62,6 @@ class SplitWeight(FinalGradient):
             )
         return True
 
-    def prepare(self) -> None:
-        """Call the `before` hooks: W is about to add to the accumulator."""
-        for hook in self.before:
-            hook()
-        if self.before:  # what autograd has left had no accumulator until now
-            self._share.add()
-
     def accumulator(self) -> Tensor:
         """The tensor [out, in] that W adds to; created as zeros on first use where no DDP buffer exists."""
         main_grad = getattr(self.weight, "main_grad", None)
@@ -93,14 +84,13 @@ class SplitWeight(FinalGradient):
         own data stands in for that gradient: the right shape, and no allocation. Without a ``main_grad`` the gradient is in
         ``.grad`` itself, and stays.
         """
-        if self.hooks and (self.before or not self.waits_for_end):
+        if self.hooks and not self.waits_for_end:
             self._call_hooks()
 
     def report(self) -> None:
         """Notify DDP of the final gradient, if no W has. A frozen weight has none."""
         if self.hooks and not self.is_reported and self.weight.requires_grad:
             self.is_final = True
-            self.prepare()
             self._call_hooks()
 
     def _call_hooks(self) -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from operator import attrgetter
 from typing import Any
 from weakref import ref
 
@@ -220,11 +219,11 @@ class WeightGradStore:
             waiting.append((self._open_key, self._open))
         for key, entries in waiting:
             for index, entry in enumerate(entries):
-                # All four hold for every GEMM of a weight or for none, so no older one of this weight is passed over. A weight
-                # that is given an accumulator for the time of its W has none now. To one with other readers autograd adds in B,
-                # and the order of the two is the plan's; until its first B has ended, two terms are the same in either order.
+                # All three hold for every GEMM of a weight or for none, so no older one of this weight is passed over. To one
+                # with other readers autograd adds in B, and the order of the two is the plan's; until its first B has ended, two
+                # terms are the same in either order.
                 split = entry.split
-                if entry.gather_over is None and split.weight.numel() <= most and not split.before and not split.has_share:
+                if entry.gather_over is None and split.weight.numel() <= most and not split.has_share:
                     del entries[index]
                     self._accumulate(entry.split, entry.grad_output, entry.input)
                     self._ahead.setdefault(key, []).append(entry.split)
@@ -241,28 +240,18 @@ class WeightGradStore:
             left -= elements
         return most - left
 
-    @torch.no_grad()
     def run(self, chunk: int, microbatch: int, slice: int = 0) -> None:
         """W: compute what B of the same chunk, microbatch and slice left, free it, and call each weight's hooks once."""
-        key = WgradKey(chunk, microbatch, slice)
-        gemms = self._take(key)
-        gemms.sort(key=_position)
-        if key in self._ahead:
-            left = {id(gemm.split) for gemm in gemms}
-            for split in {id(each): each for each in self._ahead.pop(key)}.values():
-                if id(split) not in left:
-                    split.notify()
-        self._run(gemms)
-        self._compute_modules(key)
+        self.run_together([WgradKey(chunk, microbatch, slice)], part=0)
 
     @torch.no_grad()
     def run_together(
         self, keys: Sequence[WgradKey], *, part: int, growing: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> None:
-        """One part of several Ws of a chunk: all GEMMs of some weights, one W after another.
+        """One part of one or several Ws of a chunk: all GEMMs of some weights, one W after another.
 
         There are as many parts as Ws, so that a part takes about as long as one of them. Call it for part 0, 1, ... in turn,
-        after the Bs of all of them have run. So gradients become final all along the Ws, and with ZeRO-2 are sharded once.
+        after the Bs of all of them have run. So gradients become final all along the Ws.
 
         Args:
             keys: the Ws, in their order.
@@ -294,27 +283,16 @@ class WeightGradStore:
             del self._groups[chunk]
 
     def _run(self, gemms: list[DeferredGemm]) -> None:
-        """Compute GEMMs in their order, and call each weight's hooks after its last one. Empties the list."""
-        last = {id(gemm.split): number for number, gemm in enumerate(gemms)}
-        prepared: set[int] = set()
-        number = 0
+        """Compute GEMMs in their order, all those of a weight in a row, and then call its hooks. Empties the list."""
         gemms.reverse()
         upcoming = _started(gemms)
         while upcoming is not None:  # one by one, so that each one's tensors are free before the GEMM after the next
             split, grad_output, input_ = upcoming
             upcoming = _started(gemms)  # its gather overlaps with this GEMM
-            if split.before and id(split) not in prepared:
-                prepared.add(id(split))
-                split.prepare()
             self._accumulate(split, grad_output, input_.wait() if isinstance(input_, Gathered) else input_)
             del grad_output, input_
-            if last[id(split)] == number:
+            if upcoming is None or upcoming[0] is not split:
                 split.notify()
-            number += 1
-
-    def _compute_modules(self, key: WgradKey) -> None:
-        for module in self._modules.pop(key, ()):
-            module.compute(key)
 
     def _take(self, key: WgradKey) -> list[DeferredGemm]:
         entries = self._entries.pop(key, None)
@@ -349,11 +327,6 @@ class WeightGradStore:
 
     def _run_at_once(self, split: SplitWeight, grad_output: Tensor, input_: Tensor) -> None:
         """Add a weight gradient outside of any B. Hooks are called once, at the end of the backward pass."""
-        if split.before:
-            raise WeightGradStoreError(
-                f"rank {self.rank}: a backward pass reached the split weight {split.name} outside of any B, and its gradient is "
-                "sharded between Ws: run backward through the schedule, or do not shard gradients"
-            )
         self._accumulate(split, grad_output, input_)
         self._outside[id(split)] = split
         Variable._execution_engine.queue_callback(partial(self._notify_once, split))
@@ -369,9 +342,6 @@ class WeightGradStore:
 
     def _where(self, key: WgradKey) -> str:
         return f"rank {self.rank}, {key.where}"
-
-
-_position = attrgetter("split.position")
 
 
 def _started(gemms: list[DeferredGemm]) -> tuple[SplitWeight, Tensor, Tensor | Gathered] | None:

@@ -44,7 +44,6 @@ CASES = [
     pytest.param(replace(ZBV, llama=True, tied=True), marks=pytest.mark.smoke),
     ZB_H1,
     replace(V_HALF, distributed_optimizer=True, overlap_grad_reduce=True, clip_grad=0.1),
-    replace(ZBV, distributed_optimizer=True, shard_gradients=2),
     replace(TENSOR, llama=True),
     replace(TENSOR, llama=True, sequence_parallel=True),
     replace(ZBV, per_token_loss=True, recompute="full"),
@@ -68,7 +67,7 @@ def _assert_close(differences: list[Difference], bound: float, case: Case) -> No
 @pytest.mark.claims(
     "Parallelism",
     "context parallelism 2 with local layers (keys and values all-gathered): ZB-H1, ZBV, V-Half; with tensor and sequence "
-    "parallelism 2; experts; multi-latent attention; distributed optimizer, overlapped reduction, ZeRO-2, recomputation; "
+    "parallelism 2; experts; multi-latent attention; distributed optimizer, overlapped reduction, recomputation; "
     "a microbatch holds 0.53 of its activation memory",
     "works, 4e-6 of whole sequences (sums over a sequence in two parts); ZB-H1 and ZB-H2 bit for bit as stock 1F1B with it, "
     "with multi-token prediction 4e-6",
@@ -169,7 +168,7 @@ def test_optimistic_steps_of_ranks_that_share_sequences(four_ranks: RankPool, sc
     for rank, (differences, redone, *_) in enumerate(results):
         assert differences == [], rank
         assert tuple(redone) == scenario.redone, rank
-    assert all(steps == results[0][3] for *_, steps in results), "the outcomes differ between ranks"
+    assert all(steps == results[0][2] for *_, steps in results), "the outcomes differ between ranks"
 
 
 # -- memory -------------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from megatron.zerobubble.plan.ir import OpKind
 from megatron.zerobubble.plan.tail import final_ops, tail_of
 from megatron.zerobubble.plan.timeline import Activity, Bucket, RankTimeline
 from megatron.zerobubble.profiling.recorder import Exchange
-from megatron.zerobubble.training.checkpoint.contents import SHARDING
 from tests.support.comparisons import assert_near, compare, record
 from tests.support.gpt import Case, Trainer
 from tests.support.ranks import RankPool
@@ -41,6 +40,8 @@ OVERLAPPED = Case(
     different_data=True,
     adam_eps=1.0,
 )
+BY_PARAMETER = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+"""How megatron-core stores the distributed optimizer's state so that runs with other buckets can load it."""
 OVERLAPPED_V = replace(OVERLAPPED, schedule="zbv", num_chunks=2)
 CASES = [OVERLAPPED, OVERLAPPED_V, replace(OVERLAPPED, schedule="zb-interleaved", num_chunks=2)]
 
@@ -69,7 +70,7 @@ def _badly_saved(rank: int, case: Case) -> tuple[int, list[str]]:
             for tensor in state.values()
             if id(getattr(tensor, "data", None)) in marks
         }
-        saved = trainer.optimizer.sharded_state_dict(dict(model), metadata=dict(SHARDING))
+        saved = trainer.optimizer.sharded_state_dict(dict(model), metadata=dict(BY_PARAMETER))
     tensors = [tensor for tensor in nested_values(saved) if getattr(tensor, "key", "").startswith("optimizer.state.exp_avg.")]
     before = [kept[each.key.removeprefix("optimizer.state.exp_avg."), each.global_offset] for each in tensors]
     wrong = [each.key for each, mark in zip(tensors, before, strict=True) if not (each.data == mark).all()]

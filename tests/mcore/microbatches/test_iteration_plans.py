@@ -30,7 +30,7 @@ from tests.support.unequal import (
 pytestmark = pytest.mark.claims(
     "Planning and measuring",
     "microbatches at their own lengths: 1F1B, interleaved 1F1B, ZB-H1, ZB-H2, ZB, ZBV, V-Half on 2 and 4 ranks against the "
-    "unpipelined model; tensor, sequence, context and data parallelism, overlapped and sharded reductions, recomputation, "
+    "unpipelined model; tensor, sequence, context and data parallelism, overlapped reductions, recomputation, "
     "tied embeddings, evaluation, re-planning",
     "works, bit for bit in the order of the data, within 4e-6 in the plan's",
 )
@@ -77,12 +77,11 @@ ZBV = UnequalCase("zbv", 2, 6, num_chunks=2, adam_eps=1.0)
         replace(ZBV, context_parallel=2, multiple=4, llama=True),
         replace(ZBV, different_data=True),
         replace(ZBV, different_data=True, overlap_grad_reduce=True, per_token_loss=True),
-        replace(ZBV, shard_gradients=2, distributed_optimizer=True, different_data=True),
         replace(ZBV, recompute="full", tied=True),
         UnequalCase("zb", 4, 6, max_pending_backward=5, adam_eps=1.0),
         UnequalMoeCase("zbv", 2, 6, num_chunks=2, adam_eps=1.0, expert_parallel=2, different_data=True, per_token_loss=True),
     ],
-    ids=["tp2", "sp2", "cp2", "dp2", "dp2-overlapped", "dp2-sharded", "recomputed-tied", "zb", "ep2"],
+    ids=["tp2", "sp2", "cp2", "dp2", "dp2-overlapped", "recomputed-tied", "zb", "ep2"],
 )
 @pytest.mark.sampled(0.22)
 def test_same_gradients_with(four_ranks: RankPool, case: UnequalCase) -> None:

@@ -227,7 +227,7 @@ OPTIMISTIC = [
 @pytest.mark.sampled(0.33)
 def test_optimistic_steps_equal_synchronous_steps(engine_ranks: RankPool, scenario: Scenario) -> None:
     """A rollback also restores the scales, which forwards that are rerun would advance twice."""
-    for rank, (differences, redone, _, _) in enumerate(engine_ranks.run(compare, scenario)):
+    for rank, (differences, redone, _) in enumerate(engine_ranks.run(compare, scenario)):
         assert differences == [], rank
         assert tuple(redone) == scenario.redone, rank
 

@@ -308,7 +308,7 @@ GRAPHS = {"cuda_graph_impl": "transformer_engine", "cuda_graph_warmup_steps": 3}
 
 @pytest.mark.claims(
     "Layers",
-    "CUDA graphs of layers with post-validation, unequal microbatches, slices, sharded gradients, dropout by layer and sample, "
+    "CUDA graphs of layers with post-validation, unequal microbatches, slices, dropout by layer and sample, "
     "without warm-up steps, or with profiling and re-planning after the capture",
     "rejected, where the config is made",
 )
@@ -318,7 +318,6 @@ GRAPHS = {"cuda_graph_impl": "transformer_engine", "cuda_graph_warmup_steps": 3}
         ({"enable_optimizer_post_validation": True}, {}, "--enable-optimizer-post-validation"),
         ({}, {"lengths": MicrobatchLengths("nested")}, "lengths"),
         ({"zero_bubble_slices": "2"}, {}, "--zero-bubble-slices"),
-        ({"zero_bubble_shard_gradients": 2}, {}, "--zero-bubble-shard-gradients"),
         ({}, {"seeds": Seeds(dropout=1)}, "dropout of Seeds"),
         ({}, {"cuda_graph_warmup_steps": 0}, "cuda_graph_warmup_steps=0"),
         (

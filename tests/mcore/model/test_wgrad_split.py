@@ -15,7 +15,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import nn
 
 from megatron.zerobubble.errors import ConfigError, SplitError
-from megatron.zerobubble.mcore import build
+from megatron.zerobubble.mcore import config_checks
 from megatron.zerobubble.mcore.model.wgrad_split import remove_split, split_weight_gradients
 from megatron.zerobubble.plan.registry import schedule_spec
 from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumulate
@@ -215,19 +215,18 @@ def test_logits_come_in_the_dtype_that_the_output_layer_is_asked_for(four_ranks:
     "Layers",
     "the flex dispatcher with NCCL EP's zero copy; on a rank with all experts; without the package",
     "rejected",
-    also=("training/config/test_model_flags.py",),
 )
 @pytest.mark.claims("Layers", "CPU and activation offloading with our schedules", "rejected")
 @pytest.mark.claims(
     "Long runs",
     "options of megatron-core that break a split backward pass: `local` and `full_iteration` CUDA graphs, autocast, paged "
-    "stash, and the others of the table in `mcore/build.py`",
+    "stash, and the others of the table in `mcore/config_checks.py`",
     "rejected",
 )
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        *(({name: True}, name) for name in build._REFUSED),
+        *(({name: True}, name) for name in config_checks._REFUSED),
         ({"cuda_graph_impl": "local"}, "cuda_graph_impl='local'"),
         ({"cuda_graph_impl": "full_iteration"}, "cuda_graph_impl='full_iteration'"),
         ({"gtp_weight_remat_size": 2}, "gtp_weight_remat_size"),
@@ -237,7 +236,7 @@ def test_logits_come_in_the_dtype_that_the_output_layer_is_asked_for(four_ranks:
 def test_each_refused_option_is_named_with_its_reason(options: dict[str, Any], named: str) -> None:
     config = SimpleNamespace(**options)
     with pytest.raises(ConfigError, match=re.escape(f"{named} does not go with schedule 'zb-h1': ")):
-        build.check_config(config, schedule_spec("zb-h1", num_ranks=2, num_chunks=1))
+        config_checks.check_config(config, schedule_spec("zb-h1", num_ranks=2, num_chunks=1))
 
 
 @pytest.mark.claims(
@@ -247,12 +246,12 @@ def test_each_refused_option_is_named_with_its_reason(options: dict[str, Any], n
     "turned off, with one line that says what it costs",
 )
 def test_options_that_only_change_when_something_is_computed_are_turned_off(caplog: pytest.LogCaptureFixture) -> None:
-    config = SimpleNamespace(**dict.fromkeys(build._TURNED_OFF, True), moe_grouped_gemm=True)
+    config = SimpleNamespace(**dict.fromkeys(config_checks._TURNED_OFF, True), moe_grouped_gemm=True)
     known: set[str] = set()
     for _ in range(2):  # a loop that makes another config for each microbatch
-        build.turn_off(config, known)
-        build.turn_off(SimpleNamespace(**dict.fromkeys(build._TURNED_OFF, True)), known)
-    assert vars(config) == dict.fromkeys(build._TURNED_OFF, False) | {"moe_grouped_gemm": True}
+        config_checks.turn_off(config, known)
+        config_checks.turn_off(SimpleNamespace(**dict.fromkeys(config_checks._TURNED_OFF, True)), known)
+    assert vars(config) == dict.fromkeys(config_checks._TURNED_OFF, False) | {"moe_grouped_gemm": True}
     [line] = caplog.messages
     assert line.startswith(
         "turned off for the schedule: defer_embedding_wgrad_compute (W defers the head's weight gradient already); "
@@ -264,8 +263,8 @@ def test_every_default_of_the_installed_megatron_core_is_allowed() -> None:
     """Of its names, the table spells at least half; the others are newer."""
     spec = schedule_spec("zb-h1", num_ranks=2, num_chunks=1)
     config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2)
-    build.check_config(config, spec)
-    assert sum(hasattr(config, name) for name in build._REFUSED) > len(build._REFUSED) / 2
+    config_checks.check_config(config, spec)
+    assert sum(hasattr(config, name) for name in config_checks._REFUSED) > len(config_checks._REFUSED) / 2
     assert hasattr(config, "cuda_graph_impl")
 
 

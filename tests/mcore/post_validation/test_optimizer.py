@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
@@ -41,7 +40,7 @@ pytestmark = pytest.mark.claims(
 
 def _split(parameter: torch.Tensor, **options: Any) -> None:
     optimizer = SimpleNamespace(config=SimpleNamespace(**options), get_parameters=lambda: [parameter])
-    MegatronRollbackOptimizer(optimizer, rollback="exact", snapshot_on_host=False, on_host=nullcontext, timeout=None)
+    MegatronRollbackOptimizer(optimizer, snapshot_on_host=False)
 
 
 @pytest.mark.parametrize(
@@ -129,10 +128,11 @@ def _first_rank_steps_first(rank: int, case: Case) -> list[str | None]:
     store = dist.distributed_c10d._get_default_store()
     trainer = Trainer(case)
     schedule = trainer.schedule
-    post = post_validation(trainer.optimizer, optimistic=True, on_host=trainer.host.on_host)
+    post = post_validation(trainer.optimizer, optimistic=True)
 
     def before_gradients() -> bool:
-        verdict = post.validate()
+        with trainer.host.on_host():
+            verdict = post.validate()
         trainer.zero_gradients()
         return verdict is not None and verdict.is_redone
 
@@ -158,10 +158,12 @@ def _first_rank_steps_first(rank: int, case: Case) -> list[str | None]:
     for iteration in range(2):
         with mock.patch.object(TokenCount, "total", seen):
             trainer.forward_backward(iteration)
-        post.step()
+        with trainer.host.on_host():
+            post.step()
         if pipeline_rank == 0:
             store.set(f"{case} {iteration} {parallel_state.get_data_parallel_rank()}", "stepped")
-    post.flush()
+    with trainer.host.on_host():
+        post.validate()
     post.close()
     trainer.close()
     return reported

@@ -12,20 +12,35 @@ from unittest import mock
 import pytest
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.distributed.checkpoint import FileSystemWriter, save
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.stock_loop.adoption import stores_by_parameter
-from megatron.zerobubble.training.checkpoint.contents import SHARDING
-from megatron.zerobubble.training.checkpoint.save import SaveStrategy
-from megatron.zerobubble.training.checkpoint.torch_optimizer import load_state, prepare_to_load, prepare_to_save
+from megatron.zerobubble.optimizer.parts import parts_of
 from tests.support.loops import SIZES, Loop
 from tests.support.ranks import RankPool
 from tests.support.stock import example, installed
 
 CHUNKS = {None: "", "zb-h1": "", "zbv": "--virtual-pipeline-model-parallel-size 2"}
+
+
+class _Strategy(TorchDistSaveShardedStrategy):
+    """megatron-core's format, written in this process: a rank of a pool must not fork writers."""
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
+        """Write this rank's part of the state."""
+        state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        planner = MCoreSavePlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False)
+        save(mcore_to_pyt_state_dict(state, False), storage_writer=FileSystemWriter(checkpoint_dir), planner=planner)
 
 
 def _train(rank: int, schedule: str | None, flags: str, folder: str | None = None, **options: Any) -> dict[str, Any]:
@@ -56,16 +71,37 @@ def _train(rank: int, schedule: str | None, flags: str, folder: str | None = Non
 @torch.no_grad()
 def _checkpoint(loop: Loop, folder: str, *, saves: bool) -> None:
     state: dict[str, Any] = {f"model{number}": chunk.module.sharded_state_dict() for number, chunk in enumerate(loop.model)}
-    (prepare_to_save if saves else prepare_to_load)(loop.optimizer)
-    metadata = dict(SHARDING)
+    if not saves:
+        _allocate(loop.optimizer)
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
     state["optimizer"] = loop.optimizer.sharded_state_dict(dict(state), is_loading=not saves, metadata=metadata)
     if saves:
-        dist_checkpointing.save(state, folder, SaveStrategy())
+        dist_checkpointing.save(state, folder, _Strategy("torch_dist", 1))
         return
     loaded = dist_checkpointing.load(state, folder)
     for number, chunk in enumerate(loop.model):
         chunk.module.load_state_dict(loaded[f"model{number}"])
-    load_state(loop.optimizer, loaded["optimizer"])
+    loop.optimizer.load_state_dict(loaded["optimizer"])
+    for part in parts_of(loop.optimizer):
+        for values in part.optimizer.state.values():
+            values["step"] = values["step"].clone()  # megatron-core loads one tensor for all
+
+
+def _allocate(optimizer: Any) -> None:
+    """Allocate the state of torch's Adam, of which megatron-core 0.16.1 reads one step count per parameter when it loads."""
+    for part in parts_of(optimizer):
+        inner = part.optimizer
+        for master in (each for group in inner.param_groups for each in group["params"]):
+            zeros = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+            inner.state[master] = {"step": torch.zeros(()), **zeros}
+        part.init_state_fn = lambda *_: None
+        part._set_main_param_and_optimizer_states = functools.partial(_copy_states, part)
+
+
+def _copy_states(part: Any, parameter: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+    for name, target in part._get_main_param_and_optimizer_states(parameter).items():
+        if name in tensors and name != "step":
+            target.copy_(tensors[name])
 
 
 def _agree(results: list[dict[str, Any]], others: list[dict[str, Any]], *, what: str = "") -> bool:

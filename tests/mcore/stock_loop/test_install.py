@@ -296,10 +296,6 @@ def test_flags_that_choose_no_schedule_install_nothing() -> None:
         ({"schedule": "zbv", "slices": Slices(cut=_cut_text)}, "cut cuts .* there are none"),
         ({"schedule": "zb", "slices": Slices("auto"), "lengths": MicrobatchLengths("thd")}, "a number"),
         ({"schedule": "zb-h1", "memory_limit": "8GiB"}, "zb-h1 has a fixed order"),
-        (
-            {"args": argparse.Namespace(enable_zero_bubble=True, zero_bubble_shard_gradients=2)},
-            "--zero-bubble-shard-gradients is not supported in a stock training loop",
-        ),
     ],
 )
 def test_an_unsupported_option_is_named_in_the_error(options: dict[str, Any], message: str) -> None:

@@ -25,7 +25,7 @@ from megatron.core.utils import get_attr_wrapped_model
 import megatron.zerobubble
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
-from megatron.zerobubble.mcore.build import check_config
+from megatron.zerobubble.mcore.config_checks import check_config
 from megatron.zerobubble.mcore.model.stage_layout import StageLayout, output_lengths
 from megatron.zerobubble.mcore.run_options import RunOptions
 from megatron.zerobubble.plan.ir import Placement

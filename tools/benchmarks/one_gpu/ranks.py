@@ -78,7 +78,7 @@ def run(contender: Contender, rank: int, setting: Setting, host: HostDevice, num
         spec = schedule_spec(contender.schedule, num_ranks=num_ranks, num_chunks=contender.chunks)
         job = Alone(spec, setting, _LAYERS_PER_RANK * num_ranks, host, sync=contender.sync)
         schedule = job.schedule
-        schedule.recordings.choose(_TIMED, done=0)
+        schedule.recordings.choose(_TIMED)
         schedule.recordings.only_chosen = True
         job.iterate(num_microbatches)
         row: Row = {"contender": contender.name, "rank": rank}

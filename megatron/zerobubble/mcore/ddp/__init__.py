@@ -1,1 +1,1 @@
-"""megatron-core's DistributedDataParallel around chunks with split B and W: buckets, ZeRO-2 gradients, recorded collectives."""
+"""megatron-core's DistributedDataParallel around chunks with split B and W: buckets, recorded collectives."""

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.mcore.ddp.zero2 import ShardedGradientsDDP
 from megatron.zerobubble.mcore.model.fused_ops import parameters_of
 from megatron.zerobubble.mcore.model.wgrad_split import deferring_modules, is_deferred, is_driven
 from megatron.zerobubble.wgrad.split_weight import has_hooks
@@ -41,10 +40,7 @@ def check_frozen(chunks: Sequence[Any]) -> None:
 
 def _overlapped(chunk: Any) -> Iterator[str]:
     options = chunk.ddp_config
-    overlaps = [
-        *["overlap_grad_reduce"] * (options.overlap_grad_reduce and not isinstance(chunk, ShardedGradientsDDP)),
-        *["overlap_param_gather"] * options.overlap_param_gather,
-    ]
+    overlaps = [name for name in ("overlap_grad_reduce", "overlap_param_gather") if getattr(options, name)]
     if not overlaps:
         return
     for name, weight in chunk.module.named_parameters():

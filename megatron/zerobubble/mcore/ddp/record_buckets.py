@@ -11,10 +11,8 @@ of the time it took.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
-from megatron.zerobubble.mcore.ddp.zero2 import ShardedGradientsDDP
 from megatron.zerobubble.plan.timeline import Activity, Bucket
 from megatron.zerobubble.profiling.recorder import Exchange, OpRecorder
 
@@ -28,8 +26,6 @@ def record_buckets(chunks: Sequence[Any], stages: Sequence[int], recorder: OpRec
         recorder: gets the records.
     """
     for chunk, stage in zip(chunks, stages, strict=True):
-        if isinstance(chunk, ShardedGradientsDDP):
-            chunk.watch = partial(_record_reduction, recorder, stage)
         groups = [*getattr(chunk, "bucket_groups", ()), *getattr(chunk, "expert_parallel_bucket_groups", ())]
         for index, group in enumerate(groups):
             grads = sum(bucket.grad_data.nbytes for bucket in group.buckets)
@@ -42,11 +38,6 @@ def record_buckets(chunks: Sequence[Any], stages: Sequence[int], recorder: OpRec
                 gathered = Bucket(stage=stage, index=index, num_bytes=weights)
                 start = group.start_param_sync
                 group.start_param_sync = _Recorded(group, "param_gather_handle", start, Activity.GATHER, gathered, recorder)
-
-
-def _record_reduction(recorder: OpRecorder, stage: int, index: int, num_bytes: int) -> Callable[[Any], Any] | None:
-    exchange = recorder.exchange(Activity.REDUCE, Bucket(stage=stage, index=index, num_bytes=num_bytes))
-    return None if exchange is None else partial(ended, exchange)
 
 
 class _Recorded:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron.core import parallel_state
@@ -286,9 +286,7 @@ class UnequalMicrobatches:
 
     def _planner(self, base: Plan) -> MicrobatchPlanner:
         options = SearchOptions(budget=ITERATION_BUDGET, objective=self._options.objective, memory_limit=self._memory_limit)
-        # Ws that run together stay together: only the assignment of such an order changes.
-        spec = self._spec if self._spec.shard_gradients is None else replace(self._spec, loaded_plan=base)
-        return MicrobatchPlanner(spec, base.num_microbatches, options=options, base=base)
+        return MicrobatchPlanner(self._spec, base.num_microbatches, options=options, base=base)
 
 
 def _longest_first(lengths: Sequence[Lengths]) -> list[int]:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from megatron.zerobubble.mcore.compat import gradients_for_norm
 from megatron.zerobubble.mcore.post_validation.norms import sum_of_squares
 from megatron.zerobubble.optimizer.parts import parts_of
 from megatron.zerobubble.optimizer.post_validation import GradientStatistics, PostValidation, Relay, Waits, group_of
-from megatron.zerobubble.optimizer.rollback import ExactRollback, InverseRollback, Rollback
+from megatron.zerobubble.optimizer.rollback import Rollback
 
 __all__ = ["MegatronRollbackOptimizer", "post_validation"]
 
@@ -34,10 +32,7 @@ def post_validation(
     *,
     optimistic: bool,
     patience: int = 10,
-    rollback: str = "exact",
     snapshot_on_host: bool = False,
-    on_host: Callable[[], AbstractContextManager[object]] = nullcontext,
-    timeout: timedelta | None = None,
     waits: Waits | None = None,
 ) -> PostValidation:
     """The steps of a megatron-core optimizer, with or without a barrier. All ranks of the world must call it at the same point.
@@ -46,20 +41,15 @@ def post_validation(
         optimizer: what `get_megatron_optimizer` returned.
         optimistic: step before the global gradient statistics are known; see `PostValidation`.
         patience: see `PostValidation`.
-        rollback: "exact", from a snapshot, or "inverse", without one; see `optimizer.rollback`.
         snapshot_on_host: keep the snapshot in host memory.
-        on_host: makes the context entered around the optimizer's work, see `mcore.cpu.device`; a null context on a GPU.
-        timeout: how long ranks wait for each other's statistics; None for the backend's default.
         waits: reports these waits, for example `runtime.watch.Watch.waits`; None: they are not reported.
 
     Raises:
-        ConfigError: an optimizer whose step cannot be split, or that `rollback` cannot handle.
+        ConfigError: an optimizer whose step cannot be split.
     """
     pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-    relay = Relay(pipeline, parallel_state.get_pipeline_model_parallel_rank(), timeout=timeout, waits=waits)
-    steps = MegatronRollbackOptimizer(
-        optimizer, rollback=rollback, snapshot_on_host=snapshot_on_host, on_host=on_host, timeout=timeout
-    )
+    relay = Relay(pipeline, parallel_state.get_pipeline_model_parallel_rank(), waits=waits)
+    steps = MegatronRollbackOptimizer(optimizer, snapshot_on_host=snapshot_on_host)
     return PostValidation(steps, relay, optimistic=optimistic, patience=patience)
 
 
@@ -70,28 +60,14 @@ class MegatronRollbackOptimizer:
     of `post_validation`.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        *,
-        rollback: str,
-        snapshot_on_host: bool,
-        on_host: Callable[[], AbstractContextManager[object]],
-        timeout: timedelta | None,
-    ) -> None:
+    def __init__(self, optimizer: Any, *, snapshot_on_host: bool) -> None:
         self._optimizer = optimizer
         self._parts = parts_of(optimizer)
         self._active = [part for part in self._parts if not getattr(part, "is_stub_optimizer", False)]
         self._check_options()
-        self._stage_groups = _StageGroups(timeout)
+        self._stage_groups = _StageGroups()
         self._groups = [self._stage_groups.within(part.get_grad_stats_parallel_group()) for part in self._parts]
-        stepping = [part.optimizer for part in self._active]
-        self._rollback: Rollback = (
-            InverseRollback(stepping, agree=self._stage_groups.are_safe)
-            if rollback == "inverse"
-            else ExactRollback(stepping, on_host=snapshot_on_host)
-        )
-        self._on_host = on_host
+        self._rollback = Rollback([part.optimizer for part in self._active], on_host=snapshot_on_host)
         self._own_squares = torch.zeros(0)
         """Per optimizer: this rank's share of its sum of squares, as the gradients are since they were prepared or clipped."""
         self._noted: list[tuple[Tensor, tuple[int, ...]]] = []
@@ -103,19 +79,18 @@ class MegatronRollbackOptimizer:
         On a GPU this is where the host waits for the passes, once per step: it reads all numbers together. Counting zeros
         (--log-num-zeros-in-grad) waits once more for each optimizer of a chain.
         """
-        with self._on_host():
-            overflows = [self._prepare_part(part, group) for part, group in zip(self._parts, self._groups, strict=True)]
-            self._own_squares = self._squares()
-            squares = list(self._own_squares.clone().split(1))
-            for each, group in zip(squares, self._groups, strict=True):
-                dist.all_reduce(each, group=group)
-            numbers = torch.cat([*squares, *(each for each in overflows if each is not None)]).tolist()
-            flags = iter(numbers[len(squares) :])
-            return GradientStatistics(
-                tuple(numbers[: len(squares)]),
-                tuple(0.0 if each is None else next(flags) for each in overflows),
-                self._zeros(),
-            )
+        overflows = [self._prepare_part(part, group) for part, group in zip(self._parts, self._groups, strict=True)]
+        self._own_squares = self._squares()
+        squares = list(self._own_squares.clone().split(1))
+        for each, group in zip(squares, self._groups, strict=True):
+            dist.all_reduce(each, group=group)
+        numbers = torch.cat([*squares, *(each for each in overflows if each is not None)]).tolist()
+        flags = iter(numbers[len(squares) :])
+        return GradientStatistics(
+            tuple(numbers[: len(squares)]),
+            tuple(0.0 if each is None else next(flags) for each in overflows),
+            self._zeros(),
+        )
 
     def is_clipped(self, statistics: GradientStatistics) -> bool:
         """Whether `clip_grad_by_total_norm_fp32` would scale the gradients of any optimizer of the chain."""
@@ -126,21 +101,19 @@ class MegatronRollbackOptimizer:
         """Clip by these statistics and step; do nothing if they overflowed."""
         if statistics.overflowed:
             return
-        with self._on_host():
-            for number, part in enumerate(self._parts):
-                factor = _clip_factor(part, statistics.norm)
-                if factor < 1.0 and part in self._active:
-                    clip_grad_by_total_norm_fp32(part.get_parameters(), part.config.clip_grad, statistics.norm)
-                    self._own_squares[number] *= factor**2
-            self._optimizer.step_with_ready_grads()
+        for number, part in enumerate(self._parts):
+            factor = _clip_factor(part, statistics.norm)
+            if factor < 1.0 and part in self._active:
+                clip_grad_by_total_norm_fp32(part.get_parameters(), part.config.clip_grad, statistics.norm)
+                self._own_squares[number] *= factor**2
+        self._optimizer.step_with_ready_grads()
 
     def _squares(self) -> Tensor:
         return torch.cat([sum_of_squares(gradients_for_norm(part) if part in self._active else []) for part in self._parts])
 
-    def snapshot(self) -> bool:
-        """As `Rollback.snapshot`. The same answer on all ranks of the stage, because a step may all-gather weights from them."""
-        with self._on_host():
-            return self._rollback.snapshot()
+    def snapshot(self) -> None:
+        """Copy parameters and optimizer state."""
+        self._rollback.snapshot()
 
     @torch.no_grad()
     def redo(self, statistics: GradientStatistics, *, roll_back: bool) -> None:
@@ -155,23 +128,21 @@ class MegatronRollbackOptimizer:
         """
         self._gather_overlapped()
         if roll_back:
-            with self._on_host():
-                self._rollback.rollback()
-                for part in self._active:
-                    if hasattr(part, "_copy_main_params_to_model_params"):
-                        part._copy_main_params_to_model_params()
-                    if hasattr(part, "model_chunks") and not _overlaps(part):
-                        for chunk in part.model_chunks:
-                            chunk.start_param_sync()
+            self._rollback.rollback()
+            for part in self._active:
+                if hasattr(part, "_copy_main_params_to_model_params"):
+                    part._copy_main_params_to_model_params()
+                if hasattr(part, "model_chunks") and not _overlaps(part):
+                    for chunk in part.model_chunks:
+                        chunk.start_param_sync()
         self.apply(statistics)
         self._gather_overlapped()
 
     def _gather_overlapped(self) -> None:
         """All-gather the weights that forwards gather as they need them; waits for gathers in flight."""
-        with self._on_host():
-            for part in self._active:
-                for chunk in part.model_chunks if _overlaps(part) else ():
-                    chunk.start_param_sync(force_sync=True)
+        for part in self._active:
+            for chunk in part.model_chunks if _overlaps(part) else ():
+                chunk.start_param_sync(force_sync=True)
 
     def drop_snapshot(self) -> None:
         """Free the snapshot."""
@@ -198,18 +169,16 @@ class MegatronRollbackOptimizer:
                 raise _moved("gradients")
             if now != version:
                 raise _moved("weights")
-        with self._on_host():
-            # 1e-3: squares of clipped gradients have their own rounding errors
-            if is_redone and not torch.allclose(self._squares(), self._own_squares, rtol=1e-3, atol=0.0, equal_nan=True):
-                raise _moved("gradients")
+        # 1e-3: squares of clipped gradients have their own rounding errors
+        if is_redone and not torch.allclose(self._squares(), self._own_squares, rtol=1e-3, atol=0.0, equal_nan=True):
+            raise _moved("gradients")
 
     def finalize(self, statistics: GradientStatistics) -> None:
         """Update the loss scale of every optimizer of the chain."""
         for part, overflow in zip(self._parts, statistics.overflows, strict=True):
             scaler = getattr(part, "grad_scaler", None)
             if scaler:
-                with self._on_host():
-                    scaler.update(overflow > 0)
+                scaler.update(overflow > 0)
 
     def closers(self) -> Sequence[Callable[[], None]]:
         """What destroys the stage's process groups, without a reference to the optimizer."""
@@ -262,8 +231,7 @@ class _StageGroups:
     All ranks of the world must construct it, and call `within`, at the same points.
     """
 
-    def __init__(self, timeout: timedelta | None) -> None:
-        self._timeout = timeout
+    def __init__(self) -> None:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         stages: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(stages, parallel_state.get_pipeline_model_parallel_rank())
@@ -275,21 +243,8 @@ class _StageGroups:
         here = self._stages[dist.get_rank()]
         ranks = tuple(rank for rank in members if self._stages[rank] == here)
         if ranks not in self._groups:
-            self._groups[ranks] = group_of(ranks, timeout=self._timeout)
+            self._groups[ranks] = group_of(ranks)
         return self._groups[ranks]
-
-    def are_safe(self, is_unsafe: Tensor | None) -> bool:
-        """Whether no rank of any subgroup made so far is unsafe. All of them must call it at the same point; the host waits once.
-
-        Args:
-            is_unsafe: one number on the device; None: this rank is safe.
-        """
-        flag = torch.zeros(1, device=torch.cuda.current_device())
-        if is_unsafe is not None:
-            flag += is_unsafe
-        for group in self._groups.values():
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-        return not flag.item()
 
     def close(self) -> None:
         """Destroy the subgroups."""

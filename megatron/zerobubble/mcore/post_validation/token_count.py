@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from datetime import timedelta
 from functools import partial
 
 import torch
@@ -34,7 +33,6 @@ class TokenCount:
         rank: this process's pipeline rank.
         source: the pipeline rank of the last stage.
         device: where the loss function's counts are.
-        timeout: of a transfer; None for gloo's default.
     """
 
     def __init__(
@@ -45,15 +43,14 @@ class TokenCount:
         rank: int,
         source: int,
         device: torch.device,
-        timeout: timedelta | None = None,
     ) -> None:
         self._pipeline = tuple(pipeline)
         self._source = self._pipeline[source]
         self._is_source = rank == source
         self._device = device
         # gloo: like the statistics of the optimizer step these numbers never queue behind a kernel (ADR 10)
-        self._along = group_of(self._pipeline, backend="gloo", timeout=timeout)
-        self._across = group_of(tuple(replicas), backend="gloo", timeout=timeout)
+        self._along = group_of(self._pipeline, backend="gloo")
+        self._across = group_of(tuple(replicas), backend="gloo")
         self._sent: Future[int] | None = None
 
     def send(self, count: Tensor) -> None:

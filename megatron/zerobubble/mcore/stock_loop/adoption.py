@@ -21,7 +21,7 @@ from torch import nn
 
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.mcore.attention.torch_attention import use_torch_attention
-from megatron.zerobubble.mcore.build import check_config, make_store
+from megatron.zerobubble.mcore.config_checks import check_config
 from megatron.zerobubble.mcore.ddp.wrap import count_padding_as_data, order_wgrads_by_bucket, with_buckets
 from megatron.zerobubble.mcore.model.embeddings import copy_to_mtp_stage, release_unused_head, tie_chunks
 from megatron.zerobubble.mcore.model.hybrid_layers import check_hybrid
@@ -32,9 +32,10 @@ from megatron.zerobubble.mcore.stock_loop.graph_options import check_graph_optio
 from megatron.zerobubble.mcore.stock_loop.layers import layout_text
 from megatron.zerobubble.mcore.stock_loop.megatron_lm import megatron_lm_args
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
+from megatron.zerobubble.wgrad.gemm import choose_kernel
 from megatron.zerobubble.wgrad.store import WeightGradStore
 
-__all__ = ["Adopted", "AdoptedChunks", "is_stage"]
+__all__ = ["Adopted", "AdoptedChunks", "is_stage", "make_store"]
 
 _log = logging.getLogger(__name__)
 
@@ -262,6 +263,24 @@ class AdoptedChunks:
             chunks = [*earlier[-number:], chunk]
             tie_chunks(chunks)
             copy_to_mtp_stage(chunks, config)
+
+
+def make_store(config: Any, ddp_config: DistributedDataParallelConfig, device: torch.device) -> WeightGradStore:
+    """The store of deferred weight gradients for this rank's chunks.
+
+    Args:
+        config: TransformerConfig of the chunks.
+        ddp_config: with which DDP wraps them; decides the dtype of main gradients.
+        device: of the weights.
+    """
+    accumulator = torch.float32 if ddp_config.grad_reduce_in_fp32 else config.params_dtype
+    kernel = choose_kernel(
+        device,
+        input_dtype=config.params_dtype,
+        accumulator_dtype=accumulator,
+        allow_apex=config.gradient_accumulation_fusion,
+    )
+    return WeightGradStore(kernel, rank=parallel_state.get_pipeline_model_parallel_rank())
 
 
 def is_stage(module: nn.Module) -> bool:

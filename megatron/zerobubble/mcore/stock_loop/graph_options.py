@@ -37,8 +37,6 @@ def _refused(config: Any, options: RunOptions) -> Iterator[tuple[str, str, str]]
         yield "lengths", "a graph has the shapes with which it was captured, and microbatches are of unequal length", leave
     if flags.zero_bubble_slices is not None or flags.num_slices > 1:
         yield "--zero-bubble-slices", "a graph has the shapes and positions with which it was captured", leave
-    if flags.zero_bubble_shard_gradients is not None:
-        yield "--zero-bubble-shard-gradients", "a graph adds to gradients at fixed addresses, and shards have none", leave
     if options.seeds.dropout is not None:
         yield "dropout of Seeds", "it seeds each layer on the host, which a replay does not run", leave
     if steps < 1:

@@ -198,7 +198,6 @@ class OptimisticSteps:
             optimizer,
             optimistic=True,
             patience=flags.post_validation_patience,
-            rollback=flags.post_validation_rollback,
             snapshot_on_host=flags.post_validation_snapshot == "host",
             waits=None if watch is None else watch.waits,  # holds nothing of the model, which process groups outlive
         )

@@ -58,8 +58,8 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.job.failure import JobGuard
-from megatron.zerobubble.mcore.build import turn_off
 from megatron.zerobubble.mcore.compat import check_megatron_core, hybrid_model
+from megatron.zerobubble.mcore.config_checks import turn_off
 from megatron.zerobubble.mcore.model import named_weights
 from megatron.zerobubble.mcore.model.float16 import StageFloat16Module
 from megatron.zerobubble.mcore.model.stage_layout import embedding_ranks

@@ -19,7 +19,7 @@ _OF_FLAGS = (
     *("zero_bubble_torch_attention", "enable_optimizer_post_validation", "post_validation_patience"),
     *("zero_bubble_trace_iterations", "zero_bubble_balance_stages", "zero_bubble_watchdog_seconds"),
     *("zero_bubble_slice_positions", "zero_bubble_overlap_moe"),
-    *("post_validation_rollback", "post_validation_snapshot", "zero_bubble_batch_p2p_comm"),
+    *("post_validation_snapshot", "zero_bubble_batch_p2p_comm"),
 )
 _OF_SPEC = ("max_pending_backward", "memory_limit", "placement", "num_slices")
 _REMEDY = "call megatron.zerobubble.install with the same options on every rank, and install the same packages on every host"

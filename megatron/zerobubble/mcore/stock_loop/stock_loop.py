@@ -1,7 +1,6 @@
 """A schedule of ours in a stock loop, one that is written for megatron-core and builds its own model, DDP and optimizer.
 
-Our own loop calls `build_chunks`. `StockLoop` does the same work at the four points that every stock loop passes, where
-`install` calls it:
+`StockLoop` does its work at the four points that every stock loop passes, where `install` calls it:
 
 1. a TransformerConfig is made: the layers of each stage under V, and Transformer Engine's `delay_wgrad_compute`;
 2. a model chunk is built: whether it holds the first or the last stage;
@@ -32,7 +31,7 @@ from torch import nn
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.job.supervision import Supervision
 from megatron.zerobubble.mcore.agreement import refusing_together
-from megatron.zerobubble.mcore.build import OVERLAP_MOE, turn_off
+from megatron.zerobubble.mcore.config_checks import OVERLAP_MOE, turn_off
 from megatron.zerobubble.mcore.engine import Engine
 from megatron.zerobubble.mcore.model.embeddings import FinalizeGradients
 from megatron.zerobubble.mcore.model.graph_replays import LayerGraphs
@@ -237,7 +236,7 @@ class StockLoop:
             running.trace.finished = engine.schedule.recordings.begun
         if not forward_only:
             running.has_new_plan = engine.is_due
-            engine.end(num_microbatches=num_microbatches)
+            engine.end()
         self._models.note_groups(running)
         return results
 

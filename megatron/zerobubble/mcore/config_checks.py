@@ -1,4 +1,4 @@
-"""What a schedule asks of a model's configuration, before its chunks are built, and the store of their weight gradients."""
+"""Options of a model's configuration that are turned off for a schedule of ours, or refused."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallelConfig
+import torch.distributed as dist
 from megatron.core.transformer.enums import LayerType
 
 from megatron.zerobubble.errors import ConfigError
@@ -17,28 +15,8 @@ from megatron.zerobubble.mcore.microbatches.length_exchange import GIVE_LENGTHS
 from megatron.zerobubble.mcore.model.stage_layout import StageLayout
 from megatron.zerobubble.mcore.slices.refusals import check_sliced_config
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
-from megatron.zerobubble.wgrad.gemm import choose_kernel
-from megatron.zerobubble.wgrad.store import WeightGradStore
 
 logger = logging.getLogger(__name__)
-
-
-def make_store(config: Any, ddp_config: DistributedDataParallelConfig, device: torch.device) -> WeightGradStore:
-    """The store of deferred weight gradients for this rank's chunks.
-
-    Args:
-        config: TransformerConfig of the chunks.
-        ddp_config: with which DDP wraps them; decides the dtype of main gradients.
-        device: of the weights.
-    """
-    accumulator = torch.float32 if ddp_config.grad_reduce_in_fp32 else config.params_dtype
-    kernel = choose_kernel(
-        device,
-        input_dtype=config.params_dtype,
-        accumulator_dtype=accumulator,
-        allow_apex=config.gradient_accumulation_fusion,
-    )
-    return WeightGradStore(kernel, rank=parallel_state.get_pipeline_model_parallel_rank())
 
 
 OVERLAP_MOE = "overlap_moe_expert_parallel_comm"
@@ -65,7 +43,7 @@ def turn_off(config: Any, known: set[str]) -> None:
         setattr(config, name, False)
     new = [f"{name} ({_TURNED_OFF[name]})" for name in found if name not in known]
     known.update(found)
-    if new and not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
+    if new and not (dist.is_initialized() and dist.get_rank()):
         logger.warning("turned off for the schedule: %s", "; ".join(new))
 
 
