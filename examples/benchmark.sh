@@ -5,7 +5,7 @@
 #   bash examples/benchmark.sh --contenders stock-1f1b,zbv,zbv+pv       which schedules; see zerobubble bench --help
 #
 # It takes the switches of pretrain_zero_bubble.sh from the environment (the model, its sizes, parallel sizes, machines). Further
-# arguments are options of zerobubble bench; with the reference trainer they may be its flags as well. The report is written to
-# RUN_DIR, by default runs/bench. On a Slurm cluster: BENCH=1 sbatch examples/pretrain_zero_bubble.slurm. Not run on a GPU.
+# arguments are options of zerobubble bench. The report is written to RUN_DIR, by default runs/bench. On a Slurm
+# cluster: BENCH=1 sbatch examples/pretrain_zero_bubble.slurm. Not run on a GPU.
 set -euo pipefail
 BENCH=1 exec bash "$(dirname "${BASH_SOURCE[0]}")/pretrain_zero_bubble.sh" "$@"

@@ -181,7 +181,7 @@ def test_a_script_that_ends_early_or_fails_is_a_row_with_the_reason(tmp_path: Pa
     assert done.returncode == 1, done.stdout + done.stderr
     reasons = {
         "stock-1f1b": f"stock_megatron_core.py ended after 3 training iterations, and a block runs {WARM_UP + 3}, and begins one",
-        "zb-h1": "exited with code 2, its last line: stock_megatron_core.py: error: unrecognized arguments: --no-such-flag",
+        "zb-h1": "ended: stock_megatron_core.py: error: unrecognized arguments: --no-such-flag",
         "zb": "stock_megatron_core.py trains with megatron-core's own schedule, not with zb, on 1 pipeline rank(s)",
         "zbv": "schedule zbv has 2 model chunk(s) per rank, the loop was started with virtual_pipeline_model_parallel_size None",
     }
@@ -190,7 +190,7 @@ def test_a_script_that_ends_early_or_fails_is_a_row_with_the_reason(tmp_path: Pa
         assert re.search(f"{name}, round 1: failed: {known}{re.escape(reason)}", done.stderr), done.stderr
         assert re.search(f"{name}: {known}{re.escape(reason)}", done.stdout)
     said = re.search(
-        r"no-sync, round 1: failed: rank ([01]) exited .*no-such-flag .*; stock-1f1b:no-sync runs no sch.*: (.*)", done.stderr
+        r"no-sync, round 1: failed: rank ([01]) ended: .*no-such-flag; stock-1f1b:no-sync runs no sch.*: (.*)", done.stderr
     )
     assert said is not None, done.stderr
     assert Path(said[2]).name.endswith(f"-rank-{said[1]}.log")

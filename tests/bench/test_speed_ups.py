@@ -134,17 +134,6 @@ def test_the_verdict_is_also_over_1f1b_without_its_wait() -> None:
     assert table(base, fair).verdict() == "stock-1f1b:no-sync is 1.05 times as fast as stock-1f1b."
 
 
-def test_the_verdict_knows_when_interleaving_would_do_as_well() -> None:
-    base = outcome("stock-1f1b", *QUIET, predicted_ms=2000.0)
-    fast = outcome("zbv", *(each / 1.25 for each in QUIET), predicted_ms=1600.0)
-    assert (
-        table(base, fast, interleaved={2: 1700.0, 4: 1610.0, 8: 1590.0})
-        .verdict()
-        .endswith("By prediction interleaved 1F1B with 4 chunks per rank (interleaved-1f1b:4) would do as well.")
-    )
-    assert "interleaved" not in table(base, fast, interleaved={2: 1700.0}).verdict()
-
-
 def failed(name: str) -> Outcome:
     return Outcome(name=name, failure="y")
 

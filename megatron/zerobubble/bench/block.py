@@ -18,7 +18,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -201,10 +201,8 @@ class _Block:
         PipelineSchedule.forward_backward_func = property(  # type: ignore[method-assign,assignment]
             lambda schedule: functools.partial(self._called, door.fget(schedule), schedule)
         )
-        replanner: Any = Replanner
-        if self._request.is_first:
-            replanner.after = self._keeping_costs(replanner.after)
-        else:  # the plan is the first block's
+        if not self._request.is_first:  # the plan is the first block's
+            replanner: Any = Replanner
             replanner.before, replanner.is_due = (lambda *_: None), (lambda *_: False)
 
     def _around(self, original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
@@ -213,14 +211,6 @@ class _Block:
             return self._called(original, None, **given)
 
         return forward_backward
-
-    def _keeping_costs(self, original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def after(replanner: Replanner, *args: Any) -> None:
-            original(replanner, *args)
-            self._costs, self._unit_bytes = replanner.costs, replanner.unit_bytes
-
-        return after
 
     def _called(self, original: Callable[..., list[Any]], schedule: PipelineSchedule | None, **given: Any) -> list[Any]:
         """A call of a schedule. Of calls within each other the outermost counts."""
@@ -308,9 +298,10 @@ class _Block:
             assert self._meter is not None
             with self._meter:
                 return original(**given)
-        is_profiled = PROFILED[0] <= self.iterations <= PROFILED[1] and not schedule.spec.is_stock
-        if not is_profiled or schedule.hooks.profiler is not None:  # a re-planner's
+        if schedule.spec.is_stock or not PROFILED[0] <= self.iterations <= PROFILED[1]:
             return original(**given)
+        if isinstance(schedule.hooks.profiler, Profiler):  # a re-planner's
+            self._profiler = schedule.hooks.profiler
         self._profiler = self._profiler or Profiler(schedule.device)
         schedule.hooks.profiler = self._profiler
         try:
@@ -324,7 +315,7 @@ class _Block:
         if self._profiler is not None and self.iterations == PROFILED[1]:
             own = Measured(profile=self._profiler.profile(), links=schedule.link_times())
             everybody, placement = own.gathered(), schedule.spec.placement
-            self._costs = measured_costs(everybody, placement)
+            self._costs = replace(measured_costs(everybody, placement), wgrad_beside=schedule.wgrad_beside)
             self._unit_bytes = unit_bytes([each.profile for each in everybody], placement)
         if self.iterations == request.num_warm_up:
             self._rest.enter_context(schedule.recorder.span(Activity.OPTIMIZER))

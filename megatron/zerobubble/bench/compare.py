@@ -23,7 +23,7 @@ from megatron.zerobubble.bench.bench_progress import BenchProgress
 from megatron.zerobubble.bench.block import BlockRequest, BlockResult
 from megatron.zerobubble.bench.comparison_report import JSON, summary, write
 from megatron.zerobubble.bench.contenders import Contender
-from megatron.zerobubble.bench.predictions import FirstBlock, interleaved_ms, measured_costs, predict
+from megatron.zerobubble.bench.predictions import FirstBlock, measured_costs, predict
 from megatron.zerobubble.bench.speed_ups import Table
 from megatron.zerobubble.bench.workers import BlockFailure, Interrupted, Workers
 from megatron.zerobubble.files import replace_text
@@ -145,7 +145,6 @@ class _Comparison:
             num_cores=os.cpu_count() if self._device() == "CPU" else None,
             pipeline_size=1 if sizes is None else sizes.pipeline,
             num_microbatches=1 if sizes is None else sizes.num_microbatches,
-            interleaved=interleaved_ms(firsts),
             costs=None if costs is None else costs.to_json(),
             losses_compare=self._options.job.seeds.weights is not None and (sizes is None or not sizes.has_dropout),
             is_fp32=sizes is None or sizes.precision == "fp32",

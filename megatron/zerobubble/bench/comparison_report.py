@@ -150,7 +150,6 @@ def to_json(table: Table, about: Mapping[str, Any]) -> dict[str, Any]:
         "num_ranks": table.pipeline_size,
         "num_microbatches": table.num_microbatches,
         "costs": table.costs,
-        "predicted_interleaved_ms": {str(v): ms for v, ms in table.interleaved.items()},
     }
 
 

@@ -32,9 +32,7 @@ from megatron.zerobubble.profiling.recorded_step import step_costs
 from megatron.zerobubble.profiling.report import PipelineReport, report
 from megatron.zerobubble.profiling.report import measured_costs as times_of
 
-__all__ = ["FirstBlock", "interleaved_ms", "measured_costs", "predict"]
-
-_VIRTUAL_SIZES = (2, 4, 8)
+__all__ = ["FirstBlock", "measured_costs", "predict"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +45,6 @@ class FirstBlock:
     result: BlockResult
     recorded: list[Timeline] = field(default_factory=list)
     """The recorded iteration of each of the contender's blocks."""
-
-    @property
-    def timeline(self) -> Timeline | None:
-        """The recorded iteration of the first block."""
-        return self.result.timeline
 
     @property
     def is_sliced(self) -> bool:
@@ -105,8 +98,8 @@ def predict(blocks: Sequence[FirstBlock], outcomes: Mapping[str, Outcome]) -> No
     """
     for block in blocks:
         outcome = outcomes[block.contender.text]
-        if block.timeline is not None:
-            found = report(block.timeline)
+        if block.result.timeline is not None:
+            found = report(block.result.timeline)
             outcome.bubble, outcome.idle = block.objective.bubble_of(found), _idle(found, block.objective)
             outcome.exposed_ms = found.exposed_all_to_all_ms or None
         simulation = _simulated(block, blocks)
@@ -119,25 +112,6 @@ def predict(blocks: Sequence[FirstBlock], outcomes: Mapping[str, Outcome]) -> No
         outcome.predicted_activation_bytes = max(simulation.peak_memory) * units * unit or None
         if simulation.step is not None:
             outcome.predicted_ms = block.objective.of(simulation)
-
-
-def interleaved_ms(blocks: Sequence[FirstBlock]) -> dict[int, float]:
-    """Predicted time of megatron-core's interleaved 1F1B, by the number of chunks per rank, where the layers divide over them."""
-    costs, around = measured_costs(blocks), _around_ms(blocks)
-    tried = {each.contender.num_chunks for each in blocks if each.contender.is_stock}
-    found: dict[int, float] = {}
-    if not blocks:
-        return found
-    p, m = blocks[0].result.sizes.pipeline, blocks[0].result.sizes.num_microbatches
-    for v in _VIRTUAL_SIZES:
-        if costs is None or around is None or v in tried or p == 1 or m % p:
-            continue
-        try:
-            plan = build_plan("interleaved-1f1b", num_ranks=p, num_microbatches=m, num_chunks=v)
-            found[v] = simulate(plan, _of_stages(costs, plan)).makespan_ms + around
-        except UserError:
-            continue
-    return found
 
 
 def _with_medians(costs: CostModel, blocks: Sequence[CostModel]) -> CostModel:
@@ -218,10 +192,3 @@ def measured_costs(blocks: Sequence[FirstBlock]) -> CostModel | None:
     forward, backward = (statistics.median(costs.all_to_all[which] for costs in alike) for which in (0, 1))
     beside = max(costs.wgrad_beside for costs, _ in known)  # megatron-core's own schedules have no W
     return replace(costs, all_to_all=(forward, backward), wgrad_beside=beside)
-
-
-def _around_ms(blocks: Sequence[FirstBlock]) -> float | None:
-    """What surrounds the passes adds to the makespan, the median over contenders. None if nothing was recorded."""
-    found = [_simulated(block, blocks) for block in blocks]
-    times = [each.step.makespan_ms - each.makespan_ms for each in found if each is not None and each.step is not None]
-    return statistics.median(times) if times else None

@@ -243,8 +243,6 @@ class Table:
     num_cores: int | None
     """CPU cores that the ranks of this machine share; None on GPUs."""
     pipeline_size: int
-    interleaved: Mapping[int, float] = field(default_factory=dict)
-    """Virtual stages per rank -> predicted time of interleaved 1F1B in ms, for those that were not among the contenders."""
     num_microbatches: int = 1
     """Per iteration and data-parallel replica."""
     costs: Mapping[str, Any] | None = None
@@ -328,7 +326,7 @@ class Table:
         mine, theirs = best.outcome.peak_bytes, base.outcome.peak_bytes
         where = f", with {_bytes(mine)} on the fullest rank in place of {_bytes(theirs)}" if mine and theirs else ""
         text = f"{best.outcome.label} is {best.speed_up.value:.2f} times as fast as {base.outcome.name}{where}"
-        text += self._over_no_sync(ran, best) + self._alternative(best)
+        text += self._over_no_sync(ran, best)
         if best.has_same_loss is False:
             return (
                 f"{text} Do not use it yet: its loss is {best.outcome.first_loss:.6f} where {base.outcome.name} has "
@@ -376,16 +374,6 @@ class Table:
                 "little to gain. Fewer microbatches or more pipeline ranks have more."
             )
         return f"{text}."
-
-    def _alternative(self, best: Row) -> str:
-        """Whether interleaved 1F1B would do as well."""
-        if best.outcome.predicted_ms is None or best.outcome.label.startswith("interleaved"):
-            return ""
-        close = {v: ms for v, ms in self.interleaved.items() if ms <= 1.01 * best.outcome.predicted_ms}
-        if not close:
-            return ""
-        least = min(close)
-        return f" By prediction interleaved 1F1B with {least} chunks per rank (interleaved-1f1b:{least}) would do as well."
 
 
 def _bytes(count: float) -> str:

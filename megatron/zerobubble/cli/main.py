@@ -101,7 +101,7 @@ _WITH_OWN_PARSER = {
     "playground": ("megatron.zerobubble.playground.__main__", "plan schedules in the browser, on this machine only"),
     "train": ("megatron.zerobubble.cli.train", "train a GPT with the reference trainer"),
     "run": ("megatron.zerobubble.cli.run", "run any Megatron-based training script, unedited"),
-    "bench": ("megatron.zerobubble.cli.bench", "compare schedules on one training job: time, memory, losses"),
+    "bench": ("megatron.zerobubble.cli.bench", "compare schedules on a training script: time, memory, losses"),
     "checkpoint": ("megatron.zerobubble.cli.checkpoint", "verify the files of a checkpoint"),
     "env": ("megatron.zerobubble.cli.env", "print versions, devices and variables, for a report about a problem"),
 }

@@ -30,7 +30,6 @@ with quiet_third_parties():
 
     from megatron.zerobubble.errors import UserError
     from megatron.zerobubble.mcore import agreement, zb_schedules
-    from megatron.zerobubble.optimizer.post_validation import Relay
     from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
     from megatron.zerobubble.runtime.watch import Watch
     from megatron.zerobubble.training.models.layer_specs import stage_layers
@@ -131,7 +130,6 @@ def alone(rank: int, num_ranks: int, device: torch.device) -> Iterator[Received]
             (agreement, "_raise_first", refuse),
             (zb_schedules, "check_same_program", lambda *_, **__: None),
             (zb_schedules, "ProcessGroupLinks", lambda *_, **__: _Links(received)),
-            (Relay, "all_reduce", lambda _, statistics: statistics),
         ):
             stack.enter_context(mock.patch.object(owner, name, stand_in))
         stack.enter_context(mock.patch.object(sys, "excepthook", sys.excepthook))  # each group that is made wraps it
