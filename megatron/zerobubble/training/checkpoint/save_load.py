@@ -78,8 +78,8 @@ def save_checkpoint(folder: str, trained: Trained, *, iteration: int, run: str) 
     state |= {_ITERATION: iteration, _WORLD_SIZE: dist.get_world_size(), _SCHEDULER: trained.scheduler.state_dict()}
     with _gathered(trained), _named(final, "be written"):
         dist_checkpointing.save(state, str(writing), _Strategy())
-        mine = sorted(path.name for path in writing.iterdir())[dist.get_rank() :: dist.get_world_size()]
-        files = _merged({name: paths.record_of(writing / name) for name in mine})
+        names = _on_first_rank(lambda: sorted(path.name for path in writing.iterdir()), f"{final} cannot be written")
+        files = _merged({name: paths.record_of(writing / name) for name in _share(names)})
     _on_first_rank(lambda: paths.publish(folder, iteration, run=run, files=files), f"{final} cannot be written")
     _log.info("saved %s", final)
 
@@ -111,7 +111,7 @@ def _starting_point(args: Any, attempt: Any) -> Path | None:
     latest = paths.tracked_iteration(args.save) if args.save and attempt.is_restart else None
     if latest is not None:
         own = paths.existing_directory(args.save, latest)
-        if paths.read_manifest(own)["run"] == attempt.job:
+        if (own / paths.MANIFEST).is_file() and paths.read_manifest(own)["run"] == attempt.job:
             _log.info("%s: resuming after iteration %d, from %s", attempt.text, latest, own)
             return own
     if attempt.is_restart:
@@ -172,8 +172,7 @@ def _verify(directory: Path) -> None:
     remedy = "restore it from a copy, or load another checkpoint with --load and --ckpt-step"
     manifest = _on_first_rank(lambda: paths.read_manifest(directory), str(directory))
     largest_first = sorted(manifest["files"], key=lambda name: -manifest["files"][name]["bytes"])
-    mine = largest_first[dist.get_rank() :: dist.get_world_size()]
-    if found := _merged(paths.damage(directory, manifest["files"], mine)):
+    if found := _merged(paths.damage(directory, manifest["files"], _share(largest_first))):
         raise CheckpointError(f"{directory}: {paths.first_damage(found)}; {remedy}")
     _log.info("%s: all %d files are as saved", directory, len(manifest["files"]))
 
@@ -220,6 +219,11 @@ def _on_first_rank(action: Callable[[], Result], what: str) -> Result:
         raise CheckpointError(outcome[1])
     result: Result = outcome[0]
     return result
+
+
+def _share(names: list[str]) -> list[str]:
+    """The files that this rank reads for all."""
+    return names[dist.get_rank() :: dist.get_world_size()]
 
 
 def _merged(own: dict[str, Result]) -> dict[str, Result]:
