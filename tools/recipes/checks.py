@@ -19,7 +19,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.virtual_stages import with_chunks
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
-from megatron.zerobubble.mcore.build import check_config, turn_off
+from megatron.zerobubble.mcore.config_checks import check_config, turn_off
 from megatron.zerobubble.mcore.run_options import RunOptions, fields_to_set
 from megatron.zerobubble.mcore.stock_loop.graph_options import check_graph_options
 from megatron.zerobubble.mcore.stock_loop.layers import DividedLayers, layout_text
