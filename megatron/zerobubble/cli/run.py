@@ -98,7 +98,9 @@ def run_itself(script: str, argv: Sequence[str] | None = None, *, prog: str | No
     try:
         launch = read_launch()
         args = _parse([script, *(sys.argv[1:] if argv is None else argv)], is_ours=True)
-        args.cpu = _wants_gloo(args.arguments) or not _sees_gpu()
+        args.cpu = _backend(args.arguments) == "gloo" or not _sees_gpu()
+        if args.cpu and _backend(args.arguments) == "nccl":
+            raise ConfigError("--distributed-backend nccl needs GPUs, and torch sees none: leave it out to train on the CPU")
         args.microbatch_tokens = "thd" if set(_PACKING) & set(args.arguments) else None
         _run(args, launch)
     except UserError as error:
@@ -122,8 +124,12 @@ def _sees_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _wants_gloo(words: Sequence[str]) -> bool:
-    return "--distributed-backend=gloo" in words or ("--distributed-backend", "gloo") in itertools.pairwise(words)
+def _backend(words: Sequence[str]) -> str | None:
+    """The value of --distributed-backend; None if it is not given."""
+    flag = "--distributed-backend"
+    values = [after for word, after in itertools.pairwise(words) if word == flag]
+    values += [word.partition("=")[2] for word in words if word.startswith(f"{flag}=")]
+    return values[-1] if values else None
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -4,8 +4,8 @@ megatron-core draws masks from a generator per rank, in the order in which the r
 dropout are two different runs even if their weights and samples are the same.
 
 Here the device's generator is seeded before every layer by a hash of the run's seed, the number of the microbatch's first sample
-since the start of training, and the layer's number. So the masks are those of the layer and the samples. They depend on the
-microbatch size, whose samples share one draw, and on the slices of a microbatch, each of which has a draw of its own.
+since `install`, and the layer's number. So the masks are those of the layer and the samples. They depend on the microbatch size,
+whose samples share one draw, and on the slices of a microbatch, each of which has a draw of its own.
 
 Activation recomputation runs a layer again later, when other microbatches are under way, with the generator's state restored to
 that before the layer. So what a layer needs to know about its microbatch is kept in that state: the layer's number is the low
