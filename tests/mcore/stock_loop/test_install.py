@@ -56,7 +56,6 @@ PROFILED = (
 )
 TORCHS = "--zero-bubble-torch-attention"
 BATCHED = "--enable-zero-bubble --zero-bubble-batch-p2p-comm"
-OPTIMISTIC = {"schedule": "zb-h1", "optimizer_post_validation": True}
 FOUR_STEPS = after_steps(4, lr=1e-3)
 """Of the example, where sums have another order."""
 
