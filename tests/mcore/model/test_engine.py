@@ -215,11 +215,14 @@ def test_ranks_that_share_sequences(engine_ranks: RankPool, case: EngineCase) ->
 @pytest.mark.claims(
     "Layers",
     "multi-token prediction in Transformer Engine's layers with context parallelism 2, ZB-H2",
-    "works, 4e-6 of stock 1F1B",
+    "works: losses of stock 1F1B bit for bit, gradients within 2^-8 (bf16)",
 )
 def test_mtp_layers_look_over_the_ends_of_parts_as_in_stock_1f1b(engine_ranks: RankPool) -> None:
-    case = MtpEngineCase("zb-h2", 2, 4, num_layers=4, num_mtp_layers=1, context_parallel=2, dtype=BF16, adam_eps=1.0)
-    assert_near(engine_ranks.run(compare_cases, case, replace(case, schedule="stock")), case, OTHER_ORDER)
+    """Stock rounds the sum of the output layer's two gradients to bf16: a bit, 2^-8."""
+    case = MtpEngineCase("zb-h2", 2, 4, num_layers=4, num_mtp_layers=1, context_parallel=2, dtype=BF16, num_steps=1)
+    for rank, found in enumerate(engine_ranks.run(compare_cases, case, replace(case, schedule="stock"))):
+        assert found.losses == 0.0, (rank, found)
+        assert found.gradients <= 2**-8, (rank, found)
 
 
 @RING

@@ -56,7 +56,6 @@ PROFILED = (
 )
 TORCHS = "--zero-bubble-torch-attention"
 BATCHED = "--enable-zero-bubble --zero-bubble-batch-p2p-comm"
-OPTIMISTIC = {"schedule": "zb-h1", "optimizer_post_validation": True}
 FOUR_STEPS = after_steps(4, lr=1e-3)
 """Of the example, where sums have another order."""
 
@@ -153,7 +152,7 @@ def _hybrid(stock: str, pattern: str, options: dict[str, Any]) -> Any:
     ids=[
         *("zb-h1-overlapped", "zb-h2-bf16", "zb-replanned", "interleaved", "interleaved-4", "zbv-tied"),
         *("zb-w-tied-optimistic", "v-half-bf16-per-token", "mtp-zb-h2-tied", "mtp-zbv-tied", "mtp-zb-w-tied", "mtp-v-half"),
-        *("cp-zb-h1-optimistic", "cp-zbv-per-token", "zb-h1-optimistic-batched", "zbv-batched"),
+        *("zb-h1-optimistic-batched", "zbv-batched"),
         *("hybrid-zb-h1", "hybrid-zbv-tied", "hybrid-zb-w-tied", "hybrid-v-min-bf16"),
         *("slices-zb-h1-overlapped", "slices-1f1b-torch", "slices-zbv-optimistic", "slices-zb-bf16-cut", "slices-zbv-replanned"),
         *("torch-zb-h1", "torch-zbv-tied"),
