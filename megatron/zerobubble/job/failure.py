@@ -187,7 +187,7 @@ class JobGuard:
         before = {rank: beat for rank, beat in before.items() if not beat.is_last}
         here = {rank: beat for rank, beat in before.items() if beat.host == self._host}
         longest_s = max((_SILENT_BEATS * beat.interval_s for beat in before.values()), default=0.0)
-        for _ in range(max(_LEAST_LOOKS, round(longest_s / _LOOK_S)) if self._world_size else 0):
+        for _ in range(max(_LEAST_LOOKS, round(longest_s / _LOOK_S))):
             if who_failed(self._store) is not None:
                 return None
             gone = {rank: beat for rank, beat in here.items() if is_gone(beat)}
