@@ -60,8 +60,8 @@ def main(zero_bubble: argparse.Namespace) -> None:
     if refused:
         raise ConfigError(
             f"{', '.join(refused)}: not in this script. Megatron-LM's own pretrain_gpt.py has filled-in samples, distillation "
-            "and restarts in place: start that by zerobubble run. For --allow-padding-num-layers give "
-            "--account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split, or --pipeline-model-parallel-layout"
+            "and restarts in place: start that by zerobubble run. For --allow-padding-num-layers give a layout, or "
+            "--account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split"
         )
     if zero_bubble.cpu:
         sys.argv[1:1] = _ON_CPU.split()
