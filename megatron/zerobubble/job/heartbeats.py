@@ -23,7 +23,7 @@ __all__ = ["Beat", "is_gone", "own_start", "publish", "published", "this_host"]
 class Beat(NamedTuple):
     """One heartbeat of a rank."""
 
-    count: int
+    number: int
     """Number of this rank's heartbeats; a higher one is a newer one."""
     host: str
     """Its machine, as `this_host` names it."""

@@ -155,7 +155,7 @@ class Watchdog:
         doing, before = self._watch.current(), self._beat
         still_s = 0.0 if before is None or doing is not self._doing else before.still_s + passed_s
         beat = Beat(
-            count=1 if before is None else before.count + 1,
+            number=1 if before is None else before.number + 1,
             host=self._host,
             pid=os.getpid(),
             start=self._start,
