@@ -210,7 +210,7 @@ def test_a_rank_of_another_machine_that_goes_on_is_not_named(tmp_path: Path) -> 
     store, beats = torch.distributed.HashStore(), itertools.count()
 
     def goes_on() -> None:
-        publish(store, 2, beat(**FAR, count=next(beats)))  # type: ignore[arg-type]
+        publish(store, 2, beat(**FAR, number=next(beats)))  # type: ignore[arg-type]
 
     goes_on()
     assert lost(store, tmp_path, count=goes_on).startswith("rank 0 failed while it waits:\nTraceback")

@@ -40,7 +40,7 @@ WAITS = {"is_waiting": True}
 def beat(doing: str | None = "runs 1F0", **changes: Any) -> Beat:
     """A heartbeat of process 41 on a machine "node"."""
     values: dict[str, Any] = {
-        "count": 7,
+        "number": 7,
         "host": "node boot",
         "pid": 41,
         "start": "1",
