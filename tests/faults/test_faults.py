@@ -82,5 +82,5 @@ def test_what_one_host_refuses_ends_the_other_one_with_the_same_reason(tmp_path:
     with lab.two_hosts(tmp_path, given) as hosts:
         for host in hosts:
             assert host.wait() != 0
-            line = "ranks were not given the same: max_pending_backward is None on node0 (rank 0) and 3 on node1 (rank 1)"
+            line = "ranks were not given the same: schedule is zb-h1 on node0 (rank 0) and zb on node1 (rank 1); max_pending_"
             assert line in host.screen[host.screen.index("Root Cause") :], host.screen

@@ -18,8 +18,7 @@ from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.claims(
     "Long runs",
-    "groups with collectives inside passes are used once before the first transfer: TP, SP, experts, overlapped and sharded "
-    "gradients",
+    "groups with collectives inside passes are used once before the first transfer: TP, SP, experts, overlapped gradients",
     "works with gloo, which opens nothing at first use; **not run on a GPU**",
 )
 
@@ -74,8 +73,6 @@ def _first_uses(rank: int, case: Case) -> tuple[list[str], set[str], set[str]]:
         (Case("zbv", 2, 4, num_chunks=2, tensor_parallel=2, sequence_parallel=True), ["tp"]),
         (Case("zb-h1", 2, 4, tensor_parallel=2), ["tp"]),
         (Case("zb-h1", 2, 4, overlap_grad_reduce=True), ["gradients in buffers"]),
-        (Case("zbv", 2, 4, num_chunks=2, distributed_optimizer=True, shard_gradients=2), ["gradients in buffers"]),
-        (Case("zbv", 2, 4, num_chunks=2, context_parallel=2), ["cp"]),
         (MoeCase("zb-h1", 2, 4, expert_parallel=2), ["ep", "tp_dp_cp"]),
         (Case("zb-h1", 4, 4), []),
     ],

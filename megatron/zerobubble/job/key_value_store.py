@@ -6,10 +6,6 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Protocol, TypeVar
 
-import torch
-
-from megatron.zerobubble.runtime.threads import start_thread
-
 __all__ = ["Store", "answered"]
 
 Value = TypeVar("Value")
@@ -50,6 +46,10 @@ def answered(ask: Callable[[], Value], limit_s: float) -> Value:
     Raises:
         RuntimeError: it has not returned, as where the machine has lost its power or its network; or what `ask` raises.
     """
+    import torch
+
+    from megatron.zerobubble.runtime.threads import start_thread
+
     answers: SimpleQueue[tuple[Value | None, Exception | None]] = SimpleQueue()
 
     def answer() -> None:

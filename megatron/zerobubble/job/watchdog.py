@@ -194,7 +194,10 @@ class Watchdog:
         """The rank that holds up the job, or that has failed meanwhile."""
         ranks = range(self._world_size)
         before = published(self._store, ranks)
-        time.sleep(max(_LEAST_LOOK_S, _LOOK_BEATS * self._interval_s))
+        until = time.monotonic() + max(_LEAST_LOOK_S, _LOOK_BEATS * self._interval_s)
+        while (left_s := until - time.monotonic()) > 0.0:  # a rank that looks at the same time must not find this one silent
+            time.sleep(min(left_s, self._interval_s))
+            publish(self._store, self._rank, self._next_beat(self._interval_s))
         beats = published(self._store, ranks)
         silent = [rank for rank, beat in beats.items() if beat == before.get(rank) and not beat.is_last and rank != self._rank]
         silent.sort(key=lambda rank: rank != self._next or self._silent_s < self._limit_s / 2.0)  # others may only be late

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -194,7 +195,8 @@ def _embedding_ranks(rank: int) -> list[bool]:
     _destroy_groups()
     answers = []
     for placement in (Placement.linear(4), Placement.v(4)):
-        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=4, **embedding_ranks(placement))
+        named = partial(embedding_ranks, placement)
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=4, get_embedding_ranks=named)
         answers.append(parallel_state.is_rank_in_embedding_group())
         destroy_model_parallel()
         answers.append(parallel_state.is_rank_in_embedding_group())

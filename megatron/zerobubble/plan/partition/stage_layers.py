@@ -149,32 +149,6 @@ class StageLayers:
             per_stage[least] += 1
         return StageLayers(per_stage=tuple(per_stage))
 
-    @staticmethod
-    def padded(num_layers: int, placement: Placement) -> StageLayers:
-        """Equal stages, except that the last and the first may have one layer fewer, to make up for the head and the embedding.
-
-        If one layer is missing, the last stage has one fewer, because the head costs more than the embedding; if two are, both
-        have.
-
-        Raises:
-            ConfigError: more than two would be missing; the message names the nearest numbers that are possible.
-        """
-        stages = placement.num_stages
-        each = -(-num_layers // stages)
-        missing = each * stages - num_layers
-        if missing > min(2, stages - 1):
-            below, above = (each - 1) * stages, each * stages
-            wanted = (below, *range(above - min(2, stages - 1), above + 1))
-            choices = ", ".join(str(number) for number in wanted if number > 0)
-            raise ConfigError(
-                f"{num_layers} layers on {stages} stages ({placement.name} placement) leave {missing} places empty, and only the "
-                f"first and the last stage may have one each; use one of {choices}"
-            )
-        per_stage = [each] * stages
-        for stage in (-1, 0)[:missing]:
-            per_stage[stage] -= 1
-        return StageLayers(per_stage=tuple(per_stage))
-
     def regrouped(self, num_stages: int) -> StageLayers:
         """The same layers over another number of stages: neighboring stages are merged, and stages are cut.
 
