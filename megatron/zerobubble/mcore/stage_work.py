@@ -331,7 +331,10 @@ class ChunkWork(StageWork):
         if is_last:
             self._sync[chunk].begin_last()
         with between_streams(self._side_streams[chunk]):
-            self._store.run_together(keys, part=part, growing=self._sync[chunk].growing)
+            if len(keys) == 1:
+                self._store.run(*keys[0])
+            else:
+                self._store.run_together(keys, part=part, growing=self._sync[chunk].growing)
         if is_last and part == len(keys) - 1:
             self._sync[chunk].end_last()
 

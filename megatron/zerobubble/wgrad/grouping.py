@@ -1,4 +1,4 @@
-"""Ws of a chunk that run weight by weight: each by itself, or together behind the last B, where reductions overlap."""
+"""Several Ws of a chunk that run together, weight by weight: those behind the last B, where reductions overlap."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Unit:
 
 
 class WgradGroup:
-    """What is left of one or several Ws, in as many parts of about the same size.
+    """What is left of several Ws, in as many parts of about the same size.
 
     Args:
         keys: the Ws that run together.

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from operator import attrgetter
 from typing import Any
 from weakref import ref
 
@@ -240,15 +241,22 @@ class WeightGradStore:
             left -= elements
         return most - left
 
+    @torch.no_grad()
     def run(self, chunk: int, microbatch: int, slice: int = 0) -> None:
         """W: compute what B of the same chunk, microbatch and slice left, free it, and call each weight's hooks once."""
-        self.run_together([WgradKey(chunk, microbatch, slice)], part=0)
+        key = WgradKey(chunk, microbatch, slice)
+        gemms = self._take(key)
+        gemms.sort(key=_place_of_gemm)
+        self._notify_ahead((key,), gemms)
+        self._run(gemms)
+        for module in sorted(self._modules.pop(key, ()), key=_place):
+            module.compute(key)
 
     @torch.no_grad()
     def run_together(
         self, keys: Sequence[WgradKey], *, part: int, growing: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> None:
-        """One part of one or several Ws of a chunk: all GEMMs of some weights, one W after another.
+        """One part of several Ws of a chunk: all GEMMs of some weights, one W after another.
 
         There are as many parts as Ws, so that a part takes about as long as one of them. Call it for part 0, 1, ... in turn,
         after the Bs of all of them have run. So gradients become final all along the Ws.
@@ -262,10 +270,7 @@ class WeightGradStore:
         if part == 0:
             group = WgradGroup(keys, [self._take(key) for key in keys], [self._modules.pop(key, []) for key in keys])
             self._groups[chunk] = group
-            left = {id(gemm.split) for gemm in group.left}
-            for split in {id(each): each for key in keys for each in self._ahead.pop(key, ())}.values():
-                if id(split) not in left:
-                    split.notify()
+            self._notify_ahead(keys, group.left)
         found = self._groups.get(chunk)
         if found is None or found.keys != tuple(keys):
             raise WeightGradStoreError(
@@ -282,8 +287,18 @@ class WeightGradStore:
         if part == found.num_parts - 1:
             del self._groups[chunk]
 
+    def _notify_ahead(self, keys: Sequence[WgradKey], gemms: Sequence[DeferredGemm]) -> None:
+        """Call the hooks of each weight whose GEMMs all ran ahead of these Ws, to which `gemms` are left."""
+        ahead = {id(each): each for key in keys for each in self._ahead.pop(key, ())}
+        left = {id(gemm.split) for gemm in gemms} if ahead else set()
+        for split in ahead.values():
+            if id(split) not in left:
+                split.notify()
+
     def _run(self, gemms: list[DeferredGemm]) -> None:
-        """Compute GEMMs in their order, all those of a weight in a row, and then call its hooks. Empties the list."""
+        """Compute GEMMs in their order, and call each weight's hooks after its last one. Empties the list."""
+        last = {id(gemm.split): number for number, gemm in enumerate(gemms)}
+        number = 0
         gemms.reverse()
         upcoming = _started(gemms)
         while upcoming is not None:  # one by one, so that each one's tensors are free before the GEMM after the next
@@ -291,8 +306,9 @@ class WeightGradStore:
             upcoming = _started(gemms)  # its gather overlaps with this GEMM
             self._accumulate(split, grad_output, input_.wait() if isinstance(input_, Gathered) else input_)
             del grad_output, input_
-            if upcoming is None or upcoming[0] is not split:
+            if last[id(split)] == number:
                 split.notify()
+            number += 1
 
     def _take(self, key: WgradKey) -> list[DeferredGemm]:
         entries = self._entries.pop(key, None)
@@ -342,6 +358,9 @@ class WeightGradStore:
 
     def _where(self, key: WgradKey) -> str:
         return f"rank {self.rank}, {key.where}"
+
+
+_place, _place_of_gemm = attrgetter("position"), attrgetter("split.position")
 
 
 def _started(gemms: list[DeferredGemm]) -> tuple[SplitWeight, Tensor, Tensor | Gathered] | None:
