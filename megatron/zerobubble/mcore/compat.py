@@ -157,11 +157,17 @@ def check_megatron_core() -> None:
             f"Install a supported release, for example: pip install 'megatron-core{SUPPORTED}'"
         )
     if version not in SUPPORTED:
-        _log.warning(
-            "megatron-core %s was never tried with this release, which was tested with %s; all functions it relies on are there",
-            version,
-            SUPPORTED,
-        )
+        _warn_untried(version)
+
+
+@functools.cache
+def _warn_untried(version: str) -> None:
+    """Warn once per process."""
+    _log.warning(
+        "megatron-core %s was never tried with this release, which was tested with %s; all functions it relies on are there",
+        version,
+        SUPPORTED,
+    )
 
 
 def makes_fused_experts_as_known() -> bool:
