@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.zerobubble.wgrad.gemm import KernelKind, _torch_kernels, _try_out, choose_kernel
+from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, _try_out, addmm_accumulate, choose_kernel, plain_accumulate
 from megatron.zerobubble.wgrad.store import WeightGradStore
 from tests.support.pending import pending_bytes
 from tests.wgrad.test_linear import IN, OUT, Layer, batch, run_b
@@ -46,7 +46,8 @@ def _assert_close(actual: torch.Tensor, exact: torch.Tensor, tolerance: float) -
 @DTYPES
 def test_every_kernel_that_is_offered_accumulates(dtype: torch.dtype) -> None:
     kernels = [choose_kernel(CUDA, input_dtype=dtype, accumulator_dtype=torch.float32)]  # apex's, where it is installed
-    kernels += [each for each in _torch_kernels() if _try_out(each, CUDA, dtype, torch.float32) is None]
+    torchs = (WgradKernel(KernelKind.ADDMM, addmm_accumulate), WgradKernel(KernelKind.PLAIN, plain_accumulate))
+    kernels += [each for each in torchs if _try_out(each, CUDA, dtype, torch.float32) is None]
     assert KernelKind.ADDMM in [kernel.kind for kernel in kernels], "this torch has no addmm that adds in another dtype"
     generator = torch.Generator().manual_seed(0)
     grad_output, input_ = (torch.randn(256, size, generator=generator).to(CUDA, dtype) for size in (64, 96))

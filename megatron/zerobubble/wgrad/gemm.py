@@ -75,18 +75,13 @@ def addmm_accumulate(accumulator: Tensor, grad_output: Tensor, input_: Tensor) -
         torch.ops.aten.addmm.dtype_out(accumulator, grad_output.t(), input_, accumulator.dtype, out=accumulator)
 
 
-def _torch_kernels() -> list[WgradKernel]:
-    """Torch's kernels, best first."""
-    return [WgradKernel(KernelKind.ADDMM, addmm_accumulate), WgradKernel(KernelKind.PLAIN, plain_accumulate)]
-
-
 def _choose(device: torch.device, input_dtype: torch.dtype, accumulator_dtype: torch.dtype, allow_apex: bool) -> WgradKernel:
     plain = WgradKernel(KernelKind.PLAIN, plain_accumulate)
     if device.type != "cuda":
         return plain
     apex = _apex_accumulate(accumulator_dtype) if allow_apex else None
-    candidates = [WgradKernel(KernelKind.APEX, apex)] if apex is not None else []
-    for kernel in [*candidates, *_torch_kernels()[:-1]]:
+    fused = [WgradKernel(KernelKind.APEX, apex)] if apex is not None else []
+    for kernel in (*fused, WgradKernel(KernelKind.ADDMM, addmm_accumulate)):
         problem = _try_out(kernel, device, input_dtype, accumulator_dtype)
         if problem is None:
             return kernel
