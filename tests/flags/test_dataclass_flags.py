@@ -27,7 +27,7 @@ class Example:
     More about it.
     """
 
-    size: int
+    size: int = 1
     """How large. 100% sure."""
     rate: float = 0.5
     """How fast."""
@@ -56,7 +56,7 @@ def test_help_is_the_docstring() -> None:
     add_group(parser, Example)
     text = " ".join(parser.format_help().split())
     assert "Example group: More about it." in text
-    assert "How large. 100% sure. Required." in text
+    assert "How large. 100% sure. Default: 1." in text
     assert "How fast. Default: 0.5." in text
 
 

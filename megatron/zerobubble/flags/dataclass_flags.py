@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar, Union
 
 from megatron.zerobubble.messages import quoted, shown
 
-__all__ = ["add_group", "field_docs", "flag_of", "from_namespace"]
+__all__ = ["READERS", "add_group", "field_docs", "flag_of", "from_namespace"]
 
 Config = TypeVar("Config")
 
@@ -30,9 +30,9 @@ _LARGEST = 2**63 - 1
 """Largest whole number of a flag: torch and numpy hold no larger one."""
 
 
-def flag_of(field: dataclasses.Field[Any]) -> str:
-    """The flag that sets `field`."""
-    return "--" + field.name.replace("_", "-")
+def flag_of(name: str) -> str:
+    """The flag that sets the field of this name."""
+    return "--" + name.replace("_", "-")
 
 
 def add_group(parser: argparse.ArgumentParser, config_class: type) -> None:
@@ -49,9 +49,9 @@ def add_group(parser: argparse.ArgumentParser, config_class: type) -> None:
     for field in _fields(config_class):
         help_text = docs[field.name].replace("%", "%%")
         if hints[field.name] is bool:
-            group.add_argument(flag_of(field), action="store_true", dest=field.name, help=help_text)
+            group.add_argument(flag_of(field.name), action="store_true", dest=field.name, help=help_text)
         else:
-            group.add_argument(flag_of(field), dest=field.name, **_value_options(field, hints[field.name], help_text))
+            group.add_argument(flag_of(field.name), dest=field.name, **_value_options(field, hints[field.name], help_text))
 
 
 def from_namespace(config_class: type[Config], namespace: argparse.Namespace) -> Config:
@@ -86,23 +86,16 @@ def _fields(config_class: type) -> Iterator[dataclasses.Field[Any]]:
 
 def _value_options(field: dataclasses.Field[Any], hint: Any, help_text: str) -> dict[str, Any]:
     """Keyword arguments of `add_argument` for a flag that takes a value."""
-    options: dict[str, Any] = {"metavar": field.metadata.get("metavar")}
-    if field.default is dataclasses.MISSING:
-        options["required"] = True
-        help_text += " Required."
-    else:
-        options["default"] = field.default
-        if field.default is not None:
-            help_text += f" Default: {field.default}."
-    options["help"] = help_text
+    options: dict[str, Any] = {"metavar": field.metadata.get("metavar"), "default": field.default}
+    options["help"] = help_text if field.default is None else f"{help_text} Default: {field.default}."
     if typing.get_origin(hint) in (Union, types.UnionType):
         (hint,) = (option for option in typing.get_args(hint) if option is not type(None))
     if typing.get_origin(hint) is Literal and options["metavar"] is not None:
-        options["type"] = _READERS[str]  # the config names what is allowed, and what was meant
+        options["type"] = READERS[str]  # the config names what is allowed, and what was meant
     elif typing.get_origin(hint) is Literal:
         options["choices"] = typing.get_args(hint)
     else:
-        options["type"] = _READERS[hint]
+        options["type"] = READERS[hint]
         options["metavar"] = options["metavar"] or {int: "N", float: "X", str: "TEXT"}[hint]
     return options
 
@@ -133,5 +126,5 @@ def _text(text: str) -> str:
     return text
 
 
-_READERS: dict[type, Callable[[str], Any]] = {int: _whole_number, float: _number, str: _text}
+READERS: dict[type, Callable[[str], Any]] = {int: _whole_number, float: _number, str: _text}
 """Type of a field -> how its flag's text is read. Raises ArgumentTypeError, which argparse reports with the flag."""

@@ -47,7 +47,7 @@ def of_types(config: Any, *, meant: Callable[[str], str | None]) -> None:
             wanted = " or ".join(each.__name__ for each in types if each is not type(None))
             raise ConfigError(f"{field.name} is {quoted(value)}, of type {type(value).__name__}; give {wanted}")
         if words and value is not None:
-            one_of(value, words, flag_of(field), meant=meant(value))
+            one_of(value, words, flag_of(field.name), meant=meant(value))
 
 
 def positive(config: Any, *names: str) -> None:
@@ -93,6 +93,5 @@ def _check_finite(flag: str, value: float) -> None:
 
 
 def _given(config: Any, names: Sequence[str]) -> list[tuple[str, Any]]:
-    flags = {field.name: flag_of(field) for field in dataclasses.fields(config)}
-    values = [(flags[name], getattr(config, name)) for name in names]
+    values = [(flag_of(name), getattr(config, name)) for name in names]
     return [(flag, value) for flag, value in values if value is not None]

@@ -12,7 +12,8 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.flags.dataclass_flags import add_group
+from megatron.zerobubble.flags.dataclass_flags import READERS, add_group, flag_of
+from megatron.zerobubble.flags.require import not_negative, positive
 from megatron.zerobubble.messages import closest, one_line, shown
 from megatron.zerobubble.overlay import add_flags
 from megatron.zerobubble.script import add_seeds
@@ -65,7 +66,7 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
                 added.add_argument(flag, choices=kind, default=default, help=text)
             else:
                 metavar = {int: "N", float: "X", str: "TEXT"}[kind]
-                added.add_argument(flag, type=kind, default=default, metavar=metavar, help=text)
+                added.add_argument(flag, type=READERS[kind], default=default, metavar=metavar, help=text)
 
 
 _OWN: dict[str, dict[str, tuple[Any, Any, str]]] = {
@@ -130,13 +131,10 @@ _REQUIRED = (
 _POSITIVE = (
     *("seq_length", "max_position_embeddings", "micro_batch_size", "global_batch_size", "train_iters", "lr_decay_iters"),
     *("eval_interval", "exit_interval", "log_interval", "save_interval", "ckpt_step", "make_vocab_size_divisible_by"),
-    *(
-        "num_virtual_stages_per_pipeline_rank",
-        "num_layers_per_virtual_pipeline_stage",
-        "distributed_timeout_minutes",
-        "rotary_base",
-    ),
+    *("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage", "rotary_base", "lr"),
+    *("distributed_timeout_minutes", "exit_duration_in_mins"),
 )
+_NOT_NEGATIVE = ("min_lr", "lr_warmup_iters", "lr_warmup_fraction", "eval_iters", "num_workers", "seed")
 
 
 def parse_arguments(
@@ -161,17 +159,11 @@ def parse_arguments(
         parser.error(f"unrecognized arguments: {_described(unknown, list(parser._option_string_actions))}")
     missing = [name for name in _REQUIRED if getattr(args, name, None) is None]
     if missing:
-        parser.error(f"the following arguments are required: {', '.join(map(_flag, missing))}")
-    for name in _POSITIVE:
-        value = getattr(args, name)
-        if value is not None and not value > 0:
-            raise ConfigError(f"{_flag(name)} {value} must be above 0")
+        parser.error(f"the following arguments are required: {', '.join(map(flag_of, missing))}")
+    positive(args, *_POSITIVE)
+    not_negative(args, *_NOT_NEGATIVE)
     _set_sizes(args, world_size)
     return make_configs(args)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _described(unknown: Sequence[str], known: Sequence[str]) -> str:
@@ -203,11 +195,11 @@ def _set_sizes(args: argparse.Namespace, world_size: int) -> None:
     args.num_microbatches = args.global_batch_size // each
     with refused_in_one_line():
         args.num_chunks = _num_chunks(args, pipeline)
-    if not 0 <= args.min_lr <= args.lr:
-        raise ConfigError(f"--min-lr {args.min_lr} must be from 0 to --lr {args.lr}")
+    if args.min_lr > args.lr:
+        raise ConfigError(f"--min-lr {args.min_lr} is larger than --lr {args.lr}")
     args.decay_iters = args.lr_decay_iters or args.train_iters
     args.warmup_iters = args.lr_warmup_iters if args.lr_warmup_fraction is None else args.lr_warmup_fraction * args.decay_iters
-    if not 0 <= args.warmup_iters < args.decay_iters:
+    if args.warmup_iters >= args.decay_iters:
         raise ConfigError(f"the warm-up of {args.warmup_iters:g} iterations must be shorter than the decay of {args.decay_iters}")
     if args.mock_data == bool(args.data_path):
         raise ConfigError("give either --data-path PREFIX (see tools/preprocess_data.py) or --mock-data")

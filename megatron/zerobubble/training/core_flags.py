@@ -15,7 +15,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal, Union
 
-from megatron.zerobubble.flags.dataclass_flags import field_docs
+from megatron.zerobubble.flags.dataclass_flags import READERS, field_docs
 
 __all__ = ["add_fields", "given_fields"]
 
@@ -77,14 +77,14 @@ def _options(hint: Any) -> dict[str, Any] | None:
         return {"type": _whole_number_or_list}
     for element in (int, float, str):
         if element in elements:
-            return {"type": element, "nargs": "+", "action": _OneOrMore if plain else None}
+            return {"type": READERS[element], "nargs": "+", "action": _OneOrMore if plain else None}
     if len(kinds) == 1:
         (kind,) = kinds
         if typing.get_origin(kind) is Literal:
             return {"choices": typing.get_args(kind)}
         if isinstance(kind, type) and issubclass(kind, enum.Enum):
             return {"type": _member(kind), "metavar": "|".join(kind.__members__)}
-    return next(({"type": kind} for kind in (int, float, str) if kind in kinds), None)
+    return next(({"type": READERS[kind]} for kind in (int, float, str) if kind in kinds), None)
 
 
 class _OneOrMore(argparse.Action):
