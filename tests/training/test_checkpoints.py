@@ -165,7 +165,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint(corpus: str, tmp_path: Path) -> N
     assert "validation loss" not in said, "there may be little time"
 
 
-# -- what is refused ------------------------------------------------------------------------------------------------------
+# -- refusals -------------------------------------------------------------------------------------------------------------
 
 
 def refused(corpus: str, *flags: object) -> str:

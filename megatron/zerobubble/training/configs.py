@@ -58,7 +58,7 @@ def make_configs(args: argparse.Namespace) -> Configs:
 
 @contextmanager
 def refused_in_one_line() -> Iterator[None]:
-    """Raise whatever megatron-core raises inside as a ConfigError: assertions, ValueError, NotImplementedError and others."""
+    """Inside, any exception of megatron-core is raised again as a ConfigError of one line."""
     try:
         yield
     except ConfigError:

@@ -58,7 +58,7 @@ def check_dataset(prefix: str, split: Sequence[float]) -> None:
         ends = np.cumsum(lengths, dtype=np.int64) * index.dtype_size
         is_whole = lengths.min() > 0 and np.array_equal(pointers, ends - lengths * np.int64(index.dtype_size))
         is_whole = is_whole and ends[-1] == Path(f"{prefix}.bin").stat().st_size and index.document_indices[-1] == len(lengths)
-    except Exception as error:  # whatever megatron-core and numpy raise on a file that is cut short, or something else
+    except Exception as error:  # megatron-core and numpy raise several kinds on a file that is cut short or is no index
         raise DataError(f"{prefix}.idx cannot be read: {one_line(str(error)) or type(error).__name__}") from error
     if not is_whole:
         raise DataError(f"{prefix}.idx is damaged or does not belong to {prefix}.bin: preprocess the text again")
