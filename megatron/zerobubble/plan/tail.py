@@ -18,10 +18,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from megatron.zerobubble.plan.costs.step_costs import StepCosts
-from megatron.zerobubble.plan.ir import Op, OpKind, Plan
-from megatron.zerobubble.plan.transforms import reductions_beside_tail
+from megatron.zerobubble.plan.ir import Op, OpKind
 
-__all__ = ["Tail", "as_run", "complete_in", "final_ops", "reduced_ms", "tail_of"]
+__all__ = ["Tail", "complete_in", "final_ops", "reduced_ms", "tail_of"]
 
 _Row = Sequence[tuple[Op, float, float]]
 """A rank's ops in their order, each with its start and end (`TimedOp`)."""
@@ -51,11 +50,6 @@ def tail_of(row: Sequence[Op]) -> Tail:
         if len(ops) > 1:
             parts.update({op: (ops, part) for part, op in enumerate(ops)})
     return Tail(fused, done, parts)
-
-
-def as_run(plan: Plan, step: StepCosts | None) -> Plan:
-    """The plan that a run with these reductions gives its ranks (`registry.executed_plan`)."""
-    return reductions_beside_tail(plan) if step is not None and step.overlaps_reductions else plan
 
 
 def final_ops(ops: Sequence[Op], stage: int, tail: Tail) -> list[Op]:

@@ -62,7 +62,6 @@ class StepCosts:
         gather_ms: float = 0.0,
         optimizer_ms: float = 0.0,
         snapshot_ms: float = 0.0,
-        num_buckets: int = NUM_BUCKETS,
     ) -> StepCosts:
         """Equal ranks and buckets: the arguments are per rank, and its stages have an even part of them each.
 
@@ -72,10 +71,9 @@ class StepCosts:
             gather_ms: gathering of all parameters of a rank.
             optimizer_ms: the optimizer step.
             snapshot_ms: the snapshot before an optimistic one.
-            num_buckets: of a rank, over all of its stages.
         """
         stages = placement.rank_to_stages
-        counts = [(len(stages[rank]), max(1, num_buckets // len(stages[rank]))) for rank in placement.stage_to_rank]
+        counts = [(len(stages[rank]), max(1, NUM_BUCKETS // len(stages[rank]))) for rank in placement.stage_to_rank]
 
         def buckets(name: str, whole: float) -> tuple[tuple[float, ...], ...]:
             check_number(name, whole)
