@@ -15,7 +15,7 @@ import pytest
 
 import megatron.zerobubble
 from megatron.zerobubble.mcore.cpu.device import HostDevice
-from tests.support.gpt import _destroy_groups
+from tests.support.process_groups import destroy_groups
 from tests.support.ranks import RankPool
 from tests.support.tolerances import OTHER_ORDER, after_steps
 from tests.training.launch import launch
@@ -46,7 +46,7 @@ def _train(rank: int, flags: str) -> list[dict[str, Any]]:
         loop = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(loop)
     args = loop.parse(flags.split())
-    _destroy_groups()
+    destroy_groups()
     printed = io.StringIO()
     with HostDevice().on_host(), contextlib.redirect_stdout(printed):
         megatron.zerobubble.install(args, lengths=megatron.zerobubble.MicrobatchLengths("thd"))
@@ -54,7 +54,7 @@ def _train(rank: int, flags: str) -> list[dict[str, Any]]:
             loop.train(args)
         finally:
             megatron.zerobubble.uninstall()
-            _destroy_groups()
+            destroy_groups()
     return _lines(printed.getvalue())
 
 

@@ -217,7 +217,7 @@ class InFlightCounter:
     def __init__(self, trainer: Trainer) -> None:
         self.counts = {"collectives": 0, "gemms": 0, "in flight": 0}
         self._num_in_flight = 0
-        store = trainer.built.store
+        store = trainer.store
         assert store is not None
         accumulate = store.kernel.accumulate
 

@@ -126,7 +126,7 @@ def _train(rank: int, case: Case, window: Window | None, slower: float = 1.0) ->
 
 
 def _evaluate(trainer: Trainer) -> list[float]:
-    for chunk in trainer.built.chunks:
+    for chunk in trainer.chunks:
         chunk.eval()
     return trainer.forward_backward(0, forward_only=True)
 
@@ -276,8 +276,8 @@ def _train_within(rank: int, case: Case) -> dict[str, Any]:
         "faster": simulate(plan, costs).span_ms < simulate(frugal, costs).span_ms,
         "held": profiler.profile().peak_bytes / headrooms[0],
         "memory": replanner.memory,
-        "state": state_bytes(trainer.built.chunks, trainer.optimizer),
-        "parameters": sum(parameter.nbytes for chunk in trainer.built.chunks for parameter in chunk.parameters()),
+        "state": state_bytes(trainer.chunks, trainer.optimizer),
+        "parameters": sum(parameter.nbytes for chunk in trainer.chunks for parameter in chunk.parameters()),
     }
     trainer.close()
     return result

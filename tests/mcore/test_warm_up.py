@@ -57,7 +57,7 @@ def _first_uses(rank: int, case: Case) -> tuple[list[str], set[str], set[str]]:
     with mock.patch.object(zb_schedules, "warm_up_groups", warmed), mock.patch.object(ProcessGroupLinks, "_open", opened):
         trainer = case.trainer()
     trainer.forward_backward(0)  # megatron-core overlaps no reduction with the first iteration
-    for chunk in trainer.built.chunks:
+    for chunk in trainer.chunks:
         chunk.zero_grad_buffer()
     inside = _GroupsUsed()
     trainer.config.finalize_model_grads_func = None  # these reductions come after the passes

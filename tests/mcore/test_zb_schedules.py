@@ -106,8 +106,8 @@ def _memory(rank: int, case: Case) -> dict[str, Any]:
     trainer.forward_backward(0)
     program = schedule.program(case.num_microbatches)
     pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
-    assert trainer.built.store is not None
-    pending = trainer.built.store.pending
+    assert trainer.store is not None
+    pending = trainer.store.pending
     trainer.close()
     return {
         "live": live,
@@ -160,7 +160,7 @@ def test_evaluation_under_every_placement(four_ranks: RankPool, schedule: str, n
 def _misuse(rank: int) -> list[str]:
     trainer = Trainer(Case("zbv", 4, 2, num_chunks=2))
     run = trainer.schedule.forward_backward_func
-    chunks = trainer.built.chunks
+    chunks = trainer.chunks
     good: dict[str, Any] = {
         "forward_step_func": trainer.forward_step,
         "data_iterator": [iter(()), iter(())],

@@ -83,7 +83,7 @@ class _Trainer(Trainer):
     def _optimizer(self) -> Any:
         if not self.scenario.chained:
             return super()._optimizer()
-        each = [get_megatron_optimizer(self._optimizer_config(), [chunk]) for chunk in self.built.chunks]
+        each = [get_megatron_optimizer(self._optimizer_config(), [chunk]) for chunk in self.chunks]
         return ChainedOptimizer([part for chain in each for part in chain.chained_optimizers])
 
     def _provide(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> Any:
@@ -103,7 +103,7 @@ class _Trainer(Trainer):
         microbatch, batch = next(iterator)
         output, loss_func = super().forward_step(iter([batch]), model)
         factor = self.scenario.hooks.get((self.iteration, parallel_state.get_pipeline_model_parallel_rank(), microbatch))
-        if factor is not None and model is self.built.chunks[0] and output.requires_grad:
+        if factor is not None and model is self.chunks[0] and output.requires_grad:
             output.register_hook(lambda gradient: gradient * factor)
         return output, loss_func
 
@@ -191,7 +191,7 @@ def _run(trainer: _Trainer, post: PostValidation) -> History:
     with trainer.host.on_host():
         note(post.validate())
     if trainer.case.overlap_param_gather:
-        for chunk in trainer.built.chunks:
+        for chunk in trainer.chunks:
             chunk.disable_forward_pre_hook(param_sync=True)
     history.weights = trainer.snapshot()
     for part in trainer.optimizer.chained_optimizers:
@@ -201,7 +201,7 @@ def _run(trainer: _Trainer, post: PostValidation) -> History:
                 history.state += [value.clone() for value in part.optimizer.state[parameter].values()]
     history.random = [
         torch.get_rng_state(),
-        *(buffer.clone() for chunk in trainer.built.chunks for _, buffer in chunk.named_buffers()),
+        *(buffer.clone() for chunk in trainer.chunks for _, buffer in chunk.named_buffers()),
     ]
     return history
 

@@ -1,37 +1,42 @@
 """A small real GPT and its training steps, unpipelined and through a schedule, for comparisons on a pool's ranks.
 
-Everything here runs inside the ranks of a `RankPool`. Both sides use megatron-core's GPTModel, DDP, optimizer and gradient
-finalization; the only difference is the schedule.
+Everything here runs inside the ranks of a `RankPool`. Both sides build megatron-core's GPTModel, DDP and optimizer as a loop
+does, one of them under `install`. Its schedule is made and called here, so that tests can reach into it.
 """
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.tensor_parallel.layers import set_defaults_if_not_set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
 
+import megatron.zerobubble
+from megatron.zerobubble.flags.loop_options import Seeds
+from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
+from megatron.zerobubble.mcore.agreement import refusing_together
 from megatron.zerobubble.mcore.attention.torch_attention import TorchDotProductAttention
-from megatron.zerobubble.mcore.compat import destroy_model_parallel, router_loss_entries
+from megatron.zerobubble.mcore.compat import router_loss_entries
 from megatron.zerobubble.mcore.cpu.device import HostDevice
 from megatron.zerobubble.mcore.cpu.rotary import own_positions
-from megatron.zerobubble.mcore.model.stage_layout import embedding_ranks
+from megatron.zerobubble.mcore.model.embeddings import FinalizeGradients
+from megatron.zerobubble.mcore.stock_loop.stock_loop import StockLoop
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
-from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.registry import schedule_spec
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.training.models.layer_specs import stage_layers
-from tests.support.chunks import ModelChunks, build_chunks, pipeline_layout
+from tests.support.process_groups import destroy_groups
 
 SEQUENCE = 12
 MICRO_BATCH = 2
@@ -123,7 +128,7 @@ class Trainer:
 
     config_type = TransformerConfig
     weights_seed: int | None = None
-    """See `build_chunks`."""
+    """First weights are drawn by this seed and their names; None: as megatron-core does."""
 
     def __init_subclass__(cls, *, trains: type[Case] | None = None) -> None:
         if trains is not None:
@@ -135,45 +140,37 @@ class Trainer:
         self.host = HostDevice(enabled=self.device.type == "cpu")
         spec = case.spec
         virtual = case.num_chunks if case.num_chunks > 1 else None
-        if parallel_state.model_parallel_is_initialized():  # by a test that ended early
-            _destroy_groups()
-
-        def embedding(pipeline: list[int], *_: Any) -> list[int]:
-            return embedding_ranks(spec.placement, pipeline)
-
+        _leave()  # by a test that ended early
+        self.loop = self._install()
         parallel_state.initialize_model_parallel(
             case.tensor_parallel,
             case.num_ranks,
             virtual,
             context_parallel_size=case.context_parallel,
-            get_embedding_ranks=embedding,
-            get_position_embedding_ranks=lambda pipeline, *_: embedding(pipeline)[:1],
             **self._parallel_sizes(),
         )
         torch.manual_seed(seed)
         model_parallel_cuda_manual_seed(seed)
         self.config = self._config()
         with self.host.on_host():
-            self.built: ModelChunks = build_chunks(
-                self._provide,
-                config=self.config,
-                ddp_config=self._ddp_config(),
-                spec=spec,
-                weights_seed=self.weights_seed,
-            )
+            self.chunks = self._wrapped(self._models())
             if initial is not None:
                 self._load(initial)
             self.optimizer = self._optimizer()
         self.config.grad_scale_func = self.optimizer.scale_loss
-        self.schedule = PipelineSchedule(
-            spec, self.built.chunks, store=self.built.store, config=self.config, **self._schedule_options()
-        )
+        self.config.finalize_model_grads_func = finalize_model_grads
+        self.store = None
+        if not spec.is_stock:
+            with refusing_together():
+                self.store = self.loop.adopted.find(self.chunks).store
+            self.config.finalize_model_grads_func = FinalizeGradients(spec.placement, finalize_model_grads)
+        self.schedule = PipelineSchedule(spec, self.chunks, store=self.store, config=self.config, **self._schedule_options())
 
     def close(self) -> None:
         """Destroy every process group, and everything that refers to one. The trainer cannot be used afterwards."""
         # Autograd nodes whose hooks refer back to the chunk, and the distributed optimizer's shards, whose history holds such
         # nodes: cycles that Python cannot see.
-        for chunk in self.built.chunks:
+        for chunk in self.chunks:
             chunk.grad_accs.clear()
         for part in self.optimizer.chained_optimizers:
             vars(part).clear()
@@ -181,7 +178,20 @@ class Trainer:
         case = self.case
         vars(self).clear()
         self.case = case
-        _destroy_groups()
+        _leave()
+
+    def _install(self) -> StockLoop | None:
+        """The schedule's installation, as `install` makes it; None for megatron-core's own schedules."""
+        case, draws = self.case, self.weights_seed is not None
+        if case.spec.is_stock and not draws:
+            return None
+        slices = str(case.spec.num_slices) if case.spec.num_slices > 1 else None
+        own = "zb-h1" if case.num_chunks == 1 else "zb-interleaved"  # for the weights of a stock schedule
+        name = own if case.spec.is_stock else case.schedule
+        flags = ZeroBubbleConfig(zero_bubble_schedule=name, zero_bubble_slices=slices)
+        megatron.zerobubble.install(flags, seeds=Seeds(weights=self.weights_seed), checkpoints_by_parameter=True)
+        loop: StockLoop = schedules.forward_backward_pipelining_with_interleaving.loop
+        return loop
 
     def _parallel_sizes(self) -> dict[str, Any]:
         return {}
@@ -210,7 +220,6 @@ class Trainer:
         elif case.recompute is not None:
             modules = None if case.recompute == "selective" else case.recompute.split()
             shape |= {"recompute_granularity": "selective", "recompute_modules": modules}
-        placement = case.spec.placement
         options: dict[str, Any] = {
             "num_layers": case.num_layers,
             "hidden_size": 32,
@@ -221,7 +230,7 @@ class Trainer:
             "context_parallel_size": case.context_parallel,
             "pipeline_model_parallel_size": case.num_ranks,
             "virtual_pipeline_model_parallel_size": case.num_chunks if case.num_chunks > 1 else None,
-            "pipeline_model_parallel_layout": pipeline_layout(self._stage_layers(), placement),
+            "pipeline_model_parallel_layout": self._layout(),
             "pipeline_dtype": case.dtype,
             "params_dtype": case.dtype,
             "bf16": case.dtype is torch.bfloat16,
@@ -243,9 +252,8 @@ class Trainer:
         }
         return self.config_type(**(options | shape | self._config_changes()))
 
-    def _stage_layers(self) -> StageLayers:
-        case = self.case
-        return StageLayers.parse(case.layout) if case.layout else StageLayers.spread(case.num_layers, case.spec.placement)
+    def _layout(self, num_mtp_layers: int = 0) -> str | None:
+        return self.case.layout and self.case.layout.removesuffix("L") + "m" * num_mtp_layers + "L"
 
     def _config_changes(self) -> dict[str, Any]:
         return {}
@@ -263,7 +271,7 @@ class Trainer:
         )
 
     def _optimizer(self) -> Any:
-        return get_megatron_optimizer(self._optimizer_config(), self.built.chunks)
+        return get_megatron_optimizer(self._optimizer_config(), self.chunks)
 
     def _optimizer_config(self) -> OptimizerConfig:
         return OptimizerConfig(
@@ -282,6 +290,31 @@ class Trainer:
             use_distributed_optimizer=self.case.distributed_optimizer,
             overlap_param_gather=self.case.overlap_param_gather,
         )
+
+    def _models(self) -> list[Any]:
+        """This rank's chunks, as a loop builds them."""
+        models = []
+        for number in range(self.case.num_chunks):
+            vp_stage = number if self.case.num_chunks > 1 else None
+            first, last = parallel_state.is_pipeline_first_stage, parallel_state.is_pipeline_last_stage
+            ends = {"ignore_virtual": False, "vp_stage": vp_stage}
+            models.append(self._provide(first(**ends), last(**ends), vp_stage))
+        for model in models:
+            for parameter in model.parameters():
+                set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+            model.to(self.device)
+        is_half = self.config.fp16 or self.config.bf16
+        return [Float16Module(self.config, model) for model in models] if is_half else models
+
+    def _wrapped(self, models: list[Any]) -> list[Any]:
+        given: dict[str, Any] = {"config": self.config, "ddp_config": self._ddp_config()}
+        chunks = [
+            DistributedDataParallel(module=model, disable_bucketing=number > 0, **given) for number, model in enumerate(models)
+        ]
+        if self.case.overlap_grad_reduce:
+            syncs = [chunk.no_sync for chunk in chunks]
+            self.config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
+        return chunks
 
     def _provide(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
         return GPTModel(
@@ -313,7 +346,7 @@ class Trainer:
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Every parameter with its name in the unpipelined model (layers by global index)."""
-        for chunk in self.built.chunks:
+        for chunk in self.chunks:
             model = chunk.module.module if hasattr(chunk.module, "module") else chunk.module
             for name, parameter in model.named_parameters():
                 words = name.split(".")
@@ -329,7 +362,7 @@ class Trainer:
     # -- training ---------------------------------------------------------------------------------------------------------
 
     def zero_gradients(self) -> None:
-        for chunk in self.built.chunks:
+        for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
@@ -348,16 +381,19 @@ class Trainer:
             with self.host.on_host():
                 _, norm, _ = self.optimizer.step()
             norms.append(float(norm or 0.0))
-        for chunk in self.built.chunks if self.case.overlap_param_gather else ():
+        for chunk in self.chunks if self.case.overlap_param_gather else ():
             chunk.disable_forward_pre_hook(param_sync=True)
         return Outcome(losses, gradients, self.snapshot(), norms)
 
     def forward_backward(self, step: int, *, forward_only: bool = False) -> list[float]:
         """One call of the schedule; the losses of its microbatches, where the last stage is."""
-        chunks = self.built.chunks
+        chunks = self.chunks
         iterators = [self.batches(step) for _ in chunks]
+        forward_step = self.forward_step
+        if self.loop is not None and self.loop.options.is_v:
+            forward_step = self.loop.questions.answering(forward_step, chunks)
         results = self.schedule.forward_backward_func(
-            forward_step_func=self.forward_step,
+            forward_step_func=forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=chunks if len(chunks) > 1 else chunks[0],
             num_microbatches=self.case.num_microbatches,
@@ -404,11 +440,8 @@ class Trainer:
 Case.trainer_class = Trainer
 
 
-def _destroy_groups() -> None:
-    """Destroy every process group but the world, and what still refers to one: gloo keeps threads and sockets for each, and
-    megatron-core only drops its own references. Those that a cycle still holds are freed by the pool, after the test."""
-    gc.collect()
-    destroy_model_parallel()
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
+def _leave() -> None:
+    """Undo what a trainer has installed, and destroy its groups."""
+    megatron.zerobubble.uninstall()
+    if parallel_state.model_parallel_is_initialized():
+        destroy_groups()

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.zerobubble.mcore.compat import has_hybrid_model
-from megatron.zerobubble.mcore.model.hybrid_layers import place_stack
 from megatron.zerobubble.plan.partition.hybrid_pattern import HybridPattern
 from megatron.zerobubble.training.models.layer_specs import LocalNorm, local_layer
 from tests.support.gpt import SEQUENCE, VOCABULARY, Tensors
@@ -69,13 +68,12 @@ class HybridTrainer(MoeTrainer, trains=HybridCase):
     def _provide(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> Any:
         from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-        pattern = self.case.stages.text
         return HybridModel(
             config=self.config,
-            hybrid_stack_spec=place_stack(hybrid_stack(self.config), pattern, self.case.spec.placement, vp_stage=vp_stage),
+            hybrid_stack_spec=hybrid_stack(self.config),
             vocab_size=VOCABULARY,
             max_sequence_length=SEQUENCE,
-            hybrid_layer_pattern=pattern,
+            hybrid_layer_pattern=self.case.stages.text,
             pre_process=pre_process,
             post_process=post_process,
             share_embeddings_and_output_weights=self.case.tied,

@@ -29,7 +29,7 @@ from megatron.zerobubble.flags.virtual_stages import with_chunks
 from megatron.zerobubble.mcore.cpu.device import HostDevice, quiet_third_parties
 from megatron.zerobubble.mcore.cpu.scripts import without_gpus
 from megatron.zerobubble.overlay import chunks_of
-from tests.support.gpt import _destroy_groups
+from tests.support.process_groups import destroy_groups
 
 LR = 1e-2
 SMALL = (
@@ -188,7 +188,7 @@ def loop_of_its_own(**environment: str) -> Iterator[io.StringIO]:
         environment: variables that the loop reads.
     """
     printed = io.StringIO()
-    _destroy_groups()
+    destroy_groups()
     with (
         warnings.catch_warnings(),
         quiet_third_parties(),
@@ -227,4 +227,4 @@ def _forget() -> None:
         undo()
     parallel_state.destroy_global_memory_buffer()
     gc.collect()
-    _destroy_groups()
+    destroy_groups()

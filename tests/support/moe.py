@@ -10,6 +10,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
+from megatron.zerobubble.mcore.compat import define_missing_te_gemm
 from megatron.zerobubble.training.models.layer_specs import stage_layers
 from tests.support.gpt import Case, Trainer
 
@@ -52,12 +53,16 @@ class MoeTrainer(Trainer, trains=MoeCase):
 
     def close(self) -> None:
         """Also clear megatron-core's own state of experts, which would keep every process group of this trainer alive."""
-        for chunk in self.built.chunks:
+        for chunk in self.chunks:
             for module in chunk.modules():
                 dispatcher = getattr(module, "token_dispatcher", None)
                 if dispatcher is not None:
                     vars(dispatcher).clear()  # tensors of the last microbatch, with their graph
         super().close()
+
+    def _models(self) -> list[Any]:
+        define_missing_te_gemm()
+        return super()._models()
 
     def _parallel_sizes(self) -> dict[str, Any]:
         return {

@@ -8,7 +8,6 @@ from typing import Any
 
 from megatron.zerobubble.mcore.compat import mtp_entries
 from megatron.zerobubble.training.models.layer_specs import mtp_layers, stage_layers
-from tests.support.chunks import pipeline_layout
 from tests.support.gpt import Case, Trainer
 
 
@@ -41,8 +40,7 @@ class MtpTrainer(Trainer, trains=MtpCase):
 
     def _config_changes(self) -> dict[str, Any]:
         number = self.case.num_mtp_layers
-        layout = pipeline_layout(self._stage_layers(), self.case.spec.placement, num_mtp_layers=number)
-        return {"mtp_num_layers": number, "pipeline_model_parallel_layout": layout}
+        return {"mtp_num_layers": number, "pipeline_model_parallel_layout": self._layout(number)}
 
     def _layers(self, vp_stage: int | None) -> Any:
         return stage_layers(self.config, vp_stage=vp_stage)

@@ -9,7 +9,8 @@ import gc
 import os
 import warnings
 
-os.environ.update(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1")  # read when torch is imported
+os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 warnings.filterwarnings("ignore", module=r"megatron\.core\.")  # Apex and Transformer Engine are missing, five times per rank
 
 # First: without it megatron.core of 0.18 and later cannot be imported where triton is missing.

@@ -25,8 +25,8 @@ from megatron.zerobubble.mcore.compat import mtp_entries
 from megatron.zerobubble.mcore.cpu.device import HostDevice
 from megatron.zerobubble.plan.partition.hybrid_pattern import HybridPattern
 from megatron.zerobubble.training.models.layer_specs import mtp_layers
-from tests.support.gpt import _destroy_groups
 from tests.support.hybrid import EXPERTS, hybrid_stack
+from tests.support.process_groups import destroy_groups
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "stock_megatron_core.py"
 
@@ -144,7 +144,7 @@ def installed(
         initializes: whether the process groups are made.
     """
     args: argparse.Namespace = example().parse(flags.split())
-    _destroy_groups()
+    destroy_groups()
     with HostDevice().on_host():
         if by_flags:
             megatron.zerobubble.install(args)
@@ -156,7 +156,7 @@ def installed(
             yield args
         finally:
             megatron.zerobubble.uninstall()
-            _destroy_groups()
+            destroy_groups()
 
 
 @contextlib.contextmanager

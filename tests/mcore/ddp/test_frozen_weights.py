@@ -150,7 +150,7 @@ def _tied(rank: int, case: Case, frozen: tuple[str, ...]) -> dict[str, float]:
 
 
 def _freeze_copies(trainer: Trainer, frozen: tuple[str, ...]) -> None:
-    for chunk in trainer.built.chunks:
+    for chunk in trainer.chunks:
         for name, parameter in chunk.module.named_parameters():
             if name.endswith(("word_embeddings.weight", "output_layer.weight")):
                 parameter.requires_grad_(not name.startswith(frozen) if frozen else True)
@@ -201,7 +201,7 @@ def _engine_refusals(rank: int) -> tuple[str, str]:
     from tests.support.transformer_engine.gpt import EngineTrainer
 
     trainer = _engine_case("zb-h1").trainer()
-    linear = trainer.built.chunks[0].module.decoder.layers[0].mlp.linear_fc1
+    linear = trainer.chunks[0].module.decoder.layers[0].mlp.linear_fc1
     linear.bias.requires_grad_(False)
     with pytest.raises(ConfigError) as part:
         trainer.forward_backward(0)
@@ -217,7 +217,7 @@ def _engine_refusals(rank: int) -> tuple[str, str]:
     with mock.patch.object(EngineTrainer, "_provide", freezing):
         trainer = _engine_case("zb-h1").trainer()
     trainer.forward_backward(0)
-    trainer.built.chunks[0].module.decoder.layers[0].mlp.linear_fc1.requires_grad_(True)
+    trainer.chunks[0].module.decoder.layers[0].mlp.linear_fc1.requires_grad_(True)
     with pytest.raises(ConfigError) as since:
         trainer.forward_backward(0)
     trainer.close()

@@ -62,7 +62,7 @@ def _badly_saved(rank: int, case: Case) -> tuple[int, list[str]]:
         for parameter in part.model_param_group_index_map:
             part._get_main_param_and_optimizer_states(parameter)["exp_avg"].fill_(marks[id(parameter)])
     with trainer.host.on_host(), torch.no_grad():
-        models = [chunk.module for chunk in trainer.built.chunks]
+        models = [chunk.module for chunk in trainer.chunks]
         model = {f"model{index}": each.sharded_state_dict(metadata={}) for index, each in enumerate(models)}
         kept = {
             (tensor.key, tensor.global_offset): marks[id(tensor.data)]

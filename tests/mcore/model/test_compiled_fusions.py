@@ -1,10 +1,11 @@
 """Activations and residuals compiled by torch, the default on GPUs: B and W give the gradients of the full backward, to the bit.
 
-Compiled by inductor for the CPU, in this process: the ranks of other tests start with compilation off.
+Compiled by inductor for the CPU: the ranks of other tests start with compilation off.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,10 +15,10 @@ import torch._dynamo
 
 from megatron.zerobubble.plan.ir import OpKind
 from tests.support.after_each_op import after_each_op
-from tests.support.alone import alone
-from tests.support.comparisons import assert_near, compare
+from tests.support.comparisons import Difference, assert_near, compare
 from tests.support.gpt import Case, Trainer
 from tests.support.pending import pending_bytes
+from tests.support.ranks import RankPool
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class FusedTrainer(Trainer, trains=FusedCase):
         return {"bias_activation_fusion": self.case.is_fused, "bias_dropout_fusion": self.case.is_fused}
 
 
-def _held_after_b(case: FusedCase) -> list[int]:
+def _held_after_b(rank: int, case: FusedCase) -> list[int]:
     """Bytes that the store holds behind each B."""
     trainer = case.trainer()
     held: list[int] = []
@@ -42,16 +43,30 @@ def _held_after_b(case: FusedCase) -> list[int]:
     return held
 
 
+@pytest.fixture(scope="module")
+def compiling_ranks() -> Iterator[RankPool]:
+    """Two gloo ranks that compile."""
+    pool = RankPool(2, imports="tests.support.compiling_rank_imports")
+    yield pool
+    pool.stop()
+
+
+def _trained(rank: int, case: FusedCase) -> tuple[Difference, int]:
+    """The difference to the unpipelined model, and how many functions were compiled."""
+    counted = torch._dynamo.utils.counters["frames"]
+    num_compiled = counted["ok"]
+    return compare(rank, case), counted["ok"] - num_compiled
+
+
 @pytest.mark.claims("Layers", "activations and residuals compiled by torch, the default on GPUs", "works, bit for bit")
 @pytest.mark.parametrize("llama", [True, False], ids=["Llama", "GPT"])
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
 @pytest.mark.sampled(0.5)
-def test_a_split_layer_has_the_bits_of_a_whole_one(llama: bool) -> None:
+def test_a_split_layer_has_the_bits_of_a_whole_one(compiling_ranks: RankPool, llama: bool) -> None:
     """Between B and W the store holds as much as without compilation: each linear's input and output gradient once."""
-    case = FusedCase("zb-h1", 1, 3, num_layers=2, llama=llama)
-    num_compiled = torch._dynamo.utils.counters["frames"]["ok"]
-    with alone():
-        assert_near([compare(0, case)], case)
-        compiled = torch._dynamo.utils.counters["frames"]["ok"]
-        assert _held_after_b(case) == _held_after_b(replace(case, is_fused=False)) != [0] * 3
-    assert compiled > num_compiled
+    case = FusedCase("zb-h1", 2, 3, num_layers=4, llama=llama)
+    for difference, num_compiled in compiling_ranks.run(_trained, case):
+        assert_near([difference], case)
+        assert num_compiled > 0
+    held = compiling_ranks.run(_held_after_b, case)
+    assert held == compiling_ranks.run(_held_after_b, replace(case, is_fused=False))
+    assert all(number > 0 for of_rank in held for number in of_rank)

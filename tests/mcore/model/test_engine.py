@@ -9,6 +9,7 @@ import logging
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from megatron.zerobubble.errors import SplitError
 from megatron.zerobubble.mcore.model.transformer_engine import defer_to_w
 from megatron.zerobubble.mcore.model.wgrad_split import split_weight_gradients
-from megatron.zerobubble.mcore.stock_loop.patches import _building
+from megatron.zerobubble.mcore.stock_loop import patches
 from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumulate
 from megatron.zerobubble.wgrad.store import WeightGradStore
 from tests.mcore.test_warm_up import _first_uses
@@ -313,9 +314,11 @@ def test_optimistic_steps_equal_synchronous_steps(engine_ranks: RankPool, scenar
 
 
 class _UndelayedTrainer(EngineTrainer):
-    def _provide(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> Any:
+    def _models(self) -> list[Any]:
+        """As of a class that is not megatron-core's, before whose constructor the config is not looked at again."""
         self.config.delay_wgrad_compute = False
-        return super()._provide(pre_process, post_process, vp_stage)
+        with mock.patch.object(patches, "defer_to_w"):
+            return super()._models()
 
 
 def _built_without(rank: int) -> str:
@@ -335,7 +338,7 @@ def _fused_without_apex(rank: int) -> None:
 
     assert not layers._grad_accum_fusion_available
     trainer = EngineCase("zb-h1", 2, 2, num_layers=2, fuses=True).trainer()
-    modules = [module for chunk in trainer.built.chunks for module in chunk.modules()]
+    modules = [module for chunk in trainer.chunks for module in chunk.modules()]
     own = [module for module in modules if isinstance(module, layers.ColumnParallelLinear)]
     assert not any(module.gradient_accumulation_fusion for module in own), "their own backward would call apex"
     assert any(getattr(module, "fuse_wgrad_accumulation", False) for module in modules)
@@ -415,7 +418,7 @@ def test_an_overlap_that_a_loop_turns_on_after_the_config_is_made_is_seen_where_
         built.append((config.delay_wgrad_compute, config.tp_comm_bulk_wgrad))
 
     loop: Any = SimpleNamespace(options=SimpleNamespace(is_v=False), turned_off=set())
-    construct: Any = _building(loop, original)
+    construct: Any = patches._building(loop, original)
     for ranks in (2, 1):
         options = {"tp_comm_overlap": True, "tp_comm_bulk_wgrad": True, "delay_wgrad_compute": False}
         construct(object(), SimpleNamespace(pipeline_model_parallel_size=ranks, **options))

@@ -292,7 +292,7 @@ def _recorded(rank: int, case: OverlappedMoe) -> tuple[list[Timeline], set[str]]
     """The recorded iteration of a run, and the methods of their own that dispatchers have behind it."""
     trainer: Any = case.trainer()
     trainer.train()
-    own = {name for chunk in trainer.built.chunks for each in token_dispatchers(chunk) for name in vars(each)}
+    own = {name for chunk in trainer.chunks for each in token_dispatchers(chunk) for name in vars(each)}
     recorded = trainer.schedule.timelines()
     trainer.close()
     return recorded, own

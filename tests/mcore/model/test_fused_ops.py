@@ -138,11 +138,11 @@ def _in_parts(rank: int) -> None:
     """What a unit does outside of schedules, and where it is kept in B."""
     case = replace(ZB_H2, num_layers=2, num_microbatches=2)
     trainer = case.trainer()
-    unit = next(each for each in trainer.built.chunks[0].modules() if type(each).__name__ == "TEGroupedMLP")
+    unit = next(each for each in trainer.chunks[0].modules() if type(each).__name__ == "TEGroupedMLP")
     trainer.train()
     queues = driven_queues(unit)
     assert len(queues) == 2
-    (driven,) = (each for each in driven_modules(trainer.built.chunks[0]) if each.is_of({id(unit)}))
+    (driven,) = (each for each in driven_modules(trainer.chunks[0]) if each.is_of({id(unit)}))
     assert {each.dim() for each in driven.weights} == {2}
     hidden = torch.randn(4, 32, requires_grad=True)
     counts = torch.tensor([1, 0, 3, 0])
@@ -156,8 +156,8 @@ def _in_parts(rank: int) -> None:
     assert not torch.equal(unit.linear_fc1.weight0.main_grad, before)
     unit.linear_fc1.requires_grad_(False)
     with pytest.raises(ConfigError, match=r"experts.linear_fc1.weight0 was frozen .* and .*experts.linear_fc2.weight0 was not"):
-        check_frozen(trainer.built.chunks)
-    remove_split(trainer.built.chunks[0])
+        check_frozen(trainer.chunks)
+    remove_split(trainer.chunks[0])
     assert not any(fused_operations(unit))
     assert "_make_fused_ops" not in vars(unit)
     trainer.close()

@@ -166,11 +166,11 @@ def _refused(rank: int) -> tuple[str, str, str]:
         trainer.schedule.graphs.begin(3, forward_only=False)
     with pytest.raises(ConfigError) as alone:
         trainer.forward_backward(3, forward_only=True)
-    layer = layer_graphs.graphed_layers(trainer.built.chunks[0])[0]
+    layer = layer_graphs.graphed_layers(trainer.chunks[0])[0]
     trainer.schedule.graphs.begin(ZB_H1.num_microbatches, forward_only=False)
     with pytest.raises(ExecutionError) as order:
         layer.cuda_graphs[1].replay_wgrad()
-    for chunk in trainer.built.chunks:
+    for chunk in trainer.chunks:
         chunk.eval()
     losses = trainer.forward_backward(3, forward_only=True)
     assert len(losses) in (0, ZB_H1.num_microbatches)

@@ -93,9 +93,7 @@ def test_gradients_of_experts_come_in_w_and_those_of_routers_in_b(four_ranks: Ra
 def _held_by_dispatchers(rank: int, case: MoeCase) -> tuple[int, set[str]]:
     """How many dispatchers a rank has, and their tensors with a graph behind any op."""
     trainer, held = case.trainer(), set()
-    dispatchers = [
-        each.token_dispatcher for chunk in trainer.built.chunks for each in chunk.modules() if isinstance(each, MoELayer)
-    ]
+    dispatchers = [each.token_dispatcher for chunk in trainer.chunks for each in chunk.modules() if isinstance(each, MoELayer)]
 
     def show(work: Any, op: Any) -> None:
         for dispatcher in dispatchers:
@@ -299,7 +297,7 @@ def test_of_a_mamba_mixer_the_two_projections_are_split(four_ranks: RankPool) ->
 
 def _split_of_mixer(rank: int, case: HybridCase) -> tuple[list[str], list[str]]:
     trainer = case.trainer()
-    mixer = next(each for chunk in trainer.built.chunks for name, each in chunk.named_modules() if name.endswith("mixer"))
+    mixer = next(each for chunk in trainer.chunks for name, each in chunk.named_modules() if name.endswith("mixer"))
     names = {True: [], False: []}  # type: dict[bool, list[str]]
     for name, parameter in mixer.named_parameters():
         names[hasattr(parameter, "skip_backward_post_hook")].append(name)

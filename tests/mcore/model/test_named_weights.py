@@ -53,7 +53,7 @@ def pieces(rank: int, case: Case, seed: int | None, on_cpu: bool) -> list[Piece]
     with mock.patch.multiple(Trainer, _config=config, weights_seed=seed):
         trainer = case.trainer()
     found = []
-    for chunk in trainer.built.chunks:
+    for chunk in trainer.chunks:
         stage = chunk.module.module if hasattr(chunk.module, "module") else chunk.module
         for weight in _sharded_tensors(stage.sharded_state_dict(metadata={})):
             found.append((weight.key, weight.global_slice(), weight.data.detach().clone()))

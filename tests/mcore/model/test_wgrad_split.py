@@ -78,7 +78,7 @@ def _store() -> WeightGradStore:
 def _refusals(rank: int) -> dict[str, str]:
     """The message for each kind of chunk that cannot be split, from megatron-core's real modules."""
     trainer = Trainer(Case("stock", 4, 1, num_layers=8))
-    model = trainer.built.chunks[0].module
+    model = trainer.chunks[0].module
     layers = model.decoder.layers
     messages = {}
 
@@ -112,7 +112,7 @@ def _refusals(rank: int) -> dict[str, str]:
     trainer.close()
 
     single = Trainer(Case("stock", 1, 1, tied=True))
-    model = single.built.chunks[0].module
+    model = single.chunks[0].module
     refusal("tied")
     single.close()
     return messages
@@ -139,7 +139,7 @@ def test_weights_that_cannot_be_split_are_named_in_the_error(four_ranks: RankPoo
 
 def _install_and_remove(rank: int) -> tuple[int, int]:
     trainer = Trainer(Case("stock", 4, 2))
-    model = trainer.built.chunks[0].module
+    model = trainer.chunks[0].module
     names = split_weight_gradients(model, _store())
     split = sum("_forward_impl" in module.__dict__ for module in model.modules())
     assert split == len(names)
@@ -160,7 +160,7 @@ def test_the_split_can_be_removed(four_ranks: RankPool) -> None:
 def _unknown_arguments(rank: int) -> dict[str, str]:
     """The message for each argument of a linear's forward that the split does not know, by its name and value."""
     trainer = Trainer(Case("zb-h1", 4, 1))
-    linear = trainer.built.chunks[0].module.decoder.layers[0].mlp.linear_fc1
+    linear = trainer.chunks[0].module.decoder.layers[0].mlp.linear_fc1
     own, messages = linear._forward_impl, {}
     for name, value in (
         ("grad_output_buffer", [torch.zeros(1)]),
@@ -194,7 +194,7 @@ def test_an_argument_of_a_linear_that_would_be_ignored_is_named_in_the_error(fou
 def _logits_in_fp32(rank: int) -> tuple[torch.dtype, torch.dtype] | None:
     """As Megatron-LM's --output-logit-dtype fp32 asks the output layer: dtypes of the logits and of the hidden states."""
     trainer = Trainer(Case("zb-h1", 4, 2, dtype=torch.bfloat16))
-    head = getattr(trainer.built.chunks[0].module.module, "output_layer", None)
+    head = getattr(trainer.chunks[0].module.module, "output_layer", None)
     if head is None:
         trainer.forward_backward(0)
         return trainer.close()

@@ -23,7 +23,8 @@ from megatron.zerobubble.plan.ir import OpKind
 from megatron.zerobubble.runtime.watch import Watch
 from tests.optimizer.support import BASE
 from tests.support.after_each_op import after_each_op
-from tests.support.gpt import Case, Trainer, _destroy_groups
+from tests.support.gpt import Case, Trainer
+from tests.support.process_groups import destroy_groups
 from tests.support.ranks import RankPool
 
 with quiet_third_parties():
@@ -185,7 +186,7 @@ def test_the_first_rank_steps_while_the_last_is_in_its_passes(four_ranks: RankPo
 
 def _sent(rank: int) -> list[int]:
     """Two pipelines of two ranks, whose replicas count 3 + r and 10 + r tokens in iteration r."""
-    _destroy_groups()
+    destroy_groups()
     pipeline, replicas = ([0, 2], [1, 3])[rank % 2], ([0, 1], [2, 3])[rank // 2]
     counts = TokenCount(pipeline=pipeline, replicas=replicas, rank=rank // 2, source=1, device=torch.device("cpu"))
     found = []

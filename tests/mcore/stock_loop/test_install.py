@@ -32,8 +32,8 @@ from megatron.zerobubble.flags.loop_options import MicrobatchLengths, Seeds, Sli
 from megatron.zerobubble.mcore.compat import hybrid_model
 from megatron.zerobubble.mcore.stock_loop import patches as installing
 from tests.support.comparisons import message_of
-from tests.support.gpt import _destroy_groups
 from tests.support.hybrid import HAS_HYBRID_MODEL, WHY_NOT
+from tests.support.process_groups import destroy_groups
 from tests.support.ranks import RankPool
 from tests.support.stock import (
     example,
@@ -368,12 +368,12 @@ def _install_after_the_model(rank: int, flags: str) -> None:
 
 
 def _install_too_late(rank: int) -> None:
-    _destroy_groups()
+    destroy_groups()
     parallel_state.initialize_model_parallel(1, 4, 2)
     try:
         megatron.zerobubble.install(schedule="zbv")
     finally:
-        _destroy_groups()
+        destroy_groups()
 
 
 ONE_STEP = "--num-layers 4 --hidden-size 32 --train-iters 1"

@@ -20,7 +20,7 @@ from megatron.zerobubble.mcore.model.stage_layout import embedding_ranks
 from megatron.zerobubble.mcore.stock_loop.result_relay import ResultRelay
 from megatron.zerobubble.mcore.stock_loop.stage_questions import StageQuestions
 from megatron.zerobubble.plan.ir import Placement
-from tests.support.gpt import _destroy_groups
+from tests.support.process_groups import destroy_groups
 from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.claims(
@@ -52,7 +52,7 @@ def _unusual() -> list[Any]:
 
 def _relayed(rank: int) -> None:
     """Several calls in two pipelines of two ranks; the last rank of each has what the loss function returned on its first one."""
-    _destroy_groups()
+    destroy_groups()
     pipelines = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     relay = ResultRelay(pipelines[rank % 2], torch.device("cpu"))
     losses = torch.arange(6.0, requires_grad=True) * (rank % 2 + 1)
@@ -68,7 +68,7 @@ def _relayed(rank: int) -> None:
         if rank >= 2:
             _check(received, each)
     relay.close()
-    _destroy_groups()
+    destroy_groups()
 
 
 def _check(received: Any, sent: Any) -> None:
@@ -94,7 +94,7 @@ def test_results_of_any_type_arrive_on_the_last_rank(four_ranks: RankPool) -> No
 
 def _relayed_errors(rank: int) -> list[tuple[str, str, list[str]]]:
     """What each rank raised: results that cannot be pickled, and errors that can and cannot."""
-    _destroy_groups()
+    destroy_groups()
     relay = ResultRelay(dist.new_group(), torch.device("cpu"))
     unpicklable = KeyError("no such token")
     unpicklable.callback = lambda: None  # type: ignore[attr-defined]
@@ -109,7 +109,7 @@ def _relayed_errors(rank: int) -> list[tuple[str, str, list[str]]]:
             caught.append((type(raised).__name__, str(raised), getattr(raised, "__notes__", [])))
     assert relay([rank]) == ([0] if rank in (0, 3) else [rank]), "it goes on"
     relay.close()
-    _destroy_groups()
+    destroy_groups()
     return caught
 
 
@@ -125,7 +125,7 @@ def test_an_error_arrives_in_place_of_results(four_ranks: RankPool) -> None:
 
 
 def _asked(rank: int) -> list[Any]:
-    _destroy_groups()
+    destroy_groups()
     megatron.zerobubble.install(schedule="zbv")
     try:
         parallel_state.initialize_model_parallel(
@@ -154,7 +154,7 @@ def _asked(rank: int) -> list[Any]:
         return answers
     finally:
         megatron.zerobubble.uninstall()
-        _destroy_groups()
+        destroy_groups()
 
 
 def ends_by_rank(group: Any) -> tuple[bool, bool]:
@@ -192,7 +192,7 @@ def test_a_chunk_that_fails_runs_no_longer() -> None:
 
 def _embedding_ranks(rank: int) -> list[bool]:
     """Whether this rank has an embedding: under a linear placement, without groups, and under a V afterwards."""
-    _destroy_groups()
+    destroy_groups()
     answers = []
     for placement in (Placement.linear(4), Placement.v(4)):
         named = partial(embedding_ranks, placement)
@@ -200,7 +200,7 @@ def _embedding_ranks(rank: int) -> list[bool]:
         answers.append(parallel_state.is_rank_in_embedding_group())
         destroy_model_parallel()
         answers.append(parallel_state.is_rank_in_embedding_group())
-    _destroy_groups()
+    destroy_groups()
     return answers
 
 

@@ -1,7 +1,7 @@
-"""megatron-core on ranks that are threads: its module state, and torch's random state, change hands with the thread that runs.
+"""megatron-core on ranks that are threads: its module state, what a rank has installed there, and torch's random state change
+hands with the thread that runs.
 
-Only one thread runs at a time, so that each rank can find its own state in the modules whenever it goes on. Nothing of
-megatron-core is changed.
+Only one thread runs at a time, so that each rank can find its own state in the modules whenever it goes on.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import random as tensor_parallel_random
 
 from megatron.zerobubble.mcore import agreement, zb_schedules
@@ -38,6 +39,8 @@ class _RankStates:
         self._initial = [_state_of(module) for module in _MODULES]
         self._random = torch.get_rng_state()
         self._saved: dict[int, tuple[list[dict[str, Any]], torch.Tensor]] = {}
+        self._installed: dict[int, list[tuple[Any, str, Any]]] = {}
+        """(owner, name, value) of what each rank has replaced in megatron-core by `install`."""
         self._rank: int | None = None
 
     def resumed(self, thread: HostThread) -> None:
@@ -46,18 +49,32 @@ class _RankStates:
             return
         if self._rank is not None:
             self._saved[self._rank] = [_state_of(module) for module in _MODULES], torch.get_rng_state()
+            self._installed[self._rank] = _set_back()
         saved = self._saved.get(thread.rank)
         self._load(*((_copied(self._initial), self._random) if saved is None else saved))
+        for owner, name, value in self._installed.get(thread.rank, ()):
+            setattr(owner, name, value)
         self._rank = thread.rank
 
     def restore(self) -> None:
         """As it was when this was made."""
+        _set_back()
         self._load(self._initial, self._random)
 
     def _load(self, states: list[dict[str, Any]], generator: torch.Tensor) -> None:
         for module, state in zip(_MODULES, states, strict=True):
             vars(module).update(state)
         torch.set_rng_state(generator)
+
+
+def _set_back() -> list[tuple[Any, str, Any]]:
+    """Undo what is installed; what was there, as (owner, name, value)."""
+    loop = getattr(schedules.forward_backward_pipelining_without_interleaving, "loop", None)
+    replaced = [] if loop is None else loop.undo
+    found = [(owner, name, vars(owner)[name]) for owner, name, _ in replaced]
+    for owner, name, original in reversed(replaced):
+        setattr(owner, name, original)
+    return found
 
 
 def _copied(states: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import MLATransformerConfig
 from torch.nn import functional
 
@@ -76,7 +77,27 @@ class EngineMlaCase(EngineCase):
 ENGINE = {"transformer_impl": "transformer_engine"}
 
 
-class EngineTrainer(Trainer, trains=EngineCase):
+class _EngineModels(Trainer):
+    """Its layers can be built with `gradient_accumulation_fusion` where apex is not installed.
+
+    megatron-core's own linears get the option off afterwards, since their backward would call apex. Split ones have a kernel of
+    `wgrad.gemm`.
+    """
+
+    def _models(self) -> list[Any]:
+        has_apex = getattr(layers, _HAS_APEX, True)
+        with mock.patch.object(layers, _HAS_APEX, True):
+            models = super()._models()
+        for module in (each for model in models for each in model.modules()):
+            if not has_apex and isinstance(module, layers.ColumnParallelLinear | layers.RowParallelLinear):
+                module.gradient_accumulation_fusion = False
+        return models
+
+
+_HAS_APEX = "_grad_accum_fusion_available"
+
+
+class EngineTrainer(_EngineModels, trains=EngineCase):
     case: EngineCase
 
     def __init__(self, case: EngineCase, initial: Tensors | None = None, **options: Any) -> None:
@@ -144,7 +165,7 @@ class EngineMlaTrainer(EngineTrainer, trains=EngineMlaCase):
         return {"position_embedding_type": "rope"}
 
 
-class EngineMoeTrainer(MoeTrainer, trains=EngineMoeCase):
+class EngineMoeTrainer(_EngineModels, MoeTrainer, trains=EngineMoeCase):
     case: EngineMoeCase
 
     def _config_changes(self) -> dict[str, Any]:
@@ -191,7 +212,7 @@ def compare_engine(rank: int, case: EngineCase | EngineMlaCase | EngineMoeCase) 
     initial, expected = unpipelined(case.unpipelined)
     trainer = case.trainer(initial)
     counts = Counter({"early modules": 0})
-    deferring = [(name, module) for chunk in trainer.built.chunks for name, module in deferring_modules(chunk)]
+    deferring = [(name, module) for chunk in trainer.chunks for name, module in deferring_modules(chunk)]
     for _, module in deferring:
         _count(counts, module)
     compute_ahead = DeferringModule.compute_ahead

@@ -82,9 +82,7 @@ class _Graphed(Trainer):
         """As Megatron-LM's loop does."""
         m = self.case.num_microbatches
         init_num_microbatches_calculator(0, None, m * MICRO_BATCH, MICRO_BATCH, 1)
-        helper: Any = cuda_graphs.TECudaGraphHelper(
-            self.built.chunks, self.config, SEQUENCE, MICRO_BATCH, optimizers=[self.optimizer]
-        )
+        helper: Any = cuda_graphs.TECudaGraphHelper(self.chunks, self.config, SEQUENCE, MICRO_BATCH, optimizers=[self.optimizer])
         with self.host.on_host(), ExitStack() as stack:
             if self.case.schedule != "stock":
                 made: Any = self.schedule.graphs
