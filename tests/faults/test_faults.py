@@ -68,6 +68,7 @@ def test_a_host_that_is_gone_is_named_on_the_other_one(lost: int, line: str, tmp
     assert line in screen[screen.index("Root Cause") :], screen
 
 
+@pytest.mark.sampled(0.1, group="whole jobs")
 def test_what_one_host_refuses_ends_the_other_one_with_the_same_reason(tmp_path: Path) -> None:
     """A plan that only one of them has, as different plans do."""
     plan = tmp_path / "plan.json"

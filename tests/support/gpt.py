@@ -182,8 +182,8 @@ class Trainer:
 
     def _install(self) -> StockLoop | None:
         """The schedule's installation, as `install` makes it; None for megatron-core's own schedules."""
-        case, draws = self.case, self.weights_seed is not None
-        if case.spec.is_stock and not draws:
+        case = self.case
+        if case.spec.is_stock and self.weights_seed is None:
             return None
         slices = str(case.spec.num_slices) if case.spec.num_slices > 1 else None
         own = "zb-h1" if case.num_chunks == 1 else "zb-interleaved"  # for the weights of a stock schedule
@@ -298,19 +298,15 @@ class Trainer:
             vp_stage = number if self.case.num_chunks > 1 else None
             first, last = parallel_state.is_pipeline_first_stage, parallel_state.is_pipeline_last_stage
             ends = {"ignore_virtual": False, "vp_stage": vp_stage}
-            models.append(self._provide(first(**ends), last(**ends), vp_stage))
-        for model in models:
+            model = self._provide(first(**ends), last(**ends), vp_stage)
             for parameter in model.parameters():
                 set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-            model.to(self.device)
-        is_half = self.config.fp16 or self.config.bf16
-        return [Float16Module(self.config, model) for model in models] if is_half else models
+            models.append(model.to(self.device))
+        return [Float16Module(self.config, model) if model.config.fp16 or model.config.bf16 else model for model in models]
 
     def _wrapped(self, models: list[Any]) -> list[Any]:
         given: dict[str, Any] = {"config": self.config, "ddp_config": self._ddp_config()}
-        chunks = [
-            DistributedDataParallel(module=model, disable_bucketing=number > 0, **given) for number, model in enumerate(models)
-        ]
+        chunks = [DistributedDataParallel(module=each, disable_bucketing=index > 0, **given) for index, each in enumerate(models)]
         if self.case.overlap_grad_reduce:
             syncs = [chunk.no_sync for chunk in chunks]
             self.config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]

@@ -136,6 +136,7 @@ def test_a_rank_runs_its_whole_program_alone(name: str) -> None:
         assert row["held_bytes"] == pytest.approx(row["planned_bytes"], rel=0.05)
 
 
+@pytest.mark.sampled(0.2, group="tools that measure")
 def test_a_contender_that_fails_does_not_end_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def times(contender: ranks.Contender, rank: int, *_: object) -> Row:
         if contender.name == "ZB-H2":

@@ -241,6 +241,7 @@ def test_one_process_needs_no_torchrun() -> None:
         ([*P2, V, "--fp16", "--bf16"], "error: megatron-core refuses these flags: "),
     ],
 )
+@pytest.mark.sampled(0.5)
 def test_a_bad_flag_is_one_line(flags: list[str], line: str) -> None:
     done = launch([*RUN, "--mock-data", *flags], num_ranks=2)
     assert done.returncode != 0

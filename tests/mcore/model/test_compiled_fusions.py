@@ -60,7 +60,7 @@ def _trained(rank: int, case: FusedCase) -> tuple[Difference, int]:
 
 @pytest.mark.claims("Layers", "activations and residuals compiled by torch, the default on GPUs", "works, bit for bit")
 @pytest.mark.parametrize("llama", [True, False], ids=["Llama", "GPT"])
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.07, group="whole jobs")
 def test_a_split_layer_has_the_bits_of_a_whole_one(compiling_ranks: RankPool, llama: bool) -> None:
     """Between B and W the store holds as much as without compilation: each linear's input and output gradient once."""
     case = FusedCase("zb-h1", 2, 3, num_layers=4, llama=llama)
