@@ -65,7 +65,7 @@ pytestmark = pytest.mark.claims(
 )
 
 
-_SOME = pytest.mark.sampled(0.14, group="pages without a server")
+_SOME = pytest.mark.sampled(0.2, group="pages in a browser")
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def is_kept(page: Page) -> None:
     page.wait_for_function("() => navigator.serviceWorker.controller?.state === 'activated'")
 
 
-@pytest.mark.sampled(0.14, group="pages without a server")
+@_SOME
 def test_plans_are_those_of_the_native_core(opened: Open) -> None:
     with opened("p=2&m=2&effort=drawn") as page:
         found = page.evaluate(IN_PAGE, [["search", problem] for problem in PROBLEMS])
@@ -194,6 +194,7 @@ def test_a_planner_that_cannot_be_loaded_is_reported_and_other_sites_are_out_of_
         assert any("violates the following Content Security Policy" in message for message in logged)
 
 
+@_SOME
 def test_the_files_stay_small(app: Path) -> None:
     sizes = {path.relative_to(app).as_posix(): path.stat().st_size for path in app.rglob("*") if path.is_file()}
     assert sum(sizes.values()) < 24 * MIB

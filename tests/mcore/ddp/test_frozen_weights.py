@@ -112,7 +112,7 @@ def _unequal_engine(rank: int, kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["zb-h1", "zbv", "experts"])
-@pytest.mark.sampled(0.33)
+@pytest.mark.sampled(0.5, group="long loops")
 def test_modules_that_defer_weight_gradients_themselves_are_left_out_while_they_are_frozen(
     engine_ranks: RankPool, kind: str
 ) -> None:

@@ -305,7 +305,7 @@ OPTIMISTIC = [
     "works, bit for bit as synchronous",
 )
 @pytest.mark.parametrize("scenario", OPTIMISTIC, ids=str)
-@pytest.mark.sampled(0.33)
+@pytest.mark.sampled(0.5, group="long loops")
 def test_optimistic_steps_equal_synchronous_steps(engine_ranks: RankPool, scenario: Scenario) -> None:
     """A rollback also restores the scales, which forwards that are rerun would advance twice."""
     for rank, (differences, redone, _) in enumerate(engine_ranks.run(compare, scenario)):

@@ -93,7 +93,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.sampled(0.2)
+@pytest.mark.sampled(0.5, group="long loops")
 def test_a_run_on_the_fake_device_has_the_bits_of_the_cpu(run: Any, name: str) -> None:
     assert run(name).losses == losses_of(CASES[name])
     assert len(run(name).losses) == ITERATIONS

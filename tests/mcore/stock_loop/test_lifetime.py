@@ -92,7 +92,7 @@ def _rebuilds(rank: int, flags: str, options: dict[str, Any], count: int) -> lis
     ],
     ids=["zb-h1", "zbv", "zb-h1-optimistic", "zbv-optimistic", "unequal", "limit"],
 )
-@pytest.mark.sampled(0.16)
+@pytest.mark.sampled(0.5, group="long loops")
 def test_twenty_models_need_what_one_needs(four_ranks: RankPool, flags: str, options: dict[str, Any]) -> None:
     for states in four_ranks.run(_rebuilds, flags, options, 20):
         assert [each["models"] for each in states] == [0] * 20
@@ -133,6 +133,7 @@ def _kept_on_one_rank(rank: int, flags: str, options: dict[str, Any]) -> tuple[l
     [(TWO, {"schedule": "zb-h1", "optimizer_post_validation": True}), (CHUNKS, {"schedule": "zbv"})],
     ids=["zb-h1-optimistic", "zbv"],
 )
+@pytest.mark.sampled(0.5, group="long loops")
 def test_groups_stay_until_no_rank_has_the_model(four_ranks: RankPool, flags: str, options: dict[str, Any]) -> None:
     for rank, (models, groups) in enumerate(four_ranks.run(_kept_on_one_rank, flags, options)):
         assert (max(models) > 0) == (rank == 1)
@@ -202,7 +203,7 @@ def _train(rank: int, flags: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("stock", "flags"), [(FOUR_CHUNKS, "--zero-bubble-v-schedule"), (FOUR, "--enable-zero-bubble")])
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.5, group="long loops")
 def test_the_order_of_least_memory_runs_until_memory_is_measured(four_ranks: RankPool, stock: str, flags: str) -> None:
     expected = [[entry["losses"] for entry in history] for history in four_ranks.run(train, stock)]
     ample = four_ranks.run(_train, f"{stock} {flags} {SEARCH} --zero-bubble-memory-limit 1GiB")

@@ -116,7 +116,7 @@ IN_A_V = f"{AUTO} --num-layers 8 --virtual-pipeline-model-parallel-size 2 --zero
     "works, bit for bit",
 )
 @pytest.mark.parametrize(("flags", "placement", "named"), [(AUTO, "linear", "zb"), (IN_A_V, "V", "zbv")])
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.5, group="long loops")
 def test_auto_takes_the_best_order_of_the_loops_chunks(
     four_ranks: RankPool, tmp_path: Path, flags: str, placement: str, named: str
 ) -> None:
@@ -159,6 +159,7 @@ megatron.zerobubble.install(schedule="zb-h1")
 """
 
 
+@pytest.mark.sampled(0.07, group="whole jobs")
 def test_a_script_that_never_runs_the_schedule_is_warned() -> None:
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", _NEVER_RUN], capture_output=True, text=True, check=True)
     assert done.stderr.endswith(
