@@ -25,7 +25,7 @@ from megatron.zerobubble.mcore.compat import imported_version
 from tests.support.ranks import RankPool
 from tests.support.transformer_engine import chosen_version, unpacked
 
-THINNED = 0.28
+THINNED = 0.26
 
 
 def pytest_configure(config: pytest.Config) -> None:

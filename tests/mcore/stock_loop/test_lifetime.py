@@ -29,7 +29,7 @@ from tests.support.stock import example, installed, train, warnings_of_package
 pytestmark = [
     pytest.mark.claims(
         "Your own script",
-        "in a loop of your own: twenty models made and dropped, ZB-H1, ZBV, post-validation, unequal lengths, memory limits: no "
+        "in a loop of your own: ten models made and dropped, ZB-H1, ZBV, post-validation, unequal lengths, memory limits: no "
         "model, process group or thread more than after the second",
         "works",
     ),
@@ -93,9 +93,9 @@ def _rebuilds(rank: int, flags: str, options: dict[str, Any], count: int) -> lis
     ids=["zb-h1", "zbv", "zb-h1-optimistic", "zbv-optimistic", "unequal", "limit"],
 )
 @pytest.mark.sampled(0.5, group="long loops")
-def test_twenty_models_need_what_one_needs(four_ranks: RankPool, flags: str, options: dict[str, Any]) -> None:
-    for states in four_ranks.run(_rebuilds, flags, options, 20):
-        assert [each["models"] for each in states] == [0] * 20
+def test_ten_models_need_what_one_needs(four_ranks: RankPool, flags: str, options: dict[str, Any]) -> None:
+    for states in four_ranks.run(_rebuilds, flags, options, 10):
+        assert [each["models"] for each in states] == [0] * 10
         assert states[-1] == states[1], "the first one's groups are destroyed when the second one starts"
 
 
