@@ -2,8 +2,8 @@
 
 A test with the mark `sampled(share)` runs a random share of its cases, at least one; the rest run with `-m slow`. Tests with
 `sampled(share, group=NAME)`, in any files, are drawn from together, by the smallest share that one of them gives: that is for
-whole jobs. All shares are taken times THINNED, the one number that holds `make test` in its ten minutes on two cores. The seed is
-in the header; ZB_TEST_SEED=N repeats a run. `--sample-files 0.3` runs a random 30 % of the test files, by the same seed.
+tests that take long. All shares are taken times THINNED, the one number that holds `make test` in ten minutes on two cores. The
+seed is in the header; ZB_TEST_SEED=N repeats a run. `--sample-files 0.3` runs a random 30 % of the test files, by the same seed.
 """
 
 from __future__ import annotations
