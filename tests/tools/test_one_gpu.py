@@ -117,7 +117,7 @@ def test_a_rank_receives_what_others_would_send() -> None:
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.sampled(0.3)
+@pytest.mark.sampled(0.2, group="tools that measure")
 @pytest.mark.parametrize("name", ["1F1B, with its wait", "interleaved 1F1B, v = 2", "ZBV"])
 def test_a_rank_runs_its_whole_program_alone(name: str) -> None:
     with HostDevice(enabled=True) as host:

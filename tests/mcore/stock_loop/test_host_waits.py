@@ -100,7 +100,7 @@ def test_a_run_on_the_fake_device_has_the_bits_of_the_cpu(run: Any, name: str) -
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.sampled(0.2)
+@pytest.mark.sampled(0.5, group="long loops")
 def test_the_host_waits_where_the_loop_and_the_optimizer_do(run: Any, name: str) -> None:
     """Never in the passes, and with post-validation once per step, in place of megatron-core's reads of the norm."""
     found = run(name)
@@ -110,7 +110,7 @@ def test_the_host_waits_where_the_loop_and_the_optimizer_do(run: Any, name: str)
         assert len(reads) == (ITERATIONS - 1 if "optimistic" in name else 0)
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.5, group="long loops")
 def test_results_travel_to_the_last_rank_of_a_v_without_a_wait(run: Any) -> None:
     """`install` in the example's loop: the host waits where megatron-core's optimizer and the loop do, and nowhere else."""
     zb_h1, zbv = run("zb-h1"), run("zbv")
