@@ -1,7 +1,7 @@
 """What the ranks of a pool import that run ms-swift, which imports far more than it runs.
 
 Of `_INERT` only names are imported here. modelscope is its hub, of which it also configures a logger; the kernels of mcore-bridge
-are triton's.
+are triton's. Its curves of a run, by matplotlib, are not drawn.
 """
 
 from __future__ import annotations
@@ -27,5 +27,5 @@ importlib.import_module("modelscope.utils.logger").get_logger = lambda *_, **__:
 importlib.import_module("modelscope.hub.utils.utils").get_cache_dir = lambda *_, **__: "/nonexistent"  # type: ignore[attr-defined]
 importlib.import_module("ray").is_initialized = lambda: False  # type: ignore[attr-defined]
 importlib.import_module("swift.pipelines.train")
-importlib.import_module("swift.megatron.pipelines.train.sft")
+importlib.import_module("swift.megatron.pipelines.train.sft").plot_images = lambda *_, **__: None  # type: ignore[attr-defined]
 importlib.import_module("tests.support.rank_imports")
