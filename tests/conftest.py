@@ -2,8 +2,8 @@
 
 A test with the mark `sampled(share)` runs a random share of its cases, at least one; the rest run with `-m slow`. Tests with
 `sampled(share, group=NAME)`, in any files, are drawn from together, by the smallest share that one of them gives: that is for
-tests that take long. All shares are taken times THINNED, the one number that holds `make test` in ten minutes on two cores. The
-seed is in the header; ZB_TEST_SEED=N repeats a run. `--sample-files 0.3` runs a random 30 % of the test files, by the same seed.
+tests that take long. All shares are taken times THINNED, the one number by which `make test` takes more time or less. The seed
+is in the header; ZB_TEST_SEED=N repeats a run. `--sample-files 0.3` runs a random 30 % of the test files, by the same seed.
 """
 
 from __future__ import annotations
@@ -112,6 +112,12 @@ def four_ranks() -> Iterator[RankPool]:
 def two_ranks() -> Iterator[RankPool]:
     """Two gloo ranks, started once."""
     yield from _pool(2)
+
+
+@pytest.fixture(scope="module")
+def compiling_ranks() -> Iterator[RankPool]:
+    """Two gloo ranks in which torch compiles."""
+    yield from _pool(2, imports="tests.support.compiling_rank_imports")
 
 
 @pytest.fixture(scope="session")

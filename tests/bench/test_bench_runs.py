@@ -57,7 +57,7 @@ def on_script(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
     return launch_warm(["--cpu", "--bench-dir", folder, *words], num_ranks=2, script=BENCH)
 
 
-_NAMES = ("stock-1f1b", "zbv+pv", "auto", "1f1b:slices=4")
+_NAMES = ("stock-1f1b", "zb-h1", "zbv+pv", "auto", "1f1b:slices=4")
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel.layers import set_defaults_if_not_set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
@@ -31,6 +30,7 @@ from megatron.zerobubble.mcore.compat import router_loss_entries
 from megatron.zerobubble.mcore.cpu.device import HostDevice
 from megatron.zerobubble.mcore.cpu.rotary import own_positions
 from megatron.zerobubble.mcore.model.embeddings import FinalizeGradients
+from megatron.zerobubble.mcore.stock_loop import patches
 from megatron.zerobubble.mcore.stock_loop.stock_loop import StockLoop
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.registry import schedule_spec
@@ -190,8 +190,7 @@ class Trainer:
         name = own if case.spec.is_stock else case.schedule
         flags = ZeroBubbleConfig(zero_bubble_schedule=name, zero_bubble_slices=slices)
         megatron.zerobubble.install(flags, seeds=Seeds(weights=self.weights_seed), checkpoints_by_parameter=True)
-        loop: StockLoop = schedules.forward_backward_pipelining_with_interleaving.loop
-        return loop
+        return patches._installed()
 
     def _parallel_sizes(self) -> dict[str, Any]:
         return {}

@@ -232,10 +232,16 @@ def test_one_process_needs_no_torchrun() -> None:
     assert "Warning" not in done.stderr
 
 
+BAD = {
+    "--bogus --num-layer 3": "error: unrecognized arguments: --num-layer (did you mean --num-layers?), --bogus, which",
+    "--fp16 --bf16": "error: megatron-core refuses these flags: ",
+}
+
+
+@pytest.mark.parametrize(("flags", "line"), BAD.items())
 @pytest.mark.sampled(0.3, group="whole jobs")
-def test_a_bad_flag_is_one_line() -> None:
-    line = "error: unrecognized arguments: --num-layer (did you mean --num-layers?), --bogus, which"
-    done = launch([*RUN, "--mock-data", *P2, "--bogus", "--num-layer", "3"], num_ranks=2)
+def test_a_bad_flag_is_one_line(flags: str, line: str) -> None:
+    done = launch([*RUN, "--mock-data", *P2, V, *flags.split()], num_ranks=2)
     assert done.returncode != 0
     own = done.stderr.split("Traceback")[0].strip().splitlines()
     assert [each for each in own if line in each] != [], done.stderr

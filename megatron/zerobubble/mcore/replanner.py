@@ -31,12 +31,13 @@ from megatron.zerobubble.plan.costs.slicing import NUMBERS_OF_SLICES, costs_of_o
 from megatron.zerobubble.plan.costs.step_costs import StepCosts
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.objective import Objective
-from megatron.zerobubble.plan.registry import executed_plan, initial_plan, plan_of
+from megatron.zerobubble.plan.registry import initial_plan, plan_of
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.plan.search.assign import assign
 from megatron.zerobubble.plan.search.search import evaluations_per_second
 from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.simulate import Simulation, peak_memory, simulate
+from megatron.zerobubble.plan.transforms import executed_plan
 from megatron.zerobubble.plan.validate import MEMORY_TOLERANCE, validate
 from megatron.zerobubble.profiling.length_fit import fit_lengths
 from megatron.zerobubble.profiling.profile import RankProfile, combine, costs_within, unit_bytes

@@ -44,9 +44,10 @@ from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.links import LinkTime
 from megatron.zerobubble.plan.deadlock import stuck_ranks
 from megatron.zerobubble.plan.ir import Plan
-from megatron.zerobubble.plan.registry import executed_plan, initial_plan, stock_plan
+from megatron.zerobubble.plan.registry import initial_plan, stock_plan
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.plan.timeline import Activity, Timeline
+from megatron.zerobubble.plan.transforms import executed_plan
 from megatron.zerobubble.plan.transforms import forward_only as only_forward
 from megatron.zerobubble.plan.validate import validate
 from megatron.zerobubble.profiling.recorder import OpRecorder
@@ -376,10 +377,8 @@ class PipelineSchedule:
         config, hooks = self._config, self.hooks
         if forward_only or hooks.token_count is not None or hooks.before_gradients is None:
             return
-        if not config.calculate_per_token_loss or self.spec.num_ranks == 1:
-            return
-        if not getattr(config.finalize_model_grads_func, "takes_total", False):
-            return  # a training loop's own function: it takes the number from megatron-core's broadcast
+        if not config.calculate_per_token_loss or not getattr(config.finalize_model_grads_func, "takes_total", False):
+            return  # a training loop's own function takes the number from megatron-core's broadcast
         hooks.token_count = TokenCount(
             pipeline=dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()),
             replicas=dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True)),

@@ -34,7 +34,7 @@ from megatron.zerobubble.plan.search.search_options import (
     smallest_memory,
 )
 from megatron.zerobubble.plan.simulate import Simulation, simulate
-from megatron.zerobubble.plan.transforms import reductions_beside_tail
+from megatron.zerobubble.plan.transforms import executed_plan
 
 AUTO = "auto"
 """The schedule name with which the planner chooses the schedule."""
@@ -86,8 +86,7 @@ class Result:
     @staticmethod
     def of(plan: Plan, costs: CostModel, memory_limit: float | None = None) -> Result:
         """A plan as it runs under its costs, and the lower bound under a memory limit; None: under the plan's own peak memory."""
-        overlaps = costs.step is not None and costs.step.overlaps_reductions
-        simulation = simulate(reductions_beside_tail(plan) if overlaps else plan, costs)
+        simulation = simulate(plan if costs.step is None else executed_plan(costs.step, plan), costs)
         limit = max(simulation.peak_memory) if memory_limit is None else memory_limit
         return Result(simulation, lower_bound(plan.placement, plan.num_microbatches, simulation.costs, limit))
 

@@ -25,7 +25,6 @@ from megatron.zerobubble.plan.generators.zbv import zbv
 from megatron.zerobubble.plan.ir import MOST_SLICES, Placement, Plan
 from megatron.zerobubble.plan.schedule_spec import STOCK, ScheduleSpec
 from megatron.zerobubble.plan.search.search_options import SearchOptions
-from megatron.zerobubble.plan.transforms import reductions_beside_tail
 from megatron.zerobubble.plan.validate import validate
 
 
@@ -358,11 +357,6 @@ def stock_plan(num_microbatches: int, *, num_ranks: int, num_chunks: int) -> Pla
     if num_chunks == 1:
         return plan_of(schedule_spec("1f1b", num_ranks=num_ranks), num_microbatches)
     return plan_of(schedule_spec("interleaved-1f1b", num_ranks=num_ranks, num_chunks=num_chunks), num_microbatches)
-
-
-def executed_plan(spec: ScheduleSpec, plan: Plan) -> Plan:
-    """The plan that training executes: where reductions overlap, the Ws behind the last B are ordered for them."""
-    return reductions_beside_tail(plan) if spec.overlaps_reductions else plan
 
 
 def parse_max_pending_backward(flag: str, text: str, num_ranks: int) -> int:

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from megatron.zerobubble.errors import PlanError
+from megatron.zerobubble.plan.costs.step_costs import StepCosts
 from megatron.zerobubble.plan.ir import Op, OpKind, Passes, Plan
+from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 
 
 def forward_only(plan: Plan) -> Plan:
@@ -81,6 +83,11 @@ def recut(plan: Plan, slice_counts: Sequence[int]) -> Plan:
 def split_fused(plan: Plan) -> Plan:
     """The plan with every BW split into B and, directly after it, W, so that the input gradient is sent before W runs."""
     return plan.with_ops([part for op in row for part in _split(op)] for row in plan.ops)
+
+
+def executed_plan(of: ScheduleSpec | StepCosts, plan: Plan) -> Plan:
+    """The plan that training executes: where reductions overlap, the Ws behind the last B are ordered for them."""
+    return reductions_beside_tail(plan) if of.overlaps_reductions else plan
 
 
 def reductions_beside_tail(plan: Plan) -> Plan:

@@ -131,10 +131,10 @@ _REQUIRED = (
 _POSITIVE = (
     *("seq_length", "max_position_embeddings", "micro_batch_size", "global_batch_size", "train_iters", "lr_decay_iters"),
     *("eval_interval", "exit_interval", "log_interval", "save_interval", "ckpt_step", "make_vocab_size_divisible_by"),
-    *("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage", "rotary_base", "lr"),
+    *("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage", "rotary_base"),
     *("distributed_timeout_minutes", "exit_duration_in_mins"),
 )
-_NOT_NEGATIVE = ("min_lr", "lr_warmup_iters", "lr_warmup_fraction", "eval_iters", "num_workers", "seed")
+_NOT_NEGATIVE = ("lr", "min_lr", "lr_warmup_iters", "lr_warmup_fraction", "eval_iters", "num_workers", "seed")
 
 
 def parse_arguments(

@@ -5,7 +5,6 @@ Compiled by inductor for the CPU: the ranks of other tests start with compilatio
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,14 +40,6 @@ def _held_after_b(rank: int, case: FusedCase) -> list[int]:
     trainer.forward_backward(0)
     trainer.close()
     return held
-
-
-@pytest.fixture(scope="module")
-def compiling_ranks() -> Iterator[RankPool]:
-    """Two gloo ranks that compile."""
-    pool = RankPool(2, imports="tests.support.compiling_rank_imports")
-    yield pool
-    pool.stop()
 
 
 def _trained(rank: int, case: FusedCase) -> tuple[Difference, int]:

@@ -139,7 +139,7 @@ def test_another_seed_is_another_model_and_by_rank_layouts_differ(four_ranks: Ra
 def test_generators_stay_as_they_are() -> None:
     model = _Model(12, nn.init.normal_)
     state = torch.get_rng_state()
-    draw_by_name([model], seed=1)
+    draw_by_name(model, seed=1)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -166,7 +166,8 @@ class _Model(nn.Module):
 def test_more_rows_change_none_of_the_others(rows: int) -> None:
     """As when the vocabulary is padded to a multiple of the tensor-parallel size. A block here has 8192 rows."""
     models = [_Model(count, partial(nn.init.normal_, mean=0.0, std=0.02)) for count in (rows, 20480)]
-    draw_by_name(models, seed=3)
+    for model in models:
+        draw_by_name(model, seed=3)
     assert torch.equal(models[0].weight, models[1].weight[:rows])
     assert models[1].weight.std().item() == pytest.approx(0.02, rel=0.02)
     assert models[1].weight.unique().numel() > 100_000, "no block repeats another"
@@ -180,7 +181,7 @@ def test_a_method_that_looks_at_the_shape_sees_the_whole_tensor() -> None:
         nn.init.xavier_uniform_(tensor)
 
     model = _Model(20000, xavier)
-    draw_by_name([model], seed=3)
+    draw_by_name(model, seed=3)
     assert shapes[1:] == [(20000, 8)]
     half = ShardedTensor.from_rank_offsets("weight", torch.empty(10000, 8), (0, 1, 2))
     with torch.random.fork_rng(devices=[]):
@@ -193,7 +194,7 @@ def test_a_weight_without_a_name_is_reported(caplog: pytest.LogCaptureFixture) -
         def sharded_state_dict(self, metadata: Any) -> dict[str, Any]:
             return {}
 
-    draw_by_name([Nameless(4, nn.init.normal_)], seed=1)
+    draw_by_name(Nameless(4, nn.init.normal_), seed=1)
     assert "weight: not in the model's checkpoints" in caplog.text
 
 

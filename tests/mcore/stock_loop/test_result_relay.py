@@ -17,6 +17,7 @@ from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_
 import megatron.zerobubble
 from megatron.zerobubble.mcore.compat import destroy_model_parallel
 from megatron.zerobubble.mcore.model.stage_layout import embedding_ranks
+from megatron.zerobubble.mcore.stock_loop import patches
 from megatron.zerobubble.mcore.stock_loop.result_relay import ResultRelay
 from megatron.zerobubble.mcore.stock_loop.stage_questions import StageQuestions
 from megatron.zerobubble.plan.ir import Placement
@@ -142,7 +143,7 @@ def _asked(rank: int) -> list[Any]:
             assert answers[1] == parallel_state.is_pipeline_last_stage(ignore_virtual=False)
             return answers
 
-        loop = _installed()
+        loop: Any = patches._installed()
         forward_step = loop.questions.answering(lambda data, chunk: (ends(), ends), chunks)
         answers: list[Any] = [ends_by_rank(group)]
         for number, chunk in enumerate(chunks):
@@ -161,12 +162,6 @@ def ends_by_rank(group: Any) -> tuple[bool, bool]:
     answers = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     assert (is_pp_first_stage(group), is_pp_last_stage(group)) == answers
     return answers
-
-
-def _installed() -> Any:
-    from megatron.zerobubble.mcore.stock_loop import patches
-
-    return patches._installed()
 
 
 def test_questions_are_about_the_running_chunk(four_ranks: RankPool) -> None:

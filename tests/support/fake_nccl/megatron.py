@@ -15,11 +15,11 @@ from unittest import mock
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import random as tensor_parallel_random
 
 from megatron.zerobubble.mcore import agreement, zb_schedules
 from megatron.zerobubble.mcore.cpu.device import HostDevice
+from megatron.zerobubble.mcore.stock_loop import patches
 from tests.support.fake_nccl.engine import HostThread
 from tests.support.fake_nccl.ranks import run_ranks
 
@@ -69,7 +69,7 @@ class _RankStates:
 
 def _set_back() -> list[tuple[Any, str, Any]]:
     """Undo what is installed; what was there, as (owner, name, value)."""
-    loop = getattr(schedules.forward_backward_pipelining_without_interleaving, "loop", None)
+    loop = patches._installed()
     replaced = [] if loop is None else loop.undo
     found = [(owner, name, vars(owner)[name]) for owner, name, _ in replaced]
     for owner, name, original in reversed(replaced):

@@ -22,7 +22,7 @@ import inspect
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -116,7 +116,7 @@ def draw_when_wrapped(seed: int) -> None:
     def drawing(*args: Any, **kwargs: Any) -> None:
         module = signature.bind(*args, **kwargs).arguments["module"]
         if hasattr(module, "sharded_state_dict"):
-            draw_by_name([module], seed=seed)
+            draw_by_name(module, seed=seed)
         wrap(*args, **kwargs)
 
     more = [(TransformerConfig, "__post_init__", remembering), (DistributedDataParallel, "__init__", drawing)]
@@ -125,32 +125,31 @@ def draw_when_wrapped(seed: int) -> None:
 
 
 @torch.no_grad()
-def draw_by_name(models: Sequence[nn.Module], *, seed: int) -> None:
-    """Draw the weights of this rank's chunks anew. Nothing is communicated, and no generator's state changes.
+def draw_by_name(model: nn.Module, *, seed: int) -> None:
+    """Draw the weights of a chunk anew. Nothing is communicated, and no generator's state changes.
 
     Args:
-        models: chunks whose parameters remember their init methods (`remember_from`), and have a storage of their own each.
+        model: a chunk whose parameters remember their init methods (`remember_from`), and have a storage of their own each.
         seed: of the run, the same on all ranks; any int.
     """
-    for model in models:
-        methods = {
-            parameter.untyped_storage().data_ptr(): (name, getattr(parameter, _INIT_METHOD))
-            for name, parameter in model.named_parameters()
-            if hasattr(parameter, _INIT_METHOD)
-        }
-        left = dict(methods)
-        with torch.random.fork_rng(devices=[]):
-            for weight in _sharded_tensors(model.sharded_state_dict(metadata={})):  # type: ignore[operator]
-                address = weight.data.untyped_storage().data_ptr()
-                if address in methods:
-                    left.pop(address, None)
-                    _draw(weight, methods[address][1], seed)
-        if left:
-            names = ", ".join(name for name, _ in left.values())
-            _log.warning("%s: not in the model's checkpoints, and so not drawn by name: other layouts begin with others", names)
-        quantized = sum(is_float8tensor(parameter) for parameter in model.parameters())
-        if quantized:
-            _log.warning("%d weights in FP8 (fp8_param) are not drawn by name: other layouts begin with others", quantized)
+    methods = {
+        parameter.untyped_storage().data_ptr(): (name, getattr(parameter, _INIT_METHOD))
+        for name, parameter in model.named_parameters()
+        if hasattr(parameter, _INIT_METHOD)
+    }
+    left = dict(methods)
+    with torch.random.fork_rng(devices=[]):
+        for weight in _sharded_tensors(model.sharded_state_dict(metadata={})):  # type: ignore[operator]
+            address = weight.data.untyped_storage().data_ptr()
+            if address in methods:
+                left.pop(address, None)
+                _draw(weight, methods[address][1], seed)
+    if left:
+        names = ", ".join(name for name, _ in left.values())
+        _log.warning("%s: not in the model's checkpoints, and so not drawn by name: other layouts begin with others", names)
+    quantized = sum(is_float8tensor(parameter) for parameter in model.parameters())
+    if quantized:
+        _log.warning("%d weights in FP8 (fp8_param) are not drawn by name: other layouts begin with others", quantized)
 
 
 def _sharded_tensors(state: Any) -> Iterator[Any]:

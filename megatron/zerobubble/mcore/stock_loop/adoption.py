@@ -199,7 +199,7 @@ class AdoptedChunks:
     def _draw(self, module: nn.Module) -> None:
         """Draw the weights of any module that DDP wraps, if a seed was given."""
         if self.options.seeds.weights is not None and hasattr(module, "sharded_state_dict"):
-            draw_by_name([module], seed=self.options.seeds.weights)
+            draw_by_name(module, seed=self.options.seeds.weights)
 
     def _forget(self) -> None:
         """A chunk is gone: let go of its store, and of what an iteration that failed has left there."""
